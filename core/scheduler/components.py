@@ -81,7 +81,8 @@ class Components(Hooks):
         self.inbox = Inbox()
         message_tree = message_tree or self._message_tree_of_one()
         self.steps = 0
-        self._idle_events: list[InterruptibleEvent] = []
+        self._idle_events: dict[InterruptibleEvent, bool] = {}
+        """By event, whether it is set although other work than copies is in progress."""
         self.awaits_ranks = True
         """False once other ranks do not come to ``close``: then copies that need their images are not waited for."""
         self._commands_only = False

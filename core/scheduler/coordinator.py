@@ -134,9 +134,10 @@ class Coordinator(Components):
             self._collect_unfinished()
             self.verifier.tick(now_s)
             self.deleter.dispatch_surveys()
-        if self._idle_events and not self.busy():
-            while self._idle_events:
-                self._idle_events.pop().set()
+        for bell, copies_only in list(self._idle_events.items()):
+            if not (self._owes_copies() if copies_only else self.busy()):
+                del self._idle_events[bell]
+                bell.set()
         return self._next_s(now_s)
 
     def _next_s(self, now_s: float) -> float | None:
@@ -280,19 +281,22 @@ class Coordinator(Components):
             if tier not in has_copy and not self.commits.has_given_up(tier, id)
         )
 
-    def set_when_idle(self, bell: InterruptibleEvent) -> None:
-        """Set an event once no work is in progress and every copy that can be made is made."""
-        self._idle_events.append(bell)
+    def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
+        """Set an event once no work is in progress and every copy that can be made is made; ``copies_only``: whatever
+        else is in progress, such as a deletion."""
+        self._idle_events[bell] = copies_only
 
     def forget_idle_event(self, bell: InterruptibleEvent) -> None:
-        if bell in self._idle_events:
-            self._idle_events.remove(bell)
+        self._idle_events.pop(bell, None)
 
     def busy(self) -> bool:
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
-        if self._tasks_out or self._commands.busy() or self._admissions.busy():
+        if self._tasks_out or self._commands.busy() or self.deleter.busy():
             return True
-        if self.deleter.busy() or not self.inbox.is_empty:
+        return self._owes_copies()
+
+    def _owes_copies(self) -> bool:
+        if self._admissions.busy() or not self.inbox.is_empty:
             return True
         return not self._commands_only and any(
             e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open()

@@ -80,7 +80,10 @@ class DrainOnSignal:
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())
-        return group_commands.drain_here(self._session, left_s, doing=name, continues=continues)
+        # A deletion may need another rank, which this signal has ended already.
+        return group_commands.drain_here(
+            self._session, left_s, doing=name, continues=continues, copies_only=True
+        )
 
     def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
         """Wait for the save that the signal requests; False where it has not begun in time, or the run was closed."""

@@ -149,9 +149,15 @@ class _Decisions(Message):
 
 
 def drain_here(
-    session: Session, deadline_s: float | None, *, doing: str = "drain", continues: bool = True
+    session: Session,
+    deadline_s: float | None,
+    *,
+    doing: str = "drain",
+    continues: bool = True,
+    copies_only: bool = False,
 ) -> DrainReport:
-    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most.
+    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most; unless ``copies_only``,
+    until deletions have ended, too.
 
     With a deadline, copies that can arrive in time are written first. ``continues``: the others are begun afterwards.
     ``doing`` names the operation in the log.
@@ -167,7 +173,7 @@ def drain_here(
                 session, asker, began + deadline_s, doing=doing, left_s=deadline_s
             )
         with session.waiting_for_copies(doing):
-            session.wait_idle(deadline_s)
+            session.wait_idle(deadline_s, copies_only=copies_only)
     finally:
         if continues:
             end_drain(session, asker)

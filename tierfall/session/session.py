@@ -218,10 +218,11 @@ class Session:
         """Return a hold in which the training thread waits for copies: while it lasts, what they do is logged."""
         return self.holds.hold(doing, self.status.describe_flushes, level=logging.INFO)
 
-    def wait_idle(self, timeout: float | None) -> bool:
-        """Wait until no copy is owed that can be written at present; False after ``timeout`` seconds."""
+    def wait_idle(self, timeout: float | None, *, copies_only: bool = False) -> bool:
+        """Wait until no copy is owed that can be written at present, and, unless ``copies_only``, no other work is in
+        progress; False after ``timeout`` seconds."""
         idle = InterruptibleEvent()
-        self.call(lambda: self.coordinator.set_when_idle(idle))
+        self.call(lambda: self.coordinator.set_when_idle(idle, copies_only=copies_only))
         try:
             return self.wait(idle, timeout)
         finally:

@@ -10,8 +10,9 @@ import pytest
 from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
-from tests.simulation.world import CHUNK, IMAGE, file_rules
-from tierfall.core.scheduler.ledger.tasks import CopyRun, LedgerQuery
+from tests.simulation.world import CHUNK, IMAGE, World, file_rules
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, LedgerQuery
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import ArrivalOutlook
 from tierfall.policies.drain import describe_drain
@@ -274,3 +275,25 @@ def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> No
     assert world.coordinator.is_urgent(), "a drain yields to nobody"
     world.go_on(20.5)
     assert world.steps_on("store") == [1, 2, 3, 4]
+
+
+def test_a_drain_before_the_end_of_the_process_waits_for_copies_and_not_for_deletions() -> None:
+    """A deletion may need another rank, which the signal has ended already."""
+    world = World([file_rules("nvme", retain_last=1)])
+    for step in (1, 2):
+        world.save(step)
+    copied, idle = InterruptibleEvent(), InterruptibleEvent()
+    world.coordinator.set_when_idle(copied, copies_only=True)
+    world.coordinator.set_when_idle(idle)
+    world.step()
+    assert not copied.is_set
+    while not copied.is_set:
+        task = next(task for task in world.tasks if not isinstance(task, DeleteCopy))
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+    assert world.steps_on("nvme") == [1, 2]
+    assert not idle.is_set
+    world.settle()
+    assert idle.is_set
+    assert world.steps_on("nvme") == [2]
