@@ -201,3 +201,13 @@ def test_check_counts_the_share_of_parity(config: dict[str, Any], tmp_path: Path
     forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
     assert found["peer_memory"]["sent_bytes"] == 2 << 30
     assert found["peer_memory"]["kept_bytes_max"] == forecast["bytes_max"] // 2
+
+
+@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes"])
+def test_a_command_names_who_may_change_what_is_kept_for_others(
+    kept: tuple[Cli, Path], tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "peers/run/tier.json").unlink()
+    result = kept[0](*command.split(), code=1)
+    expected = "peers is in the memory of several nodes, which only a trainer changes: 1@1 is not changed there"
+    assert expected in result.out + result.err

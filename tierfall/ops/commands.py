@@ -240,7 +240,7 @@ def set_mark_on_tiers(
                 if tier in errors:
                     raise errors[tier]
                 if stores[tier].read_only:
-                    raise StepError(f"{tier} is read-only: {checkpoint.id} is not changed there")
+                    raise _read_only_error(config, tier, checkpoint.id)
                 _change(stores[tier], kind, checkpoint.id)
             except TierfallError as error:
                 failed[tier] = error
@@ -307,6 +307,15 @@ def run_commands(
         return tuple(_run_command(session, kind, id) for id in ids)
 
 
+def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
+    if config.peers is not None and config.peers.name == tier:
+        return StepError(
+            f"{tier} is in the memory of several nodes, which only a trainer changes: {id} is not changed there; call "
+            "it in the trainer"
+        )
+    return StepError(f"{tier} is read-only: {id} is not changed there")
+
+
 def _run_command(session: Session, kind: CommandKind, id: CheckpointId) -> CommandResult:
     held = [listing.tier for listing in session.listings if listing.copy(id) is not None]
     failed = submit(session, kind, id)
@@ -315,7 +324,7 @@ def _run_command(session: Session, kind: CommandKind, id: CheckpointId) -> Comma
     silent = unread(session.listings)
     for tier in held:
         if tier in session.stores and session.stores[tier].read_only:
-            failed[tier] = StepError(f"{tier} is read-only: {id} is not changed there")
+            failed[tier] = _read_only_error(session.config, tier, id)
     if kind is CommandKind.DELETE:
         for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
             failed[tier] = StepError(f"{id} is marked, and is deleted once every tier has the mark")
