@@ -83,8 +83,6 @@ class Components(Hooks):
         self.steps = 0
         self._idle_events: dict[InterruptibleEvent, bool] = {}
         """By event, whether it is set although other work than copies is in progress."""
-        self.awaits_ranks = True
-        """False once other ranks do not come to ``close``: then copies that need their images are not waited for."""
         self._commands_only = False
         self._tasks_out = 0
         self._submit = submit

@@ -303,8 +303,6 @@ class Coordinator(Components):
         )
 
     def _may_be_copied(self, entry: LedgerEntry) -> bool:
-        if entry.awaiting_ranks and not self.awaits_ranks:
-            return False
         owed = entry.owed - self.ledger.failing.keys()
         return any(not self.drain_schedule.is_held_back(entry.id, tier) for tier in owed)
 

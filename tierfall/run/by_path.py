@@ -151,6 +151,11 @@ class PathSaves:
         else:
             self._wait(self._save(step, replace(save, start=self._start(step))))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a thread saves by path, or has saved so."""
+        return self._worker is not None
+
     def close(self, timeout_s: float) -> None:
         """Free the files of steps that were never committed, and end the thread within ``timeout_s`` seconds."""
         self._stages.free("the run was closed")

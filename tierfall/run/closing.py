@@ -19,6 +19,7 @@ from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.run.group_commands import drain_here
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import images_needed
 from tierfall.session.session import Session
@@ -27,8 +28,8 @@ from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
 FAILED_S = 5.0
-"""Seconds for which a rank waits for the others at each meeting, once the training has failed on one: others may be in
-a collective, until the launcher ends them."""
+"""Seconds for which rank 0 waits for the others at each meeting, once the training has failed on one: others may be in
+a collective, until the launcher ends them. Another rank waits for rank 0 for ``ANSWER_S`` more."""
 LOOK_S = 1.0
 """Seconds for which ``close`` waits for the folder of a tier that fails."""
 
@@ -70,13 +71,15 @@ def agree_on_end(
     *,
     changed: str,
     failed: str,
+    by_path: bool,
     timeout_s: float,
 ) -> tuple[ClosingPlan, float]:
     """Return whether all ranks save the last step; and how many seconds to wait for the other ranks at each later
     meeting. Log what keeps the step from being saved, and flush it where it is saved.
 
-    A save that not all ranks have begun is given up, as no rank begins one any more. ``changed`` is how the state
-    differs from that of the last step, ``failed`` how the training ended early; each is empty where that is not so.
+    A later save than the last that all ranks have begun is given up, as no rank begins one any more; not if a rank has
+    saved ``by_path``, on a thread that may go on. ``changed`` is how the state differs from that of the last step,
+    ``failed`` how the training ended early; each is empty where that is not so.
     """
     step = None if last is None else last.step
     mine = LastStepReport(
@@ -84,7 +87,7 @@ def agree_on_end(
         saved=step is not None and lineage.has_saved(step),
         changed=changed,
         failed=failed,
-        reached=-1 if lineage.last_step is None else lineage.last_step,
+        reached=None if by_path else -1 if lineage.last_step is None else lineage.last_step,
     )
     try:
         decision = session.ranks.agree(
@@ -92,14 +95,11 @@ def agree_on_end(
         )
     except RanksError as error:
         logger.warning("close: the last step is not saved: %s", error)
-        if not failed:
-            return ClosingPlan.NOTHING, math.inf
-        session.coordinator.awaits_ranks = False
-        return ClosingPlan.NOTHING, 0.0
+        return ClosingPlan.NOTHING, 0.0 if failed else math.inf
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)
     coordinator, attempt = session.coordinator, lineage.attempt.number
-    if decision.plan is not ClosingPlan.SAVE:
+    if decision.plan is not ClosingPlan.SAVE and decision.reached is not None:
         reached = CheckpointId(decision.reached, attempt)
         session.call_soon(partial(coordinator.group.end_saves, reached))
     if step is not None and decision.plan is ClosingPlan.FLUSH:
@@ -110,32 +110,33 @@ def agree_on_end(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStepReport(Message):
     """What one rank knows of the last step; see ``agree_on_end``. ``reached`` is the last step that it began to save,
-    or restored; -1 without one."""
+    or restored, -1 without one; None if it may begin to save another."""
 
     step: int | None
     saved: bool
     changed: str
     failed: str
-    reached: int
+    reached: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosingDecision(Message):
-    """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank. ``reached`` is the last
-    step that all ranks have begun to save, or restored; -1 without one."""
+    """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank. ``reached`` is the
+    lowest of all ranks; None if one may begin to save another step."""
 
     plan: ClosingPlan = ClosingPlan.NOTHING
     reason: str = ""
     failed: bool = False
-    reached: int = -1
+    reached: int | None = None
 
 
 def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
     """Return what follows from the reports of all ranks."""
+    reached = [report.reached for report in reports.values() if report.reached is not None]
     return replace(
         _decide_plan(reports),
         failed=any(report.failed for report in reports.values()),
-        reached=min(report.reached for report in reports.values()),
+        reached=min(reached) if len(reached) == len(reports) else None,
     )
 
 
@@ -163,6 +164,18 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
         why = f"step {step}: {format_ranks(unsaved)} left it out, others saved it"
         return ClosingDecision(reason=why)
     return ClosingDecision(plan=ClosingPlan.SAVE)
+
+
+def drain(session: Session, timeout_s: float, *, meets_s: float) -> DrainReport:
+    """Wait until every copy that this rank owes is durable. A deletion is waited for if the other ranks, which it may
+    need, are: not once the training has failed on one."""
+    return drain_here(
+        session,
+        timeout_s,
+        doing="close",
+        continues=False,
+        copies_only=meets_s <= FAILED_S,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,9 +337,7 @@ class OpenRun:
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
                 looked_at = closing.confirm_copies(session, left_s() / 2)
-                report = group_commands.drain_here(
-                    session, left_s(), doing="close", continues=False
-                )
+                report = closing.drain(session, left_s(), meets_s=self._meets_s)
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
                 what = f"run {session.run} is closed", closing.LookedAt({})
@@ -387,6 +385,7 @@ class OpenRun:
             last,
             changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
             failed=failed,
+            by_path=self.by_path.is_used,
             timeout_s=min(timeout_s, self._meets_s),
         )
         if last is None or plan is not closing.ClosingPlan.SAVE:

@@ -33,6 +33,10 @@ from tierfall.core.types.errors import CapacityError, CaptureError, TierfallErro
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
+END_S = 1.0
+"""Seconds for which a save that not all ranks have begun is kept, once no rank begins a save any more: rank 0 gets what
+there is meanwhile, to name the ranks."""
+
 
 @dataclass(slots=True)
 class _RankWait:
@@ -176,23 +180,26 @@ class GroupSeals:
     # Time ------------------------------------------------------------------------------------------
 
     def end_saves(self, reached: CheckpointId) -> None:
-        """Report the waits for ranks that will not come; see ``Commits.end_saves``."""
+        """Wait no longer than ``END_S`` for ranks that will not come; see ``Commits.end_saves``."""
         self._reached = reached
+        for id, wait in self._waits.items():
+            if self._is_past_end(id):
+                self._waits[id] = _RankWait(wait.kind)
 
     def tick(self, now_s: float) -> None:
         """Report a wait that is over; after half of it, have rank 0 sent what there is, so that it can name the ranks
         that are late."""
         self.replicas.tick(now_s)
         for id, wait in list(self._waits.items()):
-            ended = self._is_past_end(id)
+            bound_s = self._bound_s(id)
             if wait.since_s is None:
                 wait.since_s = now_s
-            if ended or now_s >= wait.since_s + self._max_wait_s:
+            elif now_s >= wait.since_s + bound_s:
                 del self._waits[id]
                 ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
-                body = LateRanks(ordinal=ordinal, ended=ended)
+                body = LateRanks(ordinal=ordinal, ended=self._is_past_end(id))
                 self._messages.report(MessageKind.LATE, id, body=body)
-            elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.flushed:
+            elif now_s >= wait.since_s + bound_s / 2 and not wait.flushed:
                 wait.flushed = True
                 self._messages.flush_partial(wait.kind, id)
 
@@ -200,9 +207,12 @@ class GroupSeals:
         reached = self._reached
         return reached is not None and id.attempt == reached.attempt and id.step > reached.step
 
+    def _bound_s(self, id: CheckpointId) -> float:
+        return END_S if self._is_past_end(id) else self._max_wait_s
+
     def due_s(self, now_s: float) -> list[float]:
         """Return when ``tick`` has something to do."""
-        since = [wait.since_s for wait in self._waits.values() if wait.since_s is not None]
-        due = [s + wait_s for s in since for wait_s in (self._max_wait_s / 2, self._max_wait_s)]
+        bounds = [(wait.since_s, self._bound_s(id)) for id, wait in self._waits.items()]
+        due = [s + part * bound_s for s, bound_s in bounds if s is not None for part in (0.5, 1.0)]
         assigner_due = self.replicas.next_s(now_s)
         return due if assigner_due is None else [*due, assigner_due]
