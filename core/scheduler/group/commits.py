@@ -137,8 +137,8 @@ class Commits(Group):
         self._tiers.contribute(tier, entry, files)
 
     def end_saves(self, reached: CheckpointId) -> None:
-        """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not all
-        have begun these."""
+        """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not
+        all have begun these."""
         self._seals.end_saves(reached)
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
