@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.simulation.many import SHARED_TIER, Many
+from tests.simulation.rank import CUT
 from tests.simulation.world import World, file_rules
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, LedgerQuery, OpenShard
 from tierfall.core.types.errors import BackendError, CaptureError, TierfallError
@@ -110,3 +112,29 @@ def test_a_capture_that_is_reported_to_have_failed_twice_fails_once() -> None:
     world.save(2)
     world.settle()
     assert world.steps_on("nvme") == [2]
+
+
+def test_at_the_end_of_a_training_what_not_all_ranks_began_to_save_is_given_up_and_nothing_else() -> (
+    None
+):
+    """Rank 2 still captures step 2, and has not begun to save step 3."""
+    run = Many((0, 0, 1), [file_rules(SHARED_TIER, shared=True)], max_wait_s=600.0)
+    *others, last = run.ranks
+    for rank in others:
+        rank.save(2)
+        rank.save(3)
+    region, _ = last.ask(2)
+    capture = last.begin(2, region)
+    run.settle(limit_s=30.0)
+    second, third = CheckpointId(2, 1), CheckpointId(3, 1)
+    for rank in run.ranks:
+        rank.coordinator.group.end_saves(second)
+    run.settle(limit_s=30.0)
+    for rank in others:
+        with pytest.raises(CaptureError, match="rank 2 did not save step 3 before the training"):
+            rank.handles[third].wait(timeout=0)
+        assert rank.handles[second].exception() is None
+    last.advance(capture, CUT.chunk_count)
+    run.settle(limit_s=30.0)
+    assert all(rank.handles[second].done(SHARED_TIER) for rank in run.ranks)
+    assert run.committed(SHARED_TIER) == {second}
