@@ -19,7 +19,7 @@ from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.run.group_commands import drain_here
+from tierfall.run import group_commands
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import images_needed
 from tierfall.session.session import Session
@@ -169,7 +169,7 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
 def drain(session: Session, timeout_s: float, *, meets_s: float) -> DrainReport:
     """Wait until every copy that this rank owes is durable. A deletion is waited for if the other ranks, which it may
     need, are: not once the training has failed on one."""
-    return drain_here(
+    return group_commands.drain_here(
         session,
         timeout_s,
         doing="close",
