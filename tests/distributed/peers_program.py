@@ -146,8 +146,9 @@ def stand_by(folder: str, **changes: Any) -> None:
     """Restore, save nothing, and wait to be killed once peer memory has that checkpoint on all nodes again."""
     dist.init_process_group("gloo")
     with tierfall.open(config(folder, **changes)) as ckpt:
-        assert ckpt.restore(make_state(0)) is not None
-        wait_until(lambda: ckpt.statistics().peer_survival)
+        restored = ckpt.restore(make_state(0))
+        assert restored is not None
+        wait_until(lambda: has_again(ckpt, restored.step))
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
 
@@ -209,7 +210,7 @@ def bring_back(
             ckpt.wait_captured()
             handle.wait("peers", 30)
         else:
-            wait_until(lambda: ckpt.statistics().peer_survival)
+            wait_until(lambda: has_again(ckpt, restored.step))
         note(folder, restored.step + saves, "again")
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
@@ -293,6 +294,12 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
         why = str(handle.exception())
         wait_until(lambda: any(c.step == 3 and "peers" in c.tiers for c in ckpt.checkpoints()))
     return {"blocked_s": blocked_s, "why": why}
+
+
+def has_again(ckpt: tierfall.Checkpointer, step: int) -> bool:
+    """Whether peer memory has a restored step on all nodes again; an older one may be there before."""
+    survival = ckpt.statistics().peer_survival
+    return survival is not None and survival.step >= step
 
 
 def wait_until(holds: Callable[[], object]) -> None:
