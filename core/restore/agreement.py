@@ -55,8 +55,8 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes. ``images`` are, by tier, the ranks whose image it has on any node, and no faster tier has. ``fallbacks`` are
-    the skipped sources, with reasons."""
+    nodes. ``images`` has, for each checkpoint and tier, the ranks whose image that tier has on some node, and no faster
+    tier has. ``fallbacks`` are the skipped sources, with reasons."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()

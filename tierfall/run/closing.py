@@ -77,8 +77,8 @@ def agree_on_end(
     """Return whether all ranks save the last step; and how many seconds to wait for the other ranks at each later
     meeting. Log what keeps the step from being saved, and flush it where it is saved.
 
-    A later save than the last that all ranks have begun is given up, as no rank begins one any more; not if a rank has
-    saved ``by_path``, on a thread that may go on. ``changed`` is how the state differs from that of the last step,
+    The saves after the last that all ranks have begun are given up: no rank begins one any more. If a rank saves
+    ``by_path``, on a thread of its own, they are kept. ``changed`` is how the state differs from that of the last step,
     ``failed`` how the training ended early; each is empty where that is not so.
     """
     step = None if last is None else last.step
@@ -167,14 +167,14 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
 
 
 def drain(session: Session, timeout_s: float, *, meets_s: float) -> DrainReport:
-    """Wait until every copy that this rank owes is durable. A deletion is waited for if the other ranks, which it may
-    need, are: not once the training has failed on one."""
+    """Wait until every copy that this rank owes is durable, and until deletions have ended. Deletions may need other
+    ranks: where the training has failed on one of several, they are not waited for."""
     return group_commands.drain_here(
         session,
         timeout_s,
         doing="close",
         continues=False,
-        copies_only=meets_s <= FAILED_S,
+        copies_only=session.ranks.many and meets_s <= FAILED_S,
     )
 
 

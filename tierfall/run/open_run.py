@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -374,7 +375,7 @@ class OpenRun:
 
     def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
-        self._meets_s = closing.FAILED_S if failed else self.config.max_wait_s
+        self._meets_s = closing.FAILED_S if failed else math.inf
         self.cadence.end()
         if not self.config.interval.at_end:
             return None
