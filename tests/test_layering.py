@@ -1,5 +1,5 @@
-"""The house: each folder of the package imports only folders before it in a list, and stays small. Read from the
-sources, not by importing."""
+"""The house: each folder of the package imports only folders before it in a list. Read from the sources, not by
+importing."""
 
 from __future__ import annotations
 
@@ -70,8 +70,6 @@ FOLDERS = (
 )
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
-MODULES_MAX = 12
-LINES_MAX = 450
 FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
 ADAPTER_LINES_MAX = 150
 MAY_USE_PRIVATE = {
@@ -169,18 +167,6 @@ def test_a_folder_imports_only_folders_before_it(folder: str) -> None:
         if goes_up(folder, imported)
     ]
     assert wrong == []
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_is_small(folder: str) -> None:
-    here = [n for n in SOURCES if n.rpartition(".")[0] == folder and not n.endswith("__init__")]
-    assert len(here) <= MODULES_MAX
-
-
-def test_a_file_is_short() -> None:
-    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SOURCES.values()}
-    long = {name: n for name, n in lines.items() if n > LINES_MAX}
-    assert long == {}
 
 
 ADAPTERS = {
