@@ -24,6 +24,7 @@ from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.runtime.holds import Holds
+from tierfall.core.runtime.threads import HelperThreads
 from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
@@ -48,8 +49,10 @@ class Capturer:
         holds: Holds | None = None,
         checked: bool = True,
         on_step: Callable[[torch.optim.Optimizer], None] = ignore_step,
+        threads: int = 1,
     ) -> None:
-        """``holds`` records what training waits for; ``on_step``: see ``Barrier``."""
+        """``holds`` records what training waits for; ``on_step``: see ``Barrier``. ``threads`` hash the chunks of an
+        image from a device."""
         self._post = post
         self._max_wait_s = max_wait_s
         self._holds = holds or Holds()
@@ -61,6 +64,7 @@ class Capturer:
         self.barrier = Barrier(self._at_barrier, recorded=self._at_recording, on_step=on_step)
         self.evidence = LazyEvidence(self.barrier, checked=checked)
         self._storages = StorageWatch(self._at_freeing)
+        self.helpers = HelperThreads(threads - 1, f"tierfall-{name}-hash")
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
         )
@@ -279,6 +283,7 @@ class Capturer:
                 self._settle()
                 continue
             if snapshot is None:
+                self.helpers.close()
                 return
             try:
                 self._capture(snapshot)

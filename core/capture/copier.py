@@ -3,8 +3,9 @@
 The image is divided into *segments* (``core.image.segments``), each copied by one call. Any thread may claim the next
 segment, in image order: the capture thread, and a training thread at the barrier. Copies from a device are launched
 asynchronously (``device_copies``), and count when they have completed. A chunk is hashed once all its segments are
-copied; the watermark is the number of leading chunks that are hashed, hence final. This module knows tensors and bytes;
-it knows no tiers, steps or optimizers.
+copied, by the capture thread, or by one that helps it with an image from a device: a training on the processor needs
+the cores itself. The watermark is the number of leading chunks that are hashed, hence final. This module knows tensors
+and bytes; it knows no tiers, steps or optimizers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.runtime.threads import NO_HELPERS, HelperThreads
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CaptureError
@@ -63,12 +65,14 @@ class ImageCopier:
         slab: tuple[int, Slab] | None = None,
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
+        helpers: HelperThreads = NO_HELPERS,
     ) -> None:
         """Copy those ``sources`` that are not captured lazily. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
-        ``check`` compares the image with the present state.
+        ``check`` compares the image with the present state. ``helpers`` hash with the capture thread if tensors are on
+        a device.
         """
         self._targets = targets
         self._memory = memory
@@ -81,6 +85,7 @@ class ImageCopier:
         self._spill: SpillBuffer | None = None
         self._pace = pace
         self._lock = threading.Lock()
+        self._chunk_ready = threading.Condition(self._lock)
         self._copying: set[int] = set()
         self._idle_events: list[InterruptibleEvent] = []
         self._exclusive: InterruptibleEvent | None = None
@@ -90,11 +95,15 @@ class ImageCopier:
         self.final_chunks = 0
         self._ready: set[int] = {0}
         self._hashed: set[int] = set()
+        self._changed: set[int] = set()
+        self._ended = False
+        """The capture thread has ended its work on this image, and nothing is left to hash."""
         self.failure: BaseException | None = None
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
         self._check = check
+        self._helpers = helpers if cutting.on_devices else NO_HELPERS
         self._addresses: list[int] | None = None
         self._at_barrier = False
         self._copy_at_once()
@@ -217,6 +226,7 @@ class ImageCopier:
                 self._missing[index] -= stop - at
                 if self._missing[index] == 0:
                     self._ready.add(index)
+                    self._chunk_ready.notify()
                 at = stop
 
     # Devices ---------------------------------------------------------------------------------------
@@ -349,29 +359,42 @@ class ImageCopier:
     # Hashing ---------------------------------------------------------------------------------------
 
     def hash_ready(self) -> bool:
-        """Hash one chunk whose bytes are all copied; False if there is none at present."""
+        """Hash one chunk whose bytes are all copied, and compare it with what ``check`` knows of it; False if there is
+        none at present."""
         with self._lock:
             if self.failure is not None or not self._ready:
                 return False
             index = min(self._ready)
             self._ready.remove(index)
         start, end = self._segmentation.chunk_range(index)
-        digest = chunk_digest(self._memory[start:end])
+        chunk = self._memory[start:end]
+        digest = chunk_digest(chunk)
+        changed = set[int]()
+        if self._check is not None and index:
+            changed = self._check.changed_in_chunk(chunk, start - self._segmentation.data_start)
         with self._lock:
             self.digests[index] = digest
+            self._changed |= changed
             self._hashed.add(index)
             before = self.final_chunks
             while self.final_chunks in self._hashed:
                 self.final_chunks += 1
-            after = self.final_chunks
-        if after == self.chunk_count:
-            self.hashed = True
-        if after > before:
-            self._on_progress(after)
+            self.hashed = self.final_chunks == self.chunk_count
+            if self.final_chunks > before:
+                self._on_progress(self.final_chunks)
         return True
 
     def run(self) -> None:
         """The work of the capture thread: copy or launch in image order, and hash complete chunks, until done."""
+        with self._helpers.run(self._help_hashing):
+            try:
+                self._run()
+            finally:
+                with self._chunk_ready:
+                    self._ended = True
+                    self._chunk_ready.notify_all()
+
+    def _run(self) -> None:
         while True:
             while self._advance():
                 continue
@@ -381,6 +404,18 @@ class ImageCopier:
                 break
         while self.hash_ready():
             continue
+
+    def _help_hashing(self) -> None:
+        """The work of a helper: hash complete chunks until the capture thread has ended."""
+        try:
+            while not self._ended:
+                self._wait_for_exclusive()
+                if not self.hash_ready():
+                    with self._chunk_ready:
+                        if not (self._ready or self._ended):
+                            self._chunk_ready.wait()
+        except BaseException as error:  # noqa: BLE001 - reported by the capture thread
+            self.fail(error)
 
     def _wait_for_exclusive(self) -> None:
         """Wait while another thread copies exclusively."""
@@ -430,7 +465,8 @@ class ImageCopier:
         Before the barrier, the error also names tensors whose counters or addresses have changed; later, an update may
         have changed them."""
         if self._check is not None:
-            changed = self._check.changed_in(self._memory[self._segmentation.data_start :])
+            data = self._memory[self._segmentation.data_start :]
+            changed = self._check.changed_in(data) | self._changed
             if changed:
                 counted = [] if self._at_barrier else self._sources.changed()
                 self._sources.raise_changed(sorted({*changed, *counted}))

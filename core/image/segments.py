@@ -75,7 +75,8 @@ class Segmentation:
     """The segments of one layout: ``eager`` is copied before save() returns, ``segments`` are captured lazily, both
     in image order; ``lazy`` are the numbers of the lazily captured tensors, ``lazy_bytes`` their size.
 
-    All parts of a segment are on one device; ``places`` are the devices by tensor number.
+    All parts of a segment are on one device; ``places`` are the devices by tensor number. ``on_devices``: some tensor
+    is not in host memory.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Segmentation:
         self.eager: list[Segment] = []
         self.segments: list[Segment] = []
         self._divide(view, lazy)
+        self.on_devices = any(place != HOST for place in places)
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)

@@ -268,6 +268,7 @@ class Saver:
             slab=self._places.slab if plan.places else None,
             pace=self._pace,
             check=plan.check,
+            helpers=self._capturer.helpers,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
