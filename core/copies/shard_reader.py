@@ -85,17 +85,13 @@ class ShardReader:
     ) -> None:
         self.manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
-        self._threads = count_threads(manifest, images, chunks_max)
         self._own: BufferRing | None = None
         if ring is None:
-            size = manifest.chunk_bytes
-            ring = (
-                BufferRing(size)
-                if chunks_max is None
-                else BufferRing(size, count_max=self._threads)
-            )
-            self._own = ring
+            count = None if chunks_max is None else count_threads(manifest, images, chunks_max)
+            ring = self._own = BufferRing(manifest.chunk_bytes, count_max=count)
         self._ring = ring
+        self._threads = count_threads(manifest, images, chunks_max, verifying=ring.threads)
+        self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))
 
     def read_header(self) -> ImageHeader:
         with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
@@ -107,9 +103,10 @@ class ShardReader:
             )
 
     def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
-        ring = self._ring
-        pool, streams = ring.pool, ring.streams
-        read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
+        pool, streams = self._ring.pool, self._ring.streams
+        on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
+        threads = max(self._threads, self._device_threads) if on_device else self._threads
+        read_fills(self._reader, self.manifest, fills, threads, pool, streams, written)
 
     def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
         """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it

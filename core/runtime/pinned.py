@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 # cudaHostRegisterPortable: locked for every device of the process, not only the current one.
 _REGISTER_PORTABLE = 1
+
+_ends: dict[int, int] = {}
+"""The end of each range that ``lock_pages`` has locked, by its start. Ranges do not overlap."""
+_changing = threading.Lock()
 
 
 def cuda_available() -> bool:
@@ -76,6 +84,8 @@ class PageLock:
             return
         self.locked = False
         self.reason = "released"
+        with _changing:
+            _ends.pop(self._address, None)
         with _current(self._on):
             error = _unregister(self._address)
         if error:
@@ -101,9 +111,19 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
     with _current(on):
         error = _register(address, length_bytes)
     if not error:
+        with _changing:
+            _ends[address] = address + length_bytes
         return PageLock(address=address, length_bytes=length_bytes, locked=True, on=on)
     reason = f"{error}; {_memlock_hint()}"
     return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
+
+
+def locked_bounds() -> NDArray[np.uint64]:
+    """The start and the end of each range that ``lock_pages`` has locked, ascending. The end of one may be the start of
+    the next: an odd number of bounds is at or below an address in a range, an even number at or below any other."""
+    with _changing:
+        ranges = sorted(_ends.items())
+    return np.array(ranges, dtype=np.uint64).reshape(-1)
 
 
 def _current(on: torch.device | None) -> AbstractContextManager[object]:

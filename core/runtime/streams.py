@@ -81,8 +81,7 @@ class CudaStream:
             work()
 
     def copies_memory(self, memory: torch.Tensor) -> bool:
-        on_device = memory.is_cuda
-        return can_copy(self._device, on_device=on_device) and (on_device or memory.is_pinned())
+        return can_copy(self._device, on_device=memory.is_cuda)
 
     def copy_memory(self, copies: MemoryCopies) -> None:
         stream = torch.cuda.current_stream(self._device)

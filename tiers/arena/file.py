@@ -163,6 +163,17 @@ class ArenaFile:
                 os.utime(self._fd)
             return True
 
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the file's bytes from ``start``, without touching a page of the mapping."""
+        with _translate_errors(f"arena {self.path}", "reading it"):
+            while view and self._renewal is None:
+                count = os.preadv(self._fd, [view], start)
+                if not count:
+                    raise IntegrityError(f"arena {self.path}: it is truncated at byte {start}")
+                start, view = start + count, view[count:]
+        if view:  # a part of the bytes has moved to another file
+            view[:] = self.view[start : start + len(view)]
+
     def remove(self) -> None:
         """Delete the file, unless another one has its name by now."""
         with _translate_errors(f"arena {self.path}", "removing it"):
