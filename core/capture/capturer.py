@@ -236,18 +236,19 @@ class Capturer:
         finally:
             handle.add_blocked(time.monotonic() - began)
 
-    def _at_barrier(self) -> None:
+    def _at_barrier(self, in_order: bool = True) -> None:
         """The step hook; never raises, since the capture thread reports failures."""
         try:
-            self.wait_barrier(self._max_wait_s, in_order=True)
+            self.wait_barrier(self._max_wait_s, in_order=in_order)
         except Exception:  # reported by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
 
     def _at_freeing(self, address: int, length: int) -> None:
-        """Memory is about to be freed: if it is being captured, this is a barrier."""
+        """Memory is about to be freed: if it is being captured, this is a barrier. The host waits for the reads of a
+        device: freed memory may be taken by a stream that waits for none of them, or be unmapped."""
         snapshot = self._current
         if snapshot is not None and snapshot.copier.reads(address, length):
-            self._at_barrier()
+            self._at_barrier(in_order=False)
 
     def _at_recording(self) -> None:
         """An optimizer step is being recorded into a CUDA graph, whose replays would change what is being captured."""

@@ -11,19 +11,20 @@ and bytes; it knows no tiers, steps or optimizers.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import xxhash
 
 from tierfall.core.capture.device_copies import CopiesInFlight, CopyInFlight
-from tierfall.core.capture.spill import Slab, SpillBuffer
+from tierfall.core.capture.spill import Slab, SpillBuffer, room_of
 from tierfall.core.format.records import DIGEST_PREFIX
-from tierfall.core.image.segments import HOST, Segment, Segmentation, SegmentPart
+from tierfall.core.image.segments import HOST, Segment, Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -39,6 +40,9 @@ POLL_S = 0.2
 DEVICE_POLL_S = 0.0005
 LAUNCH_BYTES = 64 << 20
 """Of segments on a device that one call copies: each call costs the host a fraction of a millisecond."""
+EAGER_BYTES_MAX = 256 << 20
+"""Of copies on a device of what may change at any time. They take memory of the next forward pass until they are read;
+what does not fit is copied to host memory before save() returns."""
 BARRIER_LAUNCH_BYTES = 2 << 30
 """The same at the barrier, where training waits until all calls are made."""
 
@@ -82,6 +86,7 @@ class ImageCopier:
         self._segments = deque(cutting.segments)
         self._copies = CopiesInFlight(streams or {})
         self._slab = slab
+        self._eager: list[SpillBuffer] = []
         self._spill: SpillBuffer | None = None
         self._pace = pace
         self._lock = threading.Lock()
@@ -113,41 +118,54 @@ class ImageCopier:
         return len(self.digests)
 
     def _copy_at_once(self) -> None:
-        """Copy what is not captured lazily: into the image, or to a clone on its own device, in the order of the
+        """Copy what is not captured lazily: into the image, or to other memory of its own device, in the order of the
         caller's work."""
+        by_place: dict[int, list[Segment]] = {}
         for segment in self._segmentation.eager:
-            if segment.place == HOST:
+            by_place.setdefault(segment.place, []).append(segment)
+        for segment in by_place.pop(HOST, ()):
+            self._copy(segment)
+        for place, segments in by_place.items():
+            for segment in segments[self._copy_on_device(place, segments) :]:
                 self._copy(segment)
-            elif rest := Segment(piece for piece in segment if not self._clone_on_device(piece)):
-                self._copy(rest)
         self._copies.wait_for_callers()
 
-    def _clone_on_device(self, piece: SegmentPart) -> bool:
-        """Clone a tensor on its device, to be captured later; False if the device has no memory for it."""
-        source, copies = self._sources.tensor(piece.index), []
+    def _copy_on_device(self, place: int, segments: Sequence[Segment]) -> int:
+        """Copy the first segments, as many as fit EAGER_BYTES_MAX, to a block of their device, from which they are
+        captured later; return how many. None if the device has no memory for them."""
+        ends = itertools.accumulate(map(room_of, segments))
+        count = sum(end <= EAGER_BYTES_MAX for end in ends)
+        stream, made = self._copies.streams[place], list[SpillBuffer]()
+
+        def allocate() -> None:
+            device = self._sources.tensor(segments[0][0].index).device
+            made.append(SpillBuffer.temporary(segments[:count], device))
+
         try:
-            self._copies.streams[piece.place].run_on_caller_stream(
-                lambda: copies.append(source.clone())
-            )
+            if count:
+                stream.run_on_caller_stream(allocate)
+                made[0].fill(self._sources, stream)
         except torch.OutOfMemoryError:
-            return False
-        self._sources.replace(piece, copies[0])
-        self._segments.appendleft(Segment((piece,)))
-        self.copied = False
-        return True
+            return 0
+        self._eager += made
+        self.copied = self.copied and not made
+        return count
 
     # Copying ---------------------------------------------------------------------------------------
 
-    def copy_next(self, launch_bytes: int | None = None) -> bool:
+    def copy_next(self, launch_bytes: int | None = None, *, of_state: bool = False) -> bool:
         """Claim the next segment and copy it, or launch its copy; False if none is left. Of a device's segments,
-        ``launch_bytes`` (None: LAUNCH_BYTES) are copied by one call. Raises the copy's error."""
+        ``launch_bytes`` (None: LAUNCH_BYTES) are copied by one call. ``of_state``: only what is still to be read of the
+        state itself. Raises the copy's error."""
         thread = threading.get_ident()
         try:
             with self._lock:
                 if self.failure is not None:
                     return False
                 self._copying.add(thread)
-                segment, spill = self._claim(LAUNCH_BYTES if launch_bytes is None else launch_bytes)
+                segment, spill = self._claim(
+                    LAUNCH_BYTES if launch_bytes is None else launch_bytes, of_state
+                )
             if not segment:
                 return False
             if segment.place == HOST:
@@ -156,18 +174,21 @@ class ImageCopier:
                 self._launch(segment, spill)
             return True
         except BaseException as error:
-            interrupted = not isinstance(error, Exception)
-            self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
+            self.fail(_as_exception(error))
             raise
         finally:
             # Not in a Python function: an interrupt could arrive before its first line.
             self._copying.discard(thread)
             self._after_copy()
 
-    def _claim(self, launch_bytes: int) -> tuple[Segment, SpillBuffer | None]:
+    def _claim(self, launch_bytes: int, of_state: bool) -> tuple[Segment, SpillBuffer | None]:
         """Take the next segment out of its queue, and more of the same device as one; an empty one if none is left.
         The caller holds the lock."""
-        spill = None if self._segments else self._spill
+        spill = None
+        if not of_state:
+            spill = next((each for each in self._eager if each.segments), None)
+            if spill is None and not self._segments:
+                spill = self._spill
         queue = self._segments if spill is None else spill.segments
         if not queue:
             return Segment(), None
@@ -183,7 +204,8 @@ class ImageCopier:
     def _after_copy(self) -> None:
         with self._lock:
             if not self._copying:
-                self.copied = self.copied or not (self._segments or self.failure)
+                left = self._segments or any(spill.segments for spill in self._eager)
+                self.copied = self.copied or not (left or self.failure)
                 while self._idle_events:
                     self._idle_events.pop().set()
 
@@ -193,8 +215,8 @@ class ImageCopier:
             if self.failure is None and (even_if_hashed or not self.hashed):
                 self.failure = error
             self._segments.clear()
-            if self._spill is not None:
-                self._spill.discard()
+            for spill in self._spills:
+                spill.discard()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no thread is inside a copy, so that the memory may be released or the sources changed; False after
@@ -254,7 +276,7 @@ class ImageCopier:
             if self._slab is not None and self._spill is None:
                 with self._lock:
                     spill = SpillBuffer.take_last(*self._slab, self._segments)
-            while self._segments and self.copy_next(BARRIER_LAUNCH_BYTES):
+            while self.copy_next(BARRIER_LAUNCH_BYTES, of_state=True):
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
                 return False
@@ -282,12 +304,17 @@ class ImageCopier:
     def is_read(self) -> bool:
         """Whether nothing reads the state itself, now or later."""
         with self._lock:
-            return not (self._segments or self._copies.segments)
+            reading = self._segments or self._copies.segments
+            return not reading and all(spill.is_filled for spill in self._spills)
+
+    @property
+    def _spills(self) -> list[SpillBuffer]:
+        return self._eager if self._spill is None else [*self._eager, self._spill]
 
     @property
     def _spilled(self) -> deque[Segment]:
-        """The segments that are in spare memory, and not launched yet."""
-        return deque() if self._spill is None else self._spill.segments
+        """The next segments that are in other memory of their device, and not launched yet; empty if there are none."""
+        return next((spill.segments for spill in self._spills if spill.segments), deque())
 
     @property
     def left_bytes(self) -> int:
@@ -353,8 +380,8 @@ class ImageCopier:
                 self._complete(copy)
             except Exception:
                 logger.debug("a copy from a device failed", exc_info=True)
-        if self._spill is not None:
-            self._spill.close()
+        for spill in self._spills:
+            spill.close()
 
     # Hashing ---------------------------------------------------------------------------------------
 
@@ -415,7 +442,7 @@ class ImageCopier:
                         if not (self._ready or self._ended):
                             self._chunk_ready.wait()
         except BaseException as error:  # noqa: BLE001 - reported by the capture thread
-            self.fail(error)
+            self.fail(_as_exception(error))
 
     def _wait_for_exclusive(self) -> None:
         """Wait while another thread copies exclusively."""
@@ -480,6 +507,15 @@ class ImageCopier:
         """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""
         if not (self._copies or self._spilled):  # what is copied on has been copied to spare memory
             self._sources.release()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The failure of an image: what ends one thread, such as Ctrl-C, must not end another."""
+    if isinstance(error, Exception):
+        return error
+    failure = CaptureError(f"save: interrupted: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _remaining_s(deadline: float | None) -> float | None:

@@ -129,9 +129,7 @@ class Segmentation:
             if start == end:
                 continue
             place = self._place(index)
-            # Tensors on a device that are copied at once are cloned there as a whole.
-            plain = view.plain[index] and (lazy[index] or place == HOST)
-            for piece in self._pieces(number, index, start, end, plain=plain):
+            for piece in self._pieces(number, index, start, end, plain=view.plain[index]):
                 size, batch = piece.end - piece.start, (lazy[index], place)
                 if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
                     kinds[batch[0]].append(Segment(batches.pop(batch)))

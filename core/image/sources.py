@@ -42,7 +42,6 @@ class TensorSources:
         self._trails = view.trails
         self.pointers = view.pointers
         self._lazy = lazy
-        self._replaced: set[int] = set()
         self._by_address = np.array(view.plain, dtype=np.bool_)
         self.lazy_tensors = [self._tensors[index] for index in lazy]
         """The lazily captured tensors; empty after ``release``."""
@@ -50,12 +49,6 @@ class TensorSources:
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
-
-    def replace(self, piece: SegmentPart, copy: torch.Tensor) -> None:
-        """Read a private copy of a tensor from now on."""
-        self._tensors[piece.index] = copy
-        self._replaced.add(piece.index)
-        self._by_address[piece.index] = False
 
     def release(self) -> None:
         self._tensors, self.lazy_tensors = [], []
@@ -130,7 +123,7 @@ class TensorSources:
         """An alias that keeps a tensor's memory alive while it is read: an optimizer may replace ``.data`` of its state
         at any time, which frees the old memory. StateChangedError if that has already happened."""
         alias = self._tensors[index].detach()
-        if index not in self._replaced and alias.data_ptr() != self.pointers[index]:
+        if alias.data_ptr() != self.pointers[index]:
             self.raise_changed([index])
         return alias
 

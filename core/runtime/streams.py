@@ -41,6 +41,10 @@ class CopyStream(Protocol):
         """Call ``work`` with its tensor operations on the caller's own stream."""
         ...
 
+    def mark_caller(self) -> StreamEvent:
+        """Return the point that the caller's own stream has now."""
+        ...
+
     def copies_memory(self, memory: torch.Tensor) -> bool:
         """Whether ``copy_memory`` may be called for copies from the device to this memory."""
         ...
@@ -79,6 +83,10 @@ class CudaStream:
     def run_on_caller_stream(self, work: Work) -> None:
         with torch.cuda.device(self._device):
             work()
+
+    def mark_caller(self) -> StreamEvent:
+        with torch.cuda.device(self._device):
+            return _CudaEvent(self._device, torch.cuda.current_stream(self._device))
 
     def copies_memory(self, memory: torch.Tensor) -> bool:
         return can_copy(self._device, on_device=memory.is_cuda)
