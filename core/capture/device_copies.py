@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import SupportsFloat
 
 import torch
 
@@ -105,6 +106,24 @@ class CopiesInFlight:
             stream.make_caller_wait()
 
 
+class NumberOnDevice:
+    """The value that a 0-dim tensor has now; ``float`` waits for the copies before it, and not for what training has
+    enqueued since."""
+
+    def __init__(self, value: torch.Tensor, stream: CopyStream) -> None:
+        self._stream = stream
+        self._value = value
+        stream.run_on_caller_stream(self._clone)
+
+    def _clone(self) -> None:
+        self._value = self._value.detach().clone()
+
+    def __float__(self) -> float:
+        found: list[float] = []
+        self._stream.enqueue(lambda: found.append(float(self._value))).wait()
+        return found[0]
+
+
 class CaptureDevices:
     """The devices of one process, numbered in the order in which they are found.
 
@@ -127,12 +146,15 @@ class CaptureDevices:
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 
-    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
-        """The present value of a number. If the state has tensors on the number's device (``places``), a clone, as
-        their capture is ordered after it; otherwise the host waits for the value."""
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
+        """The present value of a number. If the state has tensors on the number's device (``places``), one that is read
+        later, as their capture is ordered after it; otherwise the host waits for the value."""
         if value.is_cpu:
             return value
-        return value.clone() if self._numbers.get(value.device) in places else float(value)
+        place = self._numbers.get(value.device)
+        if place is None or place not in places:
+            return float(value)
+        return NumberOnDevice(value, self.streams[place])
 
     @property
     def slab(self) -> tuple[int, Slab] | None:

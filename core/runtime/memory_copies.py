@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tierfall.core.runtime.driver import driver_call
 from tierfall.core.runtime.pinned import locked_bounds
 
 logger = logging.getLogger("tierfall")
@@ -84,7 +85,7 @@ class _CopyAttributes(ctypes.Structure):
 
 def can_copy(device: torch.device, *, on_device: bool) -> bool:
     """Whether ``enqueue_copies`` works."""
-    found = _copy_kernel(device) if on_device else _driver_call("cuMemcpyDtoHAsync_v2")
+    found = _copy_kernel(device) if on_device else driver_call("cuMemcpyDtoHAsync_v2")
     return found is not None
 
 
@@ -147,11 +148,11 @@ def _without_headers() -> Iterator[None]:
 
 def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
     columns, locked = _cut_at_locks(copies)
-    batch = _driver_call("cuMemcpyBatchAsync")
+    batch = driver_call("cuMemcpyBatchAsync")
     if batch is not None and locked.any():
         _copy_batch(batch, columns[:, locked], stream)
         columns = columns[:, ~locked]
-    one = _driver_call("cuMemcpyDtoHAsync_v2")
+    one = driver_call("cuMemcpyDtoHAsync_v2")
     assert one is not None, "the caller asks can_copy first"
     for target, source, size in columns.T.tolist():
         if code := one(target, source, size, stream):
@@ -194,26 +195,3 @@ def _copy_batch(call: Callable[..., int], columns: Addresses, stream: int) -> No
     )
     if code:
         raise RuntimeError(f"CUDA error {code} for {columns.shape[1]} copies (cuMemcpyBatchAsync)")
-
-
-_ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyBatchAsync": (
-        *(_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
-    ),
-    "cuMemcpyDtoHAsync_v2": (_ADDRESS, ctypes.c_uint64, _SIZE, _ADDRESS),
-}
-
-
-@cache
-def _driver_call(name: str) -> Callable[..., int] | None:
-    # With another vendor's torch this driver may be installed, too, but its streams are not of it.
-    if torch.version.cuda is None:
-        return None
-    try:
-        call: Callable[..., int] = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError):  # no NVIDIA driver, or an older one
-        return None
-    call.argtypes = _ARGUMENTS[name]  # type: ignore[attr-defined]
-    call.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return call

@@ -130,6 +130,9 @@ def _current(on: torch.device | None) -> AbstractContextManager[object]:
     """Make a device current: a worker thread starts on device 0, and would create a context there."""
     import torch
 
+    from tierfall.core.runtime.driver import let_others_record
+
+    let_others_record()
     return nullcontext() if on is None else torch.cuda.device(on)
 
 

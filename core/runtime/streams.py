@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from weakref import finalize
 
 import torch
 
+from tierfall.core.runtime.driver import let_others_record, make_stream
 from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, enqueue_copies
 
 Work = Callable[[], None]
+_spare: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams of copy streams that are gone, for the next ones."""
 
 
 class StreamEvent(Protocol):
@@ -68,13 +72,15 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        spare = _spare.setdefault(device, [])
+        self._stream = spare.pop() if spare else make_stream(device)
+        finalize(self, spare.append, self._stream)
 
     def wait_for_caller(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def enqueue(self, work: Work) -> StreamEvent:
+        let_others_record()
         # The device is set as well: a worker thread starts on device 0 and would create a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
@@ -98,6 +104,7 @@ class CudaStream:
             enqueue_copies(copies, self._device, stream.cuda_stream)
 
     def finish(self) -> None:
+        let_others_record()
         with torch.cuda.device(self._device):
             self._stream.synchronize()
 
@@ -113,10 +120,12 @@ class _CudaEvent:
         self._event.record(stream)
 
     def wait(self) -> None:
+        let_others_record()
         with torch.cuda.device(self._device):
             self._event.synchronize()
 
     def is_done(self) -> bool:
+        let_others_record()
         with torch.cuda.device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 

@@ -11,11 +11,12 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import pytest
 import torch
 
+from tierfall.core.capture.device_copies import NumberOnDevice
 from tierfall.core.capture.spill import Slab
 from tierfall.core.image.segments import HOST
 from tierfall.core.runtime import pinned as device_module
@@ -186,8 +187,8 @@ class FakePlaces:
     def places_of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(THERE if s.numel() > LEAST_ELEMENTS else HOST for s in sources)
 
-    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
-        return value.clone()
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
+        return NumberOnDevice(value, self.stream)
 
     @property
     def slab(self) -> tuple[int, Slab] | None:

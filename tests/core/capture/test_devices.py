@@ -773,8 +773,11 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
             self.device = torch.device(device)
             self.read = False
 
-        def clone(self) -> str:
-            return "a copy in the caller's order"
+        def detach(self) -> Number:
+            return self
+
+        def clone(self) -> float:
+            return 2.5  # in the caller's order
 
         def __float__(self) -> float:
             self.read = True
@@ -789,10 +792,15 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
     here, there, other = (Number(name) for name in ("cuda:0", "cuda:1", "mps"))
     at = places.places_of([here, torch.ones(1), here])
     assert at == (0, HOST, 0)
-    assert places.present_value(here, at) == "a copy in the caller's order"
+    later = places.present_value(here, at)
     assert places.present_value(there, at) == 2.5
     assert places.present_value(other, at) == 2.5
     assert (here.read, there.read, other.read) == (False, True, True)
+    assert not places.streams[0].enqueued
+    assert float(later) == 2.5, (
+        "read on the copy stream, which waits for nothing that training does meanwhile"
+    )
+    assert len(places.streams[0].enqueued) == 1
     assert places.present_value(torch.ones(1), at) == 1
     assert places.places_of([other]) == (HOST,)
     assert places.without_stream == {"mps"}
