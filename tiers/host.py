@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.memory_marks import parse_memory_marks
@@ -29,6 +30,9 @@ from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.arena.region import Region
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
@@ -98,15 +102,13 @@ class HostTier:
 
     # Images of an earlier start ----------------------------------------------------------------------
 
-    def attach(self, *, writable: bool = True, page_lock: bool = True) -> bool:
+    def attach(self, *, writable: bool = True) -> bool:
         """Open the arena of an earlier start; False where there is none.
 
         Raises ConfigError for an arena of another run, IntegrityError where its header is damaged.
         """
         try:
-            self._arena = Arena.attach(
-                self.path, run=self._run, writable=writable, page_lock=writable and page_lock
-            )
+            self._arena = Arena.attach(self.path, run=self._run, writable=writable)
         except KeyNotFoundError:
             return False
         return True
@@ -275,6 +277,13 @@ class HostTier:
                 self._create(self._configured_bytes)
             elif self._arena.capacity_bytes < self._configured_bytes:
                 self._grow(self._configured_bytes, need=0)
+
+    def prepare(self, device: torch.device | None) -> None:
+        """Prepare the memory that there is, in the background, for images that come from a ``device`` (None: from host
+        memory). A save takes memory that is not prepared rather than waits."""
+        with self._guard:
+            if self._arena is not None:
+                self._arena.prepare(device)
 
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from tierfall.core.capture.spill import Slab, SpillBuffer
 from tierfall.core.image.segments import HOST, Segment
 from tierfall.core.runtime.memory_copies import can_copy
 from tierfall.core.runtime.streams import CopyStream, StreamEvent, Streams
 from tierfall.core.sampling import sum_kernel
+from tierfall.core.state.item import unwrap
 
 _IS_CPU = attrgetter("is_cpu")
 FLYING_BYTES_MAX = 256 << 20
@@ -124,6 +128,20 @@ class NumberOnDevice:
         return found[0]
 
 
+def device_of(state: Mapping[Any, object]) -> torch.device | None:
+    """The CUDA device of a state's tensors, by those of its modules and optimizers; None if they are in host memory."""
+    for value in map(unwrap, state.values()):
+        tensors: Iterable[object] = (value,)
+        if isinstance(value, nn.Module):
+            tensors = value.parameters()
+        elif isinstance(value, Optimizer):
+            tensors = chain.from_iterable(group["params"] for group in value.param_groups)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                return tensor.device
+    return None
+
+
 class CaptureDevices:
     """The devices of one process, numbered in the order in which they are found.
 
@@ -162,6 +180,11 @@ class CaptureDevices:
         if self._slab is None or self._slab.device not in self._numbers:
             return None
         return self._numbers[self._slab.device], self._slab
+
+    @property
+    def first(self) -> torch.device | None:
+        """The device that was found first; None if none was."""
+        return next(iter(self._numbers), None)
 
     def _number(self, device: torch.device) -> int:
         found = self._numbers.get(device)

@@ -48,8 +48,8 @@ def driver_call(name: str) -> Callable[..., int] | None:
 def let_others_record() -> None:
     """Let other threads record CUDA graphs while this thread, one of tierfall's, makes calls to the device.
 
-    A recording in mode global, as by ``torch.cuda.graph``, is broken by a query of an event on any thread whose own mode
-    is global, too, which is the default. A user's thread keeps its mode.
+    A recording in mode global, as by ``torch.cuda.graph``, is broken by a query of an event on any thread whose own
+    mode is global, too, which is the default. A user's thread keeps its mode.
     """
     if getattr(_thread, "is_local", False) or not _is_own_thread():
         return
@@ -66,8 +66,8 @@ def _is_own_thread() -> bool:
 def make_stream(device: torch.device) -> torch.cuda.Stream:
     """Create a stream of the least priority that no other code uses; it lives as long as the process.
 
-    torch hands its 32 streams of a priority out in turn, so that one of them may be a training's, too. Without the driver's
-    function it is one of these.
+    torch hands its 32 streams of a priority out in turn, so that one of them may be a training's, too. Without the
+    driver's function it is one of these.
     """
     create = driver_call("cuStreamCreateWithPriority")
     with torch.cuda.device(device):

@@ -376,7 +376,7 @@ def test_pages_are_locked_where_cuda_is_and_unlocked_at_close(
     Arena.attach(path, run=RUN).close(keep=True)
     assert len(locks.made) == len(locks.unlocked) == 3
     Arena.attach(path, run=RUN, writable=False).close(keep=True)
-    Arena.attach(path, run=RUN, page_lock=False).close(keep=False)
+    Arena.attach(path, run=RUN).close(keep=False)
     assert len(locks.made) == 3
 
 

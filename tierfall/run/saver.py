@@ -172,6 +172,7 @@ class Saver:
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
+        self._session.host.prepare(self._places.first)
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None

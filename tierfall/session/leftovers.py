@@ -75,7 +75,7 @@ def adopt_slots(
 
 def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[AdoptedSlot]:
     try:
-        host.attach(page_lock=False)
+        host.attach()
     except BaseException as error:
         lock.release()
         if refuses_damaged and isinstance(error, IntegrityError):
