@@ -182,6 +182,7 @@ class FakePlaces:
         self.stream = stream
         self.streams = {THERE: stream}
         self.without_stream: set[str] = set()
+        self.first = None  # the pages of host memory are not locked
         self.memory = slab
 
     def places_of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -41,8 +41,8 @@ class Preparation:
         self._thread: threading.Thread | None = None
 
     def begin(self, device: torch.device | None) -> None:
-        """Prepare what is not prepared. Pages are locked once a ``device`` is known that copies come from. May be called
-        again."""
+        """Prepare what is not prepared. Pages are locked once a ``device`` is known that copies come from. May be
+        called again."""
         self._device = device or self._device
         self._more.set()
         if self._thread is None:
