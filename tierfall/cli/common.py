@@ -50,7 +50,7 @@ from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.ops.commands import find, newest_restorable, unread
 from tierfall.ops.reader import find_runs
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import seen_by_one
 
 T = TypeVar("T")
 Part = Table | Text | str

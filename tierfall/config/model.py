@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.chain import check_chain, link_of
@@ -165,6 +165,8 @@ class Config(Section):
         )
     )
 
+    _file: Path | None = PrivateAttr(default=None)
+
     @model_validator(mode="after")
     def _chain_is_valid(self) -> Self:
         findings = check_chain(
@@ -180,6 +182,16 @@ class Config(Section):
             raise PydanticCustomError(
                 CHAIN, "{message}", {"message": message, "findings": findings}
             )
+        return self
+
+    @property
+    def file(self) -> Path | None:
+        """The absolute path of the file that this was read from; None for a dict."""
+        return self._file
+
+    def read_from(self, file: Path) -> Self:
+        """Return this, with the path of the file that it was read from."""
+        self._file = file
         return self
 
     @property

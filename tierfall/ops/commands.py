@@ -41,8 +41,9 @@ from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
+from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, run_folder, tier_rules
+from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -375,6 +376,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
 
     ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed.
     """
+    config = with_own_peers(config, config.run)
     peers = config.peers
     others = config.without(peers.name) if peers is not None else config
     stores, failed = open_stores(others, config.run, is_bounded=True)

@@ -43,7 +43,8 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import open_writable
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.lanes import lane_limits
-from tierfall.setup.tiers import ANSWER_S, open_stores, run_folder
+from tierfall.setup.places import run_folder
+from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 

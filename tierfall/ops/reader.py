@@ -29,7 +29,7 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import memory_root, run_folder, seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -39,7 +39,6 @@ from tierfall.setup.tiers import (
     bounds_s,
     list_all,
     open_stores,
-    run_folder,
     unattached_slot,
 )
 from tierfall.tiers.arena.arena import arena_name, lock_name
@@ -72,9 +71,18 @@ def find_owner(folder: Path) -> LockOwner | None:
 def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
     """Count the images that all ranks have left in host memory, and list what is damaged; no slot is locked."""
     folder = run_folder(config, config.run)
-    count, problems = 0, []
+    ids, problems = images_in_memory(folder, name=config.host.name, run=config.run)
+    return len(ids), problems
+
+
+def images_in_memory(
+    folder: Path, *, name: str, run: str
+) -> tuple[list[CheckpointId], list[TierfallError]]:
+    """Return the checkpoint of each image in a run's folder, and what is damaged; no slot is locked."""
+    ids: list[CheckpointId] = []
+    problems: list[TierfallError] = []
     for slot in known_slots(folder):
-        host = unattached_slot(folder, slot, name=config.host.name, run=config.run)
+        host = unattached_slot(folder, slot, name=name, run=run)
         try:
             if not host.attach(writable=False):
                 continue
@@ -82,15 +90,15 @@ def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
         except TierfallError as error:
             problems.append(error)
             continue
-        count += len(listing.copies)
+        ids += (copy.id for copy in listing.copies)
         problems += listing.damaged
         host.close(keep=True)
-    return count, problems
+    return ids, problems
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
-    """Return the names of all runs on the tiers and in host memory, and the errors of the tiers that could not be
-    read."""
+    """Return the names of all runs on the tiers, and of these tiers in host memory, and the errors of the tiers that
+    could not be read."""
     stores, errors = open_stores(config, config.run, read_only=True)
     folders = {
         tier.name: None if isinstance(tier, PeerTierConfig) else tier.folder
@@ -98,7 +106,7 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     }
     names = set[str]()
     try:
-        names = _runs_in_memory(run_folder(config, config.run).parent)
+        names = _runs_in_memory(config)
     except TierfallError as error:
         errors[config.host.name] = error
     try:
@@ -118,9 +126,12 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     return sorted(names), errors
 
 
-def _runs_in_memory(folder: Path) -> set[str]:
-    below = _folders_in(folder) if folder.exists() else []
-    return {run.name for run in below if any(run.glob(_ARENAS)) or find_owner(run)}
+def _runs_in_memory(config: Config) -> set[str]:
+    """Return the runs of these tiers in host memory; other projects may have other ones there."""
+    root = memory_root(config)
+    names = [folder.name for folder in _folders_in(root)] if root.exists() else []
+    folders = {name: run_folder(config, name) for name in names}
+    return {name for name, run in folders.items() if any(run.glob(_ARENAS)) or find_owner(run)}
 
 
 def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:

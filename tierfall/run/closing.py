@@ -91,7 +91,12 @@ def agree_on_end(
     )
     try:
         decision = session.ranks.agree(
-            "close: the last step", mine, decide, ClosingDecision, timeout_s=timeout_s
+            "close: the last step",
+            mine,
+            decide,
+            ClosingDecision,
+            timeout_s=timeout_s,
+            is_last=True,
         )
     except RanksError as error:
         logger.warning("close: the last step is not saved: %s", error)

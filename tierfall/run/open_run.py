@@ -11,6 +11,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from tierfall.core.copies.chunk_reader import FoundDamage
 from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange.gloo import Connect
+from tierfall.core.runtime.public_calls import copy_of
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions
 from tierfall.core.state.view import StateView
@@ -45,6 +47,7 @@ from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_e
 from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.peers import close_peers, meet_peers
+from tierfall.setup.places import run_folder
 from tierfall.setup.signal_hub import SignalWatch
 from tierfall.setup.tiers import patience_s
 from tierfall.telemetry.step_timer import StepClock
@@ -265,7 +268,7 @@ class OpenRun:
         Raises FencedError where a newer attempt exists and the run ``continues`` from what is restored.
         """
         if continues and (fenced := self.session.coordinator.fenced) is not None:
-            raise fenced
+            raise copy_of(fenced)
         if continues and self.lineage.saved_any:
             self.session.tiers.check_fence()
         self.finish_capture()
@@ -303,7 +306,7 @@ class OpenRun:
         self.session.ranks.check()
         self.session.check_running()
         if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
-            raise fenced
+            raise copy_of(fenced)
 
     def _raise_failures(self) -> None:
         """Raise, under ``on_error: raise``, the first failure since the last call."""
@@ -311,7 +314,7 @@ class OpenRun:
         fresh = tuple(coordinator.errors)
         del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self.config.on_error is OnError.RAISE:
-            raise fresh[0]
+            raise copy_of(fresh[0])
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -404,7 +407,7 @@ class OpenRun:
 
 def opened_runs() -> list[PathSaves]:
     """Return, for each run that is open in this process, what saves to it by path."""
-    return [one.by_path for one in _open_here()]
+    return [one.by_path for one in open_runs()]
 
 
 def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
@@ -414,7 +417,7 @@ def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
     """
 
     def note(tier: str, id: CheckpointId, error: TierfallError) -> None:
-        for one in _open_here():
+        for one in open_runs():
             for name, store in one.session.stores.items() if one.run == run else ():
                 if store.place == places.get(tier):
                     one.session.report_damaged(name, id, error)
@@ -422,26 +425,42 @@ def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
     return note
 
 
-def _open_here() -> list[OpenRun]:
+def open_runs() -> list[OpenRun]:
+    """Return the runs that are open in this process."""
     return [one for one in list(OPEN) if one.pid == os.getpid()]
+
+
+def open_run_on(config: Config, run: str) -> OpenRun | None:
+    """Return the run of this name that is open in this process with the same host memory or a tier of ``config``."""
+    places = {tier.place for tier in config.stored}
+    for other in open_runs():
+        theirs = {tier.place for tier in other.config.stored}
+        if other.run == run and (
+            places & theirs or other.session.tiers.folder == run_folder(config, run)
+        ):
+            return other
+    return None
+
+
+def failed_by_exception() -> str:
+    """Return how the training ended, for ``OpenRun.close``, if an exception is being handled."""
+    return "" if sys.exc_info()[0] is None else "it ended by an exception"
 
 
 def _check_first(config: Config, run: str) -> None:
     """Refuse to open a run twice in one process: the second would fence the first."""
-    places = {tier.place for tier in config.stored}
-    for other in _open_here():
-        both = places & {tier.place for tier in other.config.stored}
-        if other.run == run and both:
-            raise ConfigError(
-                f"open: a second Checkpointer of run {run!r} in this process, which has one with a tier in "
-                f"{sorted(both)[0]} already: close it before opening another"
-            )
+    if (other := open_run_on(config, run)) is not None:
+        raise ConfigError(
+            f"open: a second Checkpointer of run {run!r} in this process, which has one with host memory in "
+            f"{other.session.tiers.folder} already. tierfall.open(..., replace=True) closes that one first, also if no "
+            "variable holds it any more; tierfall.close_all() closes all of this process"
+        )
 
 
 @atexit.register
 def _close_open_runs() -> None:
     """Close what a script has left open: nothing that it saved is lost."""
-    for one in _open_here():
+    for one in open_runs():
         if not one.by_path.opened_by_path:  # else a path has opened it, and no code could close it
             logger.warning("run %s: the program ends and did not close it: closing", one.run)
         try:
