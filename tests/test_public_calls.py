@@ -24,6 +24,7 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.errors import (
+    BackendError,
     CaptureError,
     ConfigError,
     FlushError,
@@ -130,13 +131,13 @@ def test_a_handle_keeps_the_original_exception(
         assert len(frames(error)) == 1
         original = handle.exception()
         assert error.__context__ is original
-        assert error is not original
-        assert original is not None
-        assert original.__cause__ is not None
+        assert isinstance(original, FlushError)
+        assert isinstance(original.__cause__, BackendError)
     if on_error == "raise":
-        assert len(frames(raised(lambda: ckpt.save(2, state_of(2))))) == 1
-        assert handle.exception() is original
-        assert original.__cause__ is not None
+        failure = raised(lambda: ckpt.save(2, state_of(2)))
+        assert failure is handle.exception() is original
+        assert len(frames(failure)) == 1
+        assert isinstance(failure.__context__, BackendError)
     with suppress(FlushError):
         ckpt.close()
 
@@ -192,14 +193,14 @@ def test_calls_that_read_a_run_work_in_a_signal_handler_at_any_moment(
             try:
                 return look()
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0.001)
+                if len(found) < 500:
+                    signal.setitimer(signal.ITIMER_REAL, 0.001)
 
         found = on_signal(look_again)
         signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGUSR1))
         signal.setitimer(signal.ITIMER_REAL, 0.001)
         while len(found) < 500:
             look()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         ckpt.save(2, {**state_of(2), "signals": Signals()})
     assert [each for each in found if isinstance(each, TierfallError)] == []
 

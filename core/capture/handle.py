@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.runtime.callbacks import CallbackThread, check_callback
-from tierfall.core.runtime.public_calls import copy_of, public_call
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
 from tierfall.core.types.units import as_seconds, format_duration, format_size
@@ -130,7 +130,7 @@ class SaveHandle:
         self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
         with self._lock:
             if self._failure is not None and not self._captured:
-                raise _raised(self._failure)
+                raise _copy_of(self._failure)
 
     @public_call
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
@@ -144,7 +144,7 @@ class SaveHandle:
         with self._lock:
             if name in self._done:
                 return
-            raise _raised(self._failed.get(name) or self._failure)
+            raise _copy_of(self._failed.get(name) or self._failure)
 
     @public_call
     def done(self, tier: str | None = None) -> bool:
@@ -321,12 +321,12 @@ class SaveHandle:
                 )
 
 
-def _raised(error: BaseException | None) -> BaseException:
-    """Return what a wait raises for an error that this handle keeps."""
+def _copy_of(error: BaseException | None) -> BaseException:
+    """A new exception of the same class, caused by the original, whose traceback would grow with each raise."""
     if error is None:
         return FlushError("the save was given up")
-    if isinstance(error, TierfallError):
-        return copy_of(error)
-    failure = CaptureError(str(error))
-    failure.__cause__ = error
-    return failure
+    kind = type(error) if isinstance(error, TierfallError) else CaptureError
+    copy = kind(str(error))
+    copy.__dict__.update(error.__dict__)  # such as ``tensors`` of a StateChangedError
+    copy.__cause__ = error
+    return copy

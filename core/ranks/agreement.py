@@ -91,17 +91,24 @@ class Agreement:
     @contextmanager
     def _next_call(self, part: object) -> Iterator[tuple[Topic, InterruptibleEvent]]:
         """Contribute this rank's part to the next call; give its topic, and the event of its end."""
-        topic: Topic = (AGREE, self._count)
-        event = self._events[topic] = InterruptibleEvent()
+        while True:
+            topic: Topic = (AGREE, self._count)
+            event = self._events[topic] = InterruptibleEvent()
+            if topic[1] == self._count:
+                break
+            self._forget(topic)  # it was answered meanwhile
         try:
             if self.lost is not None:
                 event.set()
             self._message_tree.contribute(topic, part)
             yield topic, event
         finally:
-            self._events.pop(topic, None)
-            self._gathered.pop(topic, None)
-            self._answers.pop(topic, None)
+            self._forget(topic)
+
+    def _forget(self, topic: Topic) -> None:
+        self._events.pop(topic, None)
+        self._gathered.pop(topic, None)
+        self._answers.pop(topic, None)
 
     def _ask(self, what: str, part: object, timeout_s: float, *, withdraws: bool) -> object:
         """Contribute this rank's part, and return the decision of rank 0. The answer to an earlier call, which rank 0
@@ -141,9 +148,9 @@ class Agreement:
 
     def on_announced(self, topic: Topic, body: object) -> None:
         """Keep an answer for the call that waits for it; a later call is the next one."""
+        self._count = max(self._count, int(topic[1]) + 1)
         if topic in self._events:
             self._answers[topic] = _Answer.from_json(body, rank=0)
-        self._count = max(self._count, int(topic[1]) + 1)
         self._message_tree.forget(topic)
         self._notify(topic)
 

@@ -11,14 +11,12 @@ take their locks twice. Others are refused.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from types import FunctionType, TracebackType
+from inspect import currentframe
+from types import FrameType, FunctionType, TracebackType
 from typing import ParamSpec, TypeVar, cast
 
 from tierfall.core.types.errors import ConfigError, TierfallError
@@ -28,78 +26,54 @@ P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
-_OWN = frozenset(
-    (
-        *sys.stdlib_module_names,
-        *(
-            "tierfall",
-            "torch",
-            "numpy",
-            "ml_dtypes",
-            "safetensors",
-            "pydantic",
-            "pydantic_core",
-            "yaml",
-        ),
-        *(
-            "botocore",
-            "urllib3",
-            "fsspec",
-            "s3fs",
-            "gcsfs",
-            "adlfs",
-            "aiobotocore",
-            "aiohttp",
-            "obstore",
-        ),
-        *("zstandard", "prometheus_client", "rich", "typer", "click"),
-    )
-)
+_OWN = sys.stdlib_module_names | {
+    *("tierfall", "torch", "numpy", "ml_dtypes", "safetensors", "pydantic", "pydantic_core"),
+    *("yaml", "zstandard", "prometheus_client", "rich", "typer", "click"),
+    *(
+        "botocore",
+        "urllib3",
+        "fsspec",
+        "s3fs",
+        "gcsfs",
+        "adlfs",
+        "aiobotocore",
+        "aiohttp",
+        "obstore",
+    ),
+}
 """Packages whose frames are not the user's: tierfall, and what it calls."""
-
-
-class _Calls(threading.local):
-    """The public calls that are in progress on this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-
-_calls = _Calls()
 
 
 def is_within_another() -> bool:
     """Return whether a public call was made within another one of this thread, as by a signal handler."""
-    return len(_calls.names) > 1
+    inner = _call_around(currentframe())
+    return inner is not None and _call_around(inner.f_back) is not None
 
 
-@contextmanager
-def within_call(name: str) -> Iterator[None]:
-    """Make what a hook does on the user's thread a public call."""
-    _calls.names.append(name)
-    try:
-        yield
-    finally:
-        _calls.names.pop()
+def _call_around(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the innermost public call that is in progress around a frame. Nothing is noted of a call: an
+    interrupt would leave the note behind."""
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame
 
 
 def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P, T]:
     """Make a function a public call; ``alone``: it is refused within another one of its thread."""
-    name = function.__name__
+    name = function.__name__.strip("_")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        names = _calls.names
-        if alone and names:
+        around = _call_around(cast("FrameType", currentframe()).f_back)
+        if alone and around is not None:
             raise ConfigError(
-                f"{name}: called within {names[-1]} of the same thread, as by a signal handler: let the handler set a "
-                "flag, and make this call after that one"
+                f"{name}: called within {around.f_locals['name']} of the same thread, as by a signal handler: let the "
+                "handler set a flag, and make this call after that one"
             )
-        names.append(name)
         try:
             return function(*args, **kwargs)
         except (TierfallError, TimeoutError) as error:
-            if len(names) > 1 or _has_user_code(error):
+            if around is not None or _has_user_code(error):
                 raise
             logger.debug("%s raises", name, exc_info=error)
             error.__traceback__ = None
@@ -107,10 +81,12 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 raise error
             error.__context__ = error.__cause__ or error.__context__
             raise error from None
-        finally:
-            names.pop()
 
     return cast("Callable[P, T]", call)
+
+
+_CALL = public_call(lambda: None).__code__
+"""The code that all public calls have in common."""
 
 
 def public_class(*, alone: Collection[str]) -> Callable[[C], C]:
@@ -125,18 +101,13 @@ def public_class(*, alone: Collection[str]) -> Callable[[C], C]:
     return decorate
 
 
-def copy_of(error: BaseException) -> BaseException:
-    """Return a new exception like one that is kept, which causes it and stays as it is."""
-    raised = copy.copy(error)
-    raised.__cause__ = error
-    return raised
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Give an error and its causes, as a traceback shows them."""
     shown: BaseException | None = error
-    while shown is not None:
+    seen: list[BaseException] = []
+    while shown is not None and shown not in seen:
         yield shown
+        seen.append(shown)
         shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
 
 

@@ -7,10 +7,11 @@ together in ``chain``.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.chain import check_chain, link_of
@@ -165,8 +166,6 @@ class Config(Section):
         )
     )
 
-    _file: Path | None = PrivateAttr(default=None)
-
     @model_validator(mode="after")
     def _chain_is_valid(self) -> Self:
         findings = check_chain(
@@ -184,14 +183,14 @@ class Config(Section):
             )
         return self
 
-    @property
+    @cached_property
     def file(self) -> Path | None:
-        """The absolute path of the file that this was read from; None for a dict."""
-        return self._file
+        """The absolute path of the file that this was read from; None for a dict. It is no part of what is compared."""
+        return None
 
     def read_from(self, file: Path) -> Self:
         """Return this, with the path of the file that it was read from."""
-        self._file = file
+        self.__dict__["file"] = file
         return self
 
     @property

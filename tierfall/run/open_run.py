@@ -24,7 +24,6 @@ from tierfall.core.copies.chunk_reader import FoundDamage
 from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange.gloo import Connect
-from tierfall.core.runtime.public_calls import copy_of
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions
 from tierfall.core.state.view import StateView
@@ -268,7 +267,7 @@ class OpenRun:
         Raises FencedError where a newer attempt exists and the run ``continues`` from what is restored.
         """
         if continues and (fenced := self.session.coordinator.fenced) is not None:
-            raise copy_of(fenced)
+            raise fenced
         if continues and self.lineage.saved_any:
             self.session.tiers.check_fence()
         self.finish_capture()
@@ -306,7 +305,7 @@ class OpenRun:
         self.session.ranks.check()
         self.session.check_running()
         if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
-            raise copy_of(fenced)
+            raise fenced
 
     def _raise_failures(self) -> None:
         """Raise, under ``on_error: raise``, the first failure since the last call."""
@@ -314,7 +313,7 @@ class OpenRun:
         fresh = tuple(coordinator.errors)
         del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self.config.on_error is OnError.RAISE:
-            raise copy_of(fresh[0])
+            raise fresh[0]
 
     # The end -----------------------------------------------------------------------------------------
 
