@@ -42,7 +42,9 @@ def test_a_run_of_one_node_leaves_the_tier_out(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("command", ["ls", "pin 1", "rm 1 --yes", "prune", "drain", "verify"])
+@pytest.mark.parametrize(
+    "command", ["ls", "pin 1", "rm 1 --yes --even-the-last", "prune", "drain", "verify"]
+)
 def test_commands_work_on_any_node(
     config: dict[str, Any], tmp_path: Path, command: str, keeps: bool
 ) -> None:
@@ -203,7 +205,7 @@ def test_check_counts_the_share_of_parity(config: dict[str, Any], tmp_path: Path
     assert found["peer_memory"]["kept_bytes_max"] == forecast["bytes_max"] // 2
 
 
-@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes"])
+@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])
 def test_a_command_names_who_may_change_what_is_kept_for_others(
     kept: tuple[Cli, Path], tmp_path: Path, command: str
 ) -> None:

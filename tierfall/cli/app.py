@@ -140,9 +140,9 @@ def ls(
     ls_show.ls(last, metrics, config, run, as_json)
 
 
-@app.command(short_help="Print the newest step that a restore would use.")
+@app.command(short_help="Print the newest step that can be restored.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Print the newest committed step, the one that a restore would use. The exit code is 1 if there is none."""
+    """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
     from tierfall.cli import run_facts
 
     run_facts.latest(config, run, as_json)
@@ -333,14 +333,17 @@ def rm(
         bool,
         typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
     ] = False,
+    even_the_last: Annotated[
+        bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
+    ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a step from every tier; a pinned one is refused."""
+    """Delete a step from every tier; a pinned one is refused, and the last that can be restored."""
     from tierfall.cli import commands
 
-    commands.rm(steps, yes, config, run, as_json)
+    commands.rm(steps, yes, even_the_last, config, run, as_json)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")

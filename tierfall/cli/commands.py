@@ -15,7 +15,7 @@ from tierfall.cli.common import (
     ProgressBar,
     counted,
     document_of,
-    find_step,
+    find_on,
     load_settings,
     load_settings_of_all,
     owner_members,
@@ -37,7 +37,7 @@ from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
-from tierfall.ops.reader import RunReader, left_in_memory
+from tierfall.ops.reader import RunReader
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
@@ -53,11 +53,17 @@ def unpin(steps: list[str], config: Path | None, run: str | None, as_json: bool)
     _run_command(CommandKind.UNPIN, steps, load_settings(config, run), CommandOutput(as_json))
 
 
-def rm(steps: list[str], yes: bool, config: Path | None, run: str | None, as_json: bool) -> None:
-    """Delete steps from every tier; nothing is deleted where one of them is pinned."""
-    _run_command(
-        CommandKind.DELETE, steps, load_settings(config, run), CommandOutput(as_json), yes=yes
-    )
+def rm(
+    steps: list[str],
+    yes: bool,
+    even_the_last: bool,
+    config: Path | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Delete steps from every tier; nothing is deleted if one of them is pinned."""
+    settings, answer = load_settings(config, run), CommandOutput(as_json)
+    _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
 
 
 def _run_command(
@@ -67,6 +73,7 @@ def _run_command(
     answer: CommandOutput,
     *,
     yes: bool = True,
+    even_the_last: bool = True,
 ) -> None:
     """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
     names = [parse_step(step) for step in steps]
@@ -75,17 +82,16 @@ def _run_command(
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
-        for name in names:
-            answer.note_no_folders(listings, name)
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_step(answer, known, name, unread, doing=verb)]
+            for checkpoint in [find_on(answer, listings, name, None, doing=verb)]
         }
+        damaged = commands.damaged_everywhere(listings)
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is CommandKind.DELETE:
-        _check_deletion(found, known, yes=yes, ask=not answer.as_json)
+        _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
         results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
     else:
@@ -107,6 +113,8 @@ def _run_command(
         answer.show(*_describe_result(kind, result, owner))
         for tier, error in failed.items():
             answer.problem(f"{verb} {result.id}: {with_tier(tier, error)}")
+        if kind is CommandKind.PIN and result.id in damaged:
+            answer.problem(f"pin {result.id}: it is damaged: {damaged[result.id]}")
     answer.document = document_of(settings.run, documents)
     answer.finish()
 
@@ -129,24 +137,29 @@ def _describe_result(
 def _check_deletion(
     chosen: Mapping[CheckpointId, KnownCheckpoint],
     known: Sequence[KnownCheckpoint],
+    answer: CommandOutput,
     *,
     yes: bool,
-    ask: bool,
+    even_the_last: bool,
 ) -> None:
-    """Refuse to delete a pinned checkpoint, and, without a confirmation, the one that a restore would choose."""
+    """Refuse to delete a pinned checkpoint and, unless ``even_the_last``, the last that can be restored; ask before the
+    newest one is deleted."""
     for id, checkpoint in chosen.items():
         if checkpoint.pinned:
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = commands.newest_restorable(known)
-    if yes or not restorable or restorable[0] not in chosen:
-        return
+    restorable = commands.restorable(known)
     left = [id for id in restorable if id not in chosen]
-    after = f"the next is {left[0]}" if left else "there is no other"
-    what = f"{restorable[0]} is the newest step that can be restored; {after}"
-    if not (ask and at_terminal()):
-        refuse(f"rm: {what}. To delete it, repeat with --yes")
+    what = "after this, no step is left that can be restored"
+    if left:
+        what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
+    elif not even_the_last:
+        answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
+    if yes or (left and restorable[0] not in chosen):
+        return
+    if answer.as_json or not at_terminal():
+        answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
-        refuse("rm: nothing was deleted")
+        answer.refuse("rm: nothing was deleted")
 
 
 def at_terminal() -> bool:
@@ -256,7 +269,7 @@ def drain(deadline: str | None, config: Path | None, run: str | None, as_json: b
     deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
-        if not _holds_images(reader, settings, answer):
+        if not _holds_images(reader, answer):
             _report_empty(reader, answer)
             answer.finish()
             return
@@ -281,19 +294,19 @@ def drain(deadline: str | None, config: Path | None, run: str | None, as_json: b
     answer.finish()
 
 
-def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
+def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
     """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
     owner = reader.owner()
     if owner is not None:
         refuse(
             f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
         )
-    count, problems = left_in_memory(settings)
-    for problem in problems:
-        if reader.memory().error is not None:
-            refuse(f"drain: host memory cannot be read: {problem}")
+    memory = reader.memory()
+    if memory.error is not None:
+        refuse(f"drain: host memory cannot be read: {memory.error}")
+    for problem in memory.damaged:
         answer.problem(f"host memory holds a damaged image: {problem}")
-    return count > 0
+    return bool(memory.copies)
 
 
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:

@@ -102,7 +102,7 @@ def show(steps: list[str], config: Path | None, run: str | None, as_json: bool) 
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_step(answer, facts.known, name, facts.unread, doing="show")]
+            for checkpoint in [find_step(answer, facts.listings, name, doing="show")]
         }
         for checkpoint in found.values():
             if documents:

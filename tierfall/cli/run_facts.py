@@ -38,7 +38,7 @@ from tierfall.core.types.values import (
     TierKind,
 )
 from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
-from tierfall.ops.commands import newest_restorable, unread, view_of
+from tierfall.ops.commands import restorable, unread, view_of
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds, peer_survival
@@ -172,8 +172,7 @@ def _peer_survival(
 
 def known_bounds(view: View) -> dict[LossClass, LossBound]:
     """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
-    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
-    return loss_bounds(view, step=max(steps, default=None))
+    return loss_bounds(view, step=max((c.id.step for c in view.restorable), default=None))
 
 
 def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
@@ -241,7 +240,8 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
+    answer.note_newer_damage(facts.listings, newest)
     if newest is None:
         answer.refuse(
             f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
@@ -249,7 +249,7 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     answer.document = {
         "run": settings.run,
         **members(facts.by_id[newest], "id"),
-        "tiers": list(facts.by_id[newest].copies),
+        "tiers": [t for t, copy in facts.by_id[newest].copies.items() if copy.damage is None],
     }
     answer.show(str(newest))
     answer.finish()
@@ -285,7 +285,7 @@ def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str
     with RunReader(settings.model_copy(update={"run": run})) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
     held = [listing for listing in facts.listings if listing.copies]
     return {
         "run": run,

@@ -146,8 +146,8 @@ NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
 ]
 _STEP_HELP = (
-    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the one that a restore "
-    "would use."
+    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
+    "restored."
 )
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
 StepsArgument = Annotated[

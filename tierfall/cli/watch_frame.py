@@ -118,11 +118,24 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a living trainer's status."""
     return RunView(
         snapshot=snapshot,
-        status=status,
+        status=_with_memory_of_all(status, snapshot),
         bounds=reported_bounds(status),
         peer_survival=status.peer_survival,
         problems=snapshot.problems,
     )
+
+
+def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
+    """Count in the first tier, host memory, what all living ranks of this node have there."""
+    ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
+    held = [rank.tiers[0] for rank in ranks]
+    memory = status.tiers[0].model_copy(
+        update={
+            "used_bytes": sum(tier.used_bytes for tier in held),
+            "capacity_bytes": sum(tier.capacity_bytes or 0 for tier in held) or None,
+        }
+    )
+    return status.model_copy(update={"tiers": (memory, *status.tiers[1:])})
 
 
 def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:

@@ -126,13 +126,25 @@ def _describe(checkpoint: KnownCheckpoint) -> str:
     return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
-def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
-    """Return the candidates of a restore, newest first."""
-    return tuple(
-        c.id
-        for c in sorted(known, key=lambda c: c.id, reverse=True)
-        if c.commit is not None and not c.abandoned and not c.tombstoned
-    )
+def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
+    """Return the checkpoints that can be restored, newest first. Memory counts if it has the images of all ranks."""
+    whole = [
+        replace(c, copies={t: copy for t, copy in c.copies.items() if not copy.lacks_ranks})
+        for c in known
+    ]
+    return tuple(c.id for c in to_view((), whole, wall_time_s=0.0).restorable)
+
+
+def damaged_everywhere(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
+    """Return the live checkpoints that are damaged on each tier that has them, with the damage."""
+    known = {c.id: c for c in merge(listings)}
+    folders = [error for listing in listings for error in listing.step_folder_errors()]
+    found = {error.checkpoint: str(error) for error in folders if error.checkpoint not in known}
+    for id, checkpoint in known.items():
+        damages = [str(copy.damage) for copy in checkpoint.copies.values() if copy.damage]
+        if len(damages) == len(checkpoint.copies) and checkpoint.live:
+            found[id] = "; ".join(damages)
+    return found
 
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
@@ -140,7 +152,11 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     owed to none."""
     view = to_view(tier_rules(config), known, wall_time_s=time.time())
     written = {tier.name for tier in view.tiers}
-    readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
+    readable = {
+        c.id
+        for c in known
+        if any(tier in written and copy.damage is None for tier, copy in c.copies.items())
+    }
     return replace(
         view,
         checkpoints=tuple(

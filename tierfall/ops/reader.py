@@ -8,7 +8,7 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.session.leftovers import regions_in
+from tierfall.session.leftovers import images_in, list_slots, regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
@@ -67,25 +67,6 @@ def find_owner(folder: Path) -> LockOwner | None:
     """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
     return next((owner for owner in owners if owner is not None), None)
-
-
-def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
-    """Count the images that all ranks have left in host memory, and list what is damaged; no slot is locked."""
-    folder = run_folder(config, config.run)
-    count, problems = 0, []
-    for slot in known_slots(folder):
-        host = unattached_slot(folder, slot, name=config.host.name, run=config.run)
-        try:
-            if not host.attach(writable=False):
-                continue
-            listing = host.list()
-        except TierfallError as error:
-            problems.append(error)
-            continue
-        count += len(listing.copies)
-        problems += listing.damaged
-        host.close(keep=True)
-    return count, problems
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
@@ -156,24 +137,34 @@ class RunReader:
         self._calls = BoundedCalls()
         self._folder = folder
         self._host_error: TierfallError | None = None
-        self.host = self._attach()
+        self._hosts = self._attach()
 
-    def _host(self, slot: int) -> HostTier:
-        return unattached_slot(self._folder, slot, name=self.config.host.name, run=self.run)
-
-    def _attach(self) -> HostTier:
-        host = self._host(SLOT)
+    def _attach(self) -> list[HostTier]:
+        """Open the memory of every rank on this node."""
         self._host_error = None
-        try:
-            host.attach(writable=False)
-        except TierfallError as error:
-            self._host_error = error
-        return host
+        hosts = []
+        for slot in sorted({SLOT, *known_slots(self._folder)}):
+            host = unattached_slot(self._folder, slot, name=self.config.host.name, run=self.run)
+            hosts.append(host)
+            try:
+                host.attach(writable=False)
+            except TierfallError as error:
+                self._host_error = error
+        return hosts
+
+    @property
+    def host(self) -> HostTier:
+        """The memory of the first rank on this node."""
+        return self._hosts[0]
 
     def reopen_memory(self) -> None:
         """Open memory again: a living trainer may have reused a region for another image."""
-        self.host.close(keep=True)
-        self.host = self._attach()
+        self._close_memory()
+        self._hosts = self._attach()
+
+    def _close_memory(self) -> None:
+        for host in self._hosts:
+            host.close(keep=True)
 
     def owner(self) -> LockOwner | None:
         """Return the living process that trains this run on this machine, or None."""
@@ -181,13 +172,10 @@ class RunReader:
 
     def list(self) -> tuple[Listing, ...]:
         listings, missing = self.list_with_missing()
-        listings = tuple(
+        return tuple(
             Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings
         )
-        if self._host_error is None:
-            return listings
-        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
 
     def list_as_at_open(self) -> tuple[Listing, ...]:
         """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
@@ -205,6 +193,7 @@ class RunReader:
         """Return the listings of all tiers, and the tiers that count as not mounted, as they are empty and should not
         be, each with the error."""
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        listings = (self.memory(), *listings[1:])
         return listings, self._missing(listings)
 
     def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
@@ -215,21 +204,22 @@ class RunReader:
         return TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
 
     def memory(self) -> Listing:
-        """List host memory, without the other tiers."""
+        """List the host memory of all ranks on this node, without the other tiers."""
         if self._host_error is not None:
             return Listing(tier=self.host.name, error=self._host_error)
-        return self.host.list()
+        return list_slots(self._hosts)
 
-    def images(self) -> dict[CheckpointId, SealedImage]:
-        return self.host.images()
+    def images(self) -> Sequence[tuple[CheckpointId, SealedImage]]:
+        """Return the images in the memory of all ranks on this node."""
+        return images_in(self._hosts)
 
     def opener(self) -> OpenImage:
         """Return a function that opens images, also those in memory now."""
-        return image_opener(self.stores, self.host.name, regions_in([self.host]))
+        return image_opener(self.stores, self.host.name, regions_in(self._hosts))
 
     def close(self) -> None:
         close_stores(self.stores, ANSWER_S)
-        self.host.close(keep=True)
+        self._close_memory()
 
     def __enter__(self) -> Self:
         return self

@@ -342,16 +342,21 @@ class Checkpointer:
         """Remove a checkpoint's pin on every tier."""
         self._command(CommandKind.UNPIN, step, attempt)
 
-    def delete(self, step: int, *, attempt: int | None = None) -> None:
-        """Delete a checkpoint from every tier. Raises StepError for a pinned one."""
-        self._command(CommandKind.DELETE, step, attempt)
+    def delete(self, step: int, *, attempt: int | None = None, even_the_last: bool = False) -> None:
+        """Delete a checkpoint from every tier.
 
-    def _command(self, kind: CommandKind, step: int, attempt: int | None) -> None:
+        Raises StepError for a pinned one and, unless ``even_the_last``, for the last one that can be restored.
+        """
+        self._command(CommandKind.DELETE, step, attempt, even_the_last=even_the_last)
+
+    def _command(
+        self, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool = True
+    ) -> None:
         self._opened.check_usable()
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._opened.finish_capture()
-        group_commands.run_command(self._session, kind, step, attempt)
+        group_commands.run_command(self._session, kind, step, attempt, even_the_last=even_the_last)
 
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.

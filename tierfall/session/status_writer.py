@@ -361,7 +361,7 @@ def _checkpoint(
         if state is not CopyState.ABSENT:
             copies[name] = CopyStatus(
                 state=state,
-                bytes=entry.bytes.get(name, 0),
+                bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
                 fraction=_fraction(entry, name, ledger, coordinator, state),
             )
     return CheckpointStatus(

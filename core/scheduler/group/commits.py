@@ -32,6 +32,7 @@ from tierfall.core.scheduler.group.messages import (
     Reason,
     SaveFailure,
     StuckCopy,
+    WholeCheckpoint,
     kind_of,
 )
 from tierfall.core.scheduler.group.seals import GroupSeals
@@ -283,7 +284,7 @@ class Commits(Group):
             case MessageKind.ALIKE:
                 self._seals.on_alike(entry)
             case MessageKind.WHOLE:
-                self._seals.on_whole(entry)
+                self._seals.on_whole(entry, WholeCheckpoint.from_json(body, rank=0))
             case MessageKind.COMMIT:
                 facts = CommitFacts.from_json(body, rank=0)
                 self._tiers.on_commit(topic.tier, entry, facts)

@@ -84,6 +84,7 @@ class Ledger:
         late = overtaken(known)
         for checkpoint in known:
             entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
+            entry.image_bytes = checkpoint.bytes
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
                     entry.bytes[tier] = copy.bytes
