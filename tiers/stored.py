@@ -439,6 +439,10 @@ class StoredTier:
         """Delete the files of images that were stored with another codec before. Raises FencedError."""
         self._deletions.delete_other_codecs(commit, attempt=attempt)
 
+    def delete_run(self) -> None:
+        """Delete all that tierfall has written of the run, its id included; for a person's command."""
+        self._deletions.delete_run()
+
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what writers of earlier starts left unpublished; return how many. Raises FencedError where ``attempt``
         is not the newest: a newer one has active writers."""

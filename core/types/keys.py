@@ -163,6 +163,18 @@ def is_tierfall_name(name: str) -> bool:
     return slash == "" and (leaf in (COMMIT_NAME, INDEX_NAME) or _SHARD.match(leaf) is not None)
 
 
+def is_run_file(name: str) -> bool:
+    """Whether tierfall writes a file of this name, relative to the folder of a run."""
+    folder, _, rest = name.partition("/")
+    if folder == ATTEMPTS_FOLDER:
+        return parse_attempt(rest) is not None
+    if folder == LINEAGE_FOLDER:
+        return parse_start(rest) is not None
+    if parse_step_folder(folder) is not None:
+        return is_tierfall_name(rest)
+    return folder == PROBE_FOLDER or name in (LATEST_NAME, TIER_NAME, MARKS_CHANGED_NAME)
+
+
 def is_written_by(name: str, shard: Shard) -> bool:
     """Whether this rank writes that file of a step folder before the commit record; rank 0 writes the merged index."""
     return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)

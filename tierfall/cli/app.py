@@ -10,6 +10,7 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
+    STEP_HELP,
     AsStepOption,
     CommandGroup,
     ConfigOption,
@@ -326,9 +327,19 @@ def unpin(
     commands.unpin(steps, config, run, as_json)
 
 
-@app.command(short_help="Delete steps from every tier.")
+@app.command(short_help="Delete steps from every tier, or a whole run.")
 def rm(
-    steps: StepsArgument,
+    steps: Annotated[
+        list[str] | None, typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+    ] = None,
+    all: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Delete the whole run that --run names: every tier, memory and ids. The run's name is read from "
+            "standard input.",
+        ),
+    ] = False,
     yes: Annotated[
         bool,
         typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
@@ -343,7 +354,10 @@ def rm(
     """Delete a step from every tier; a pinned one is refused, and the last that can be restored."""
     from tierfall.cli import commands
 
-    commands.rm(steps, yes, even_the_last, config, run, as_json)
+    if all:
+        commands.rm_run(steps or [], config, run, as_json)
+        return
+    commands.rm(steps or [], yes, even_the_last, config, run, as_json)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tierfall.cli.common import (
     find_on,
     load_settings,
     load_settings_of_all,
+    name_other_runs,
     owner_members,
     parse_option,
     table,
@@ -25,7 +27,7 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.usage import parse_step, refuse
+from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
@@ -35,6 +37,7 @@ from tierfall.core.types.units import format_duration, format_size, parse_durati
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
+from tierfall.ops.delete_run import delete_run, foreign_files
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
 from tierfall.ops.reader import RunReader
@@ -62,6 +65,8 @@ def rm(
     as_json: bool,
 ) -> None:
     """Delete steps from every tier; nothing is deleted if one of them is pinned."""
+    if not steps:
+        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
     settings, answer = load_settings(config, run), CommandOutput(as_json)
     _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
 
@@ -164,6 +169,57 @@ def _check_deletion(
 
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+# A whole run -----------------------------------------------------------------------------------------
+
+
+def rm_run(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+    """Delete a whole run, after its name was read from standard input."""
+    if steps or run is None:
+        refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
+    settings, answer = load_settings_of_all(config, run), CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        listings, owner = reader.list(), reader.owner()
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        if owner is not None:
+            refuse(f"rm: a trainer owns run {run!r} ({owner}): end it first; nothing was deleted")
+        answer.note_unread(commands.unread(listings))
+        if answer.problems:
+            answer.refuse(
+                "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
+                "or without the tier in the file"
+            )
+        kept = foreign_files(reader.config, reader.stores)
+        is_there = any(x.copies or x.attempts or x.damaged for x in listings)
+        if not is_there and not any(store.read_tier() for store in reader.stores.values()):
+            refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
+        places = {name: store.place for name, store in reader.stores.items()}
+        places[reader.host.name] = str(reader.host.path.parent)
+    warn_of(elsewhere)
+    say = partial(typer.echo, err=as_json)
+    say(f"all of run {run} is to be deleted:")
+    for listing in listings:
+        copies = counted(len(listing.copies), "checkpoint", "checkpoints")
+        size = format_size(listing.used_bytes)
+        say(f"  {listing.tier}: {copies}, {size} in {places[listing.tier]}")
+    for tier, names in kept.items():
+        for name in names:
+            say(f"  {tier}: {run}/{name} stays: tierfall did not write it")
+    say(f"To delete it, type the name of the run: {run}")
+    if sys.stdin.readline().rstrip("\r\n") != run:
+        answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
+    result = delete_run(settings)
+    answer.document = {
+        "run": run,
+        "deleted": list(result.deleted),
+        "kept": {tier: list(names) for tier, names in result.kept.items() if names},
+        "failed": {tier: str(error) for tier, error in result.failed.items()},
+    }
+    answer.show(f"deleted run {run} on {', '.join(result.deleted)}")
+    for tier, error in result.failed.items():
+        answer.problem(f"rm: {with_tier(tier, error)}")
+    answer.finish()
 
 
 # prune -----------------------------------------------------------------------------------------------

@@ -145,13 +145,13 @@ RanksOption = Annotated[
 NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
 ]
-_STEP_HELP = (
+STEP_HELP = (
     "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
     "restored."
 )
-StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)]
 StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{_STEP_HELP} May be repeated.")
+    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
 ]
 TierOption = Annotated[
     str | None,
