@@ -108,7 +108,8 @@ class TierDeletions:
         own = sorted(filter(keys.is_run_file, found), key=_order_of_deletion)
         for _, names in groupby(own, _order_of_deletion):
             delete_all(self._backend, [prefix + name for name in names])
-        self._backend.discard_unfinished(prefix)
+        if own:
+            self._backend.discard_unfinished(prefix)
 
     def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before."""

@@ -68,6 +68,20 @@ def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: 
     assert f"the tiers have the runs {config['run']}" in known.out + known.err
 
 
+def test_deleting_a_run_takes_what_this_node_keeps_of_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.copytree(config["tiers"][2]["path"], tmp_path / "peers" / "2")
+    run = config["run"]
+    (tmp_path / "peers" / "2" / run / "tier.json").unlink()  # it is of the disk
+    shutil.copytree(tmp_path / "peers" / "2" / run, tmp_path / "peers" / "2" / "other")
+    answer = Cli(tmp_path, config)("rm", "--run", run, "--all", input=f"{run}\n")
+    assert "peers: 1 checkpoint" in answer.out
+    assert [path.name for path in (tmp_path / "peers" / "2").iterdir()] == ["other"]
+
+
 def test_ls_says_nothing_of_peers_where_nothing_is_there(
     config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""``tierfall rm --run NAME --all``: a run is deleted on all tiers, in memory and from what tiers remember, and only if its
-name is typed."""
+"""``tierfall rm --run NAME --all``: a run is deleted on all tiers, in memory and from what tiers remember, and only if
+its name is typed."""
 
 from __future__ import annotations
 
@@ -105,3 +105,14 @@ def test_it_is_refused_beside_a_trainer_and_if_a_tier_cannot_be_read(
 @pytest.mark.parametrize("words", [["--all"], ["--all", "--run", "run", "1"], []])
 def test_a_run_is_named_and_no_step(cli: Cli, words: list[str]) -> None:
     assert "tierfall: rm: " in cli("rm", *words, input="run\n", code=2).err
+
+
+def test_a_tier_that_is_only_read_is_named_and_keeps_its_files(cli: Cli, tmp_path: Path) -> None:
+    host, disk, far = cli.config["tiers"]
+    far = {**{k: far[k] for k in ("name", "kind", "path", "shared")}, "read_only": True}
+    cli.configure({**cli.config, "tiers": [host, disk, far]})
+    before = files_below(tmp_path / "far")
+    answer = cli(*ALL, input="run\n", code=1)
+    assert "deleted run run on host, disk" in answer.out
+    assert "rm: tier far: " in answer.err
+    assert files_below(tmp_path / "far") == before

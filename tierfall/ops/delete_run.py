@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tierfall.backends.toolkit.keys import is_unfinished
-from tierfall.config import Config
+from tierfall.config import Config, PeerTierConfig
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, TierfallError
@@ -74,37 +74,15 @@ def delete_run(config: Config) -> DeletedRun:
     read.
     """
     check_folders(config)
-    peers, run = config.peers, config.run
-    failed: dict[str, TierfallError] = {}
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=run, tending=True, accept_arena=True)
+        tiers = OpenedTiers(config, run=config.run, tending=True, accept_arena=True)
         undo.callback(tiers.close, keep=True)
         for listing in tiers.listings:
             if listing.error is not None:
                 raise listing.error
-        written = {name: store for name, store in tiers.stores.items() if not store.read_only}
-        answers = BoundedCalls().call_all(
-            {name: store.delete_run for name, store in written.items()},
-            bounds_s(config),
-            doing="delete",
-            last_answer_s=lambda name: written[name].last_answer_s(),
-        )
-        for name, answer in answers.items():
-            if isinstance(answer.error, TierfallError):
-                failed[name] = answer.error
-            else:
-                answer.get()
-        for name in tiers.stores.keys() - written.keys():
-            if peers is None or name != peers.name:
-                failed[name] = BackendError(f"{name} is read-only: nothing is deleted there")
-        kept = foreign_files(config, {n: s for n, s in written.items() if n not in failed})
-        if peers is not None:
-            try:
-                for folder in (*kept_folders(peers.path), parity_folder(peers)):
-                    if (folder / run).exists():
-                        shutil.rmtree(folder / run)
-            except OSError as error:
-                failed[peers.name] = BackendError(f"{error.filename}: {error.strerror}")
+        failed = _delete_on_tiers(config, tiers)
+        done = {name: store for name, store in tiers.stores.items() if name not in failed}
+        kept = foreign_files(tiers.config, done)
         if not failed:
             (tiers.folder / MEMORY_NAME).unlink(missing_ok=True)
         remove_status(tiers.host.path)
@@ -114,3 +92,34 @@ def delete_run(config: Config) -> DeletedRun:
     return DeletedRun(
         deleted=tuple(name for name in names if name not in failed), kept=kept, failed=failed
     )
+
+
+def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallError]:
+    """Delete the run on every stored tier; return the error of each tier that failed."""
+    stores, peers = dict(tiers.stores), config.peers
+    failed: dict[str, TierfallError] = {}
+    if peers is not None:
+        stores.pop(peers.name, None)
+        try:
+            _delete_kept(peers, config.run)
+        except OSError as error:
+            failed[peers.name] = BackendError(f"{error.filename}: {error.strerror}")
+    answers = BoundedCalls().call_all(
+        {name: store.delete_run for name, store in stores.items()},
+        bounds_s(config),
+        doing="delete",
+        last_answer_s=lambda name: stores[name].last_answer_s(),
+    )
+    for name, answer in answers.items():
+        if isinstance(answer.error, TierfallError):
+            failed[name] = answer.error
+        else:
+            answer.get()
+    return failed
+
+
+def _delete_kept(peers: PeerTierConfig, run: str) -> None:
+    """Delete what this node keeps of the run for others."""
+    for folder in (*kept_folders(peers.path), parity_folder(peers)):
+        if (folder / run).exists():
+            shutil.rmtree(folder / run)
