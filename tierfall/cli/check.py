@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -52,10 +51,10 @@ from tierfall.setup.tiers import is_shared, tier_rules
 
 
 def check(
-    size: str, inputs: ForecastInputs, config: Path | None, run: str | None, as_json: bool
+    size: str, inputs: ForecastInputs, config: str | None, run: str | None, as_json: bool
 ) -> None:
     """Check the configuration, measure every tier, and forecast a day."""
-    of_all = load_settings_of_all(config, run)
+    of_all = load_settings_of_all(config, run, doing="check")
     settings = seen_by_one(of_all)
     size_bytes = _size(size)
     answer = CommandOutput(as_json)

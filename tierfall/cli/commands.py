@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -46,28 +45,32 @@ UNREAD = "Kept copies were not read; they count as good by their commit records.
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def pin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Protect steps from every deletion rule."""
-    _run_command(CommandKind.PIN, steps, load_settings(config, run), CommandOutput(as_json))
+    _run_command(
+        CommandKind.PIN, steps, load_settings(config, run, doing="pin"), CommandOutput(as_json)
+    )
 
 
-def unpin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Remove the pin of steps."""
-    _run_command(CommandKind.UNPIN, steps, load_settings(config, run), CommandOutput(as_json))
+    _run_command(
+        CommandKind.UNPIN, steps, load_settings(config, run, doing="unpin"), CommandOutput(as_json)
+    )
 
 
 def rm(
     steps: list[str],
     yes: bool,
     even_the_last: bool,
-    config: Path | None,
+    config: str | None,
     run: str | None,
     as_json: bool,
 ) -> None:
     """Delete steps from every tier; nothing is deleted if one of them is pinned."""
     if not steps:
         refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
-    settings, answer = load_settings(config, run), CommandOutput(as_json)
+    settings, answer = load_settings(config, run, doing="rm"), CommandOutput(as_json)
     _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
 
 
@@ -174,11 +177,11 @@ def at_terminal() -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def rm_run(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Delete a whole run, after its name was read from standard input."""
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
-    settings, answer = load_settings_of_all(config, run), CommandOutput(as_json)
+    settings, answer = load_settings_of_all(config, run, doing="rm"), CommandOutput(as_json)
     with RunReader(settings) as reader:
         listings, owner = reader.list(), reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
@@ -225,9 +228,9 @@ def rm_run(steps: list[str], config: Path | None, run: str | None, as_json: bool
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(dry_run: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="" if dry_run else "prune")
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
@@ -291,9 +294,9 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
+def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(config, run)
+    settings = load_settings_of_all(config, run, doing="forget")
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
@@ -319,9 +322,9 @@ def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> No
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(deadline: str | None, config: Path | None, run: str | None, as_json: bool) -> None:
+def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="drain")
     deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:

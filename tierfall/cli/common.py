@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.usage import (
+    DEFAULT_CONFIG,
     CommandRefused,
     Exit,
     StepName,
@@ -42,6 +43,7 @@ from tierfall.cli.usage import (
     to_document,
 )
 from tierfall.config import Config, load_config
+from tierfall.config.fields import is_address
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
@@ -50,7 +52,7 @@ from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import damaged_everywhere, find, restorable, unread
-from tierfall.ops.reader import find_runs
+from tierfall.ops.reader import config_of_place, find_runs
 from tierfall.setup.nodes.kept import seen_by_one
 
 T = TypeVar("T")
@@ -71,18 +73,29 @@ _STYLES = {
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
-def load_settings(config: Path | None, run: str | None) -> Config:
-    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command where it
-    is invalid."""
-    return seen_by_one(load_settings_of_all(config, run), reads_images=False)
+def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Config:
+    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
+    invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
+    return seen_by_one(load_settings_of_all(config, run, doing=doing), reads_images=False)
 
 
-def load_settings_of_all(config: Path | None, run: str | None) -> Config:
+def load_settings_of_all(config: str | None, run: str | None, *, doing: str = "") -> Config:
     """Read the configuration as a job on several nodes sees it, with their memory."""
-    if config is None:
-        refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
+    if config is None and not Path(DEFAULT_CONFIG).exists():
+        refuse(
+            f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
+            "TIERFALL_CONFIG; 'tierfall init' writes one",
+            Exit.USAGE,
+        )
+    source = config or DEFAULT_CONFIG
+    is_place = is_address(source) or Path(source).expanduser().is_dir()
+    if is_place and doing:
+        refuse(
+            f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
+            Exit.USAGE,
+        )
     try:
-        return load_config(config, run=run)
+        return config_of_place(source, run) if is_place else load_config(source, run=run)
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -58,9 +57,7 @@ LARGEST_SHOWN = 5
 _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes", "tensors")
 
 
-def ls(
-    last: int | None, metrics: bool, config: Path | None, run: str | None, as_json: bool
-) -> None:
+def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """List the steps of a run, or the newest ``last`` of them: age, size, and the state on each tier."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
@@ -90,7 +87,7 @@ def ls(
     answer.finish()
 
 
-def show(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def show(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Show steps in full: lineage, files, copies and why each is kept or deleted."""
     settings = load_settings(config, run)
     names = [parse_step(step) for step in steps]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 from tierfall.cli.common import (
@@ -233,7 +232,7 @@ def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str
 # Commands --------------------------------------------------------------------------------------------
 
 
-def latest(config: Path | None, run: str | None, as_json: bool) -> None:
+def latest(config: str | None, run: str | None, as_json: bool) -> None:
     """Print the step that a restore would use."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
@@ -255,9 +254,9 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     answer.finish()
 
 
-def runs(config: Path | None, as_json: bool) -> None:
+def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers."""
-    settings = load_settings(config, None)
+    settings = load_settings(config, "any")
     answer = CommandOutput(as_json)
     names, unread = find_runs(settings)
     answer.note_unread(unread)

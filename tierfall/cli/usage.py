@@ -26,6 +26,7 @@ from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
+DEFAULT_CONFIG = "tiers.yaml"
 
 
 class Exit(IntEnum):
@@ -45,20 +46,22 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
     import yaml
 
     try:
-        tiers = yaml.safe_load(Path(ctx.params["config"]).expanduser().read_bytes())["tiers"]
+        tiers = yaml.safe_load(
+            Path(ctx.params["config"] or DEFAULT_CONFIG).expanduser().read_bytes()
+        )["tiers"]
         return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
     except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
         return []
 
 
 ConfigOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--config",
         "-c",
         envvar="TIERFALL_CONFIG",
         metavar="FILE",
-        help="The YAML file with the tiers.",
+        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
         is_eager=True,
     ),
 ]

@@ -146,7 +146,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         snapshot=snapshot,
         status=RunStatus(
             run=run,
-            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
+            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.safety.tiers),
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
             checkpoints_known=len(facts.rows()),
         ),
@@ -164,7 +164,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
 
 
 def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
-    rules = facts.view.tier(name)
+    rules = facts.safety.tier(name)
     listing = next(listing for listing in facts.listings if listing.tier == name)
     return TierStatus(
         name=name,

@@ -18,7 +18,8 @@ from typing import Self, TypeVar
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.config import Config, PeerTierConfig
+from tierfall.config import Config, PeerTierConfig, load_config
+from tierfall.config.fields import is_address
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
@@ -26,7 +27,8 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
-from tierfall.core.types.values import CheckpointId, Codec, Shard
+from tierfall.core.types.text import format_some
+from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.session.leftovers import images_in, list_slots, regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import seen_by_one
@@ -49,6 +51,8 @@ from tierfall.tiers.stored import StoredTier
 T = TypeVar("T")
 _RECORD_BYTES_MAX = 64 << 20
 _ARENAS = arena_name(0).replace("0", "*")
+NO_MEMORY = "/nonexistent/tierfall"
+"""A folder that never exists, in place of host memory: that of a run is found by its configuration."""
 PATH_ANSWER_S = 60.0
 """Seconds that the file system of a path has to answer: as ``max_wait`` by default, which a path has not."""
 
@@ -67,6 +71,35 @@ def find_owner(folder: Path) -> LockOwner | None:
     """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
     return next((owner for owner in owners if owner is not None), None)
+
+
+def config_of_place(place: str, run: str | None) -> Config:
+    """Return a configuration that only reads one tier, and no memory: a tier's folder, a run's folder or an address.
+
+    Raises ConfigError if ``run`` is not given, and the tier has not one run; else the error of a tier that could not be
+    read.
+    """
+    tier = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
+    advice = ""
+    if not is_address(place):
+        folder = Path(place).expanduser().absolute()
+        if _is_run(folder):
+            folder, run = folder.parent, run or folder.name
+        elif (folder / "tiers.yaml").exists():
+            advice = f"; did you mean {folder / 'tiers.yaml'}?"
+        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
+    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
+    config = load_config({"run": run or "run", "tiers": [host, {**tier, "read_only": True}]})
+    if run is not None:
+        return config
+    names, errors = find_runs(config)
+    for error in errors.values():
+        raise error
+    if len(names) == 1:
+        return load_config(config, run=names[0])
+    found = f"the runs {format_some(names)}: name one by --run" if names else "no run"
+    shown = "the address" if is_address(place) else place
+    raise ConfigError(f"{shown} has {found}{advice}")
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
