@@ -19,6 +19,7 @@ from tierfall.cli.common import (
     CommandOutput,
     cell,
     counted,
+    describe_new,
     load_settings_of_all,
     parse_option,
     table,
@@ -135,9 +136,11 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
             answer.show(
                 f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
             )
+        if tier.not_created:
+            answer.show(describe_new(tier.name, tier.place))
         if tier.error is not None:
             answer.problem(with_tier(tier.name, tier.error))
-    good = sum(tier.error is None for tier in tiers)
+    good = sum(tier.error is None and not tier.not_created for tier in tiers)
     answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
     answer.show(f"{answered}; each rate was measured with {format_size(size_bytes)}")
 

@@ -340,6 +340,11 @@ def with_tier(tier: str, error: object) -> str:
     return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
 
 
+def describe_new(tier: str, place: str) -> str:
+    """Format a tier whose folder no run has used."""
+    return f"{tier}: {place} is not created yet: the first training creates it"
+
+
 def warn_of(elsewhere: Attempt | None) -> None:
     """Warn where the newest attempt is of another node: whether its trainer is alive cannot be known here."""
     if elsewhere is not None:

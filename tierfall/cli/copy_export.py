@@ -243,6 +243,7 @@ def import_(
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         owner = reader.owner()
+        new = reader.not_created(reader.list())
     if owner is not None:
         refuse(
             f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "
@@ -256,6 +257,8 @@ def import_(
         f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
         f"entries of the state: {', '.join(imported.entries)}",
     )
+    for tier in new:
+        answer.show(f"{tier}: it was not created yet; the import has created it")
     answer.show(*(f"note: {note}" for note in imported.notes))
     if imported.left:
         answer.problem(

@@ -17,6 +17,7 @@ from tierfall.cli.common import (
     coloured,
     copies_table,
     counted,
+    describe_new,
     document_of,
     find_step,
     load_settings,
@@ -37,7 +38,7 @@ from tierfall.cli.run_facts import (
 from tierfall.cli.usage import parse_step
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import Manifest
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -71,7 +72,7 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
         answer.document = {
             "run": settings.run,
             "owner": owner_members(facts.owner),
-            "tiers": [_tier_members(reader, listing) for listing in facts.listings],
+            "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
             "loss_bound": to_json(
                 reported_bounds(trainer) if trainer else known_bounds(facts.safety)
@@ -135,13 +136,14 @@ def _show_step(
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _tier_members(reader: RunReader, listing: Any) -> dict[str, Any]:
+def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[str, Any]:
     store = reader.stores.get(listing.tier)
     kind = next(tier.kind for tier in reader.config.chain if tier.name == listing.tier)
     return {
         "name": listing.tier,
         "kind": str(kind),
         "place": store.place if store else str(reader.host.path),
+        "not_created": listing.tier in facts.not_created,
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),
         **members(listing, "error", "damaged"),
@@ -226,6 +228,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
         yield format_bounds(reported_bounds(trainer), describe=format_loss)
     elif facts.known:
         yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
+    for tier in settings.stored:
+        if tier.name in facts.not_created:
+            yield describe_new(tier.name, tier.place)
     yield from format_peer_survival((trainer or facts).peer_survival, live=trainer is not None)
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"

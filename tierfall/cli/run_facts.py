@@ -51,10 +51,12 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
-    too. ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
+    """One listing of all tiers of a run; those that are ``not_created`` yet are empty. ``safety`` is ``view`` with the
+    read-only tiers, whose copies survive losses too. ``peer_survival`` is of the time at which the newest checkpoint in
+    peer memory was committed."""
 
     listings: tuple[Listing, ...]
+    not_created: tuple[str, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
@@ -64,12 +66,15 @@ class RunFacts:
 
     @classmethod
     def gather(cls, reader: RunReader) -> Self:
-        listings = reader.list()
+        read = reader.list()
+        new = reader.not_created(read)
+        listings = tuple(Listing(tier=x.tier) if x.tier in new else x for x in read)
         known = merge(listings)
         rules = tier_rules(reader.config, read_too=True)
         safety = to_view(rules, known, wall_time_s=time.time())
         return cls(
             listings=listings,
+            not_created=tuple(new),
             known=known,
             view=view_of(reader.config, known),
             safety=safety,

@@ -211,16 +211,16 @@ class RunReader:
         )
 
     def list_as_at_open(self) -> tuple[Listing, ...]:
-        """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
-        it."""
+        """Return the same, but tiers that are not created yet count as empty: ``open`` creates them."""
         listings = self.list()
-        identities = self._identities(listings)
-        return tuple(
-            Listing(tier=x.tier)
-            if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
-            else x
-            for x in listings
-        )
+        new = self.not_created(listings)
+        return tuple(Listing(tier=x.tier) if x.tier in new else x for x in listings)
+
+    def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
+        """Return the tiers whose folder is missing, and that nothing remembers: no run has used them."""
+        missing = [x.tier for x in listings if isinstance(x.error, NoFolderError)]
+        identities = self._identities(listings) if missing else None
+        return [t for t in missing if identities is not None and not identities.is_remembered(t)]
 
     def list_with_missing(self) -> tuple[tuple[Listing, ...], dict[str, UnreachableError]]:
         """Return the listings of all tiers, and the tiers that count as not mounted, as they are empty and should not
