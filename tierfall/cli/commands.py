@@ -85,7 +85,7 @@ def _run_command(
 ) -> None:
     """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
     names = [parse_step(step) for step in steps]
-    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    verb = commands.verb_of(kind)
     with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
@@ -104,7 +104,9 @@ def _run_command(
         results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
     else:
         warn_of(elsewhere)
-        results = list(commands.run_commands(settings, kind, list(found)))
+        results = list(
+            commands.run_commands(settings, kind, list(found), even_the_last=even_the_last)
+        )
     documents = []
     for result in results:
         failed = {**result.failed, **(unread if owner else {})}
@@ -301,6 +303,13 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing was "
+            "changed. Forget it once the trainer has ended"
+        )
     forgotten_by, failed = commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,

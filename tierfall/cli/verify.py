@@ -47,7 +47,8 @@ def verify(
     repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
-    with owned_reader(settings) if repair else RunReader(settings) as reader:
+    owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
+    with owning as reader:
         listings = reader.list()
         found = frozenset(
             find_on(answer, listings, name, tier, doing="verify").id for name in names

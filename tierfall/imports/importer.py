@@ -130,7 +130,7 @@ def import_state(
         listings = reader.list_as_at_open()
         check_step(listings, step, config.run, reader.stores)
     _check_room(config, listings, size)
-    with Checkpointer(config, run=config.run) as ckpt:
+    with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         run.by_path.continue_from_newest(step)
         request = direct_write(run, step, metrics={}, tags=())

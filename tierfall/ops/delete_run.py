@@ -75,7 +75,9 @@ def delete_run(config: Config) -> DeletedRun:
     """
     check_folders(config)
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, tending=True, accept_arena=True)
+        tiers = OpenedTiers(
+            config, run=config.run, tending=True, accept_arena=True, command="tierfall rm"
+        )
         undo.callback(tiers.close, keep=True)
         for listing in tiers.listings:
             if listing.error is not None:

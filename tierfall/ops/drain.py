@@ -78,7 +78,9 @@ def drain(
     check_folders(config)
     slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, accept_arena=True, draining=True)
+        tiers = OpenedTiers(
+            config, run=config.run, accept_arena=True, draining=True, command="tierfall drain"
+        )
         undo.callback(tiers.close, keep=True)
         images = images_in(tiers.hosts())
         if not images:  # the owner of a moment ago has flushed them

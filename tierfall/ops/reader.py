@@ -68,9 +68,10 @@ def known_slots(folder: Path) -> list[int]:
 
 
 def find_owner(folder: Path) -> LockOwner | None:
-    """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
+    """Return the living trainer that owns the lowest slot of a run's folder on this machine, or None; a command is
+    none."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
-    return next((owner for owner in owners if owner is not None), None)
+    return next((owner for owner in owners if owner is not None and not owner.command), None)
 
 
 def config_of_place(place: str, run: str | None) -> Config:
@@ -165,7 +166,6 @@ class RunReader:
         self.config = config = seen_by_one(config, reads_images=False)
         self.run = run or config.run
         folder = run_folder(config, self.run)
-        self._lock_path = folder / lock_name(SLOT)
         self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
         self._calls = BoundedCalls()
         self._folder = folder
@@ -201,7 +201,7 @@ class RunReader:
 
     def owner(self) -> LockOwner | None:
         """Return the living process that trains this run on this machine, or None."""
-        return RunLock.owner(self._lock_path) or find_owner(self._folder)
+        return find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
         listings, missing = self.list_with_missing()

@@ -61,8 +61,11 @@ class Checkpointer:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
-        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, connect=connect)
+        opened = OpenRun(
+            config, run=run, fresh=fresh, ranks=ranks, connect=connect, command=command
+        )
         self._opened = opened
         self._config = opened.config
         self._session = opened.session

@@ -71,6 +71,7 @@ class OpenRun:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
         """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
         self.run = run
@@ -89,7 +90,13 @@ class OpenRun:
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
                 tiers = OpenedTiers(
-                    config, run=run, ranks=ranks, adopts=True, fresh=fresh, peers=self._peers
+                    config,
+                    run=run,
+                    ranks=ranks,
+                    adopts=True,
+                    fresh=fresh,
+                    peers=self._peers,
+                    command=command,
                 )
             undo.callback(tiers.close, keep=True)
             start = begin_attempt(tiers)
