@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
+from tierfall.core.types.text import without_secrets
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
@@ -265,8 +266,8 @@ class CommandRefused(Exception):
     """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
 
     def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
-        super().__init__(*problems)
-        self.problems = list(problems)
+        self.problems = list(map(without_secrets, problems))
+        super().__init__(*self.problems)
         self.code = code
 
 

@@ -30,6 +30,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.types.text import without_secrets
 from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
 from tierfall.setup.places import device_of, find_emptied, is_same_folder, same_place, warn_of_copy
 from tierfall.setup.tiers import holds_any, shared_setting
@@ -160,7 +161,8 @@ class TierIdentities:
             return None
         if not same_place(known.place, place):
             if nothing and not known.shared:
-                logger.warning(_EMPTY_ELSEWHERE, tier.name, place, known.place)
+                places = map(without_secrets, (place, known.place))
+                logger.warning(_EMPTY_ELSEWHERE, tier.name, *places)
             return self._why_moved(tier.name, place, known) if known.shared else None
         if not known.shared and known.device in (None, self._device(tier)):
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
