@@ -84,10 +84,13 @@ def config_of_place(place: str, run: str | None) -> Config:
     advice = ""
     if not is_address(place):
         folder = Path(place).expanduser().absolute()
-        if _is_run(folder):
-            folder, run = folder.parent, run or folder.name
-        elif (folder / "tiers.yaml").exists():
-            advice = f"; did you mean {folder / 'tiers.yaml'}?"
+        try:
+            if _is_run(folder):
+                folder, run = folder.parent, run or folder.name
+            elif (folder / "tiers.yaml").exists():
+                advice = f"; did you mean {folder / 'tiers.yaml'}?"
+        except OSError as refusal:
+            raise UnreachableError(f"{place} could not be listed: {refusal.strerror}") from refusal
         tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
     host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
     config = load_config({"run": run or "run", "tiers": [host, {**tier, "read_only": True}]})
