@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from cli_kit import Cli, run
+from typer.testing import CliRunner
 
 import tierfall
 from tests.steps import files_below, state_of
+from tierfall.cli import app
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -27,6 +29,9 @@ def test_the_file_in_the_working_folder_is_the_default(
     assert (missing.code, missing.out) == (2, "")
     assert "there is no tiers.yaml here; name a YAML file by --config" in missing.err
     assert "TIERFALL_CONFIG" in missing.err
+    (tmp_path / "tiers.yaml").write_text("run: another\ntiers: ./another\n")
+    named = {"TIERFALL_CONFIG": str(tmp_path / "other.yaml")}
+    assert CliRunner().invoke(app, ["latest"], env=named).output == "1@1\n", "the variable first"
 
 
 @pytest.mark.parametrize("place", ["disk", "disk/run", "file://{}/disk"])
