@@ -38,12 +38,12 @@ class DeletionPlanner:
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
         self._policies = policies
-        self._keeps_all_live = {t.name: policies.keeps_all_live(t) for t in ledger.rules}
         self._warned_metrics: set[str] = set()
 
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
-        return self._keeps_all_live[tier] and self._ledger.all_live
+        rules = next(rules for rules in self._ledger.rules if rules.name == tier)
+        return self._policies.keeps_all_live(rules) and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""

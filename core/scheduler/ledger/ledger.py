@@ -15,6 +15,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import LedgerEntries, Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
+from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
@@ -206,6 +207,10 @@ class Ledger:
             partial=frozenset(self.partial),
             on_few_nodes=dict(self.on_few_nodes),
         )
+
+    def set_retain(self, retain: Mapping[str, tuple[Rule, ...]]) -> None:
+        """Replace what decides which checkpoints tiers keep, by the tiers' names."""
+        self.rules = tuple(replace(r, retain=retain.get(r.name, r.retain)) for r in self.rules)
 
     def _tiers(self) -> tuple[TierRules, ...]:
         """Return the rules of all tiers; if memory does not outlive the process, images there survive no loss."""
