@@ -73,6 +73,13 @@ def keep_last(ckpt: Checkpointer, last: int | None, best: Best | None) -> None:
         )
 
 
+def note_evaluation(ckpt: Checkpointer, step: float) -> None:
+    """Note the step of the last evaluation; infinity before the first one. That no checkpoint has a metric of
+    ``retain.best`` is logged once one was saved after an evaluation."""
+    session = open_run_of(ckpt).session
+    session.call_soon(lambda: setattr(session.coordinator.ledger, "evaluated_at", step))
+
+
 def best_step(ckpt: Checkpointer, best: Best, named: int | None) -> int | None:
     """Return the step of the best checkpoint that there is, as rank 0 sees it; None if none has the metric. Of equal
     ones that of ``named``, else the newest. All ranks make this call."""

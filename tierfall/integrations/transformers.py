@@ -5,6 +5,7 @@ A Trainer, one of TRL too, then saves to a Checkpointer in place of ``checkpoint
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,7 @@ def attach(
     if found := "; ".join(problems(trainer, extra or {}, ckpt)):
         raise ConfigError(f"attach: {found}")
     keeping.keep_last(ckpt, trainer.args.save_total_limit, best_of(trainer.args))
+    keeping.note_evaluation(ckpt, 0 if trainer.args.eval_strategy == "no" else math.inf)
     kept = TrainerJson(trainer)
     entry = item(kept, on_resize="replicate")
     restored = ckpt.restore({"trainer": entry}, step=step, only=["trainer"])
@@ -87,6 +89,8 @@ class _Resumable(Trainer):  # type: ignore[misc]
             self.tierfall.last = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
+        if self.control.should_evaluate:
+            keeping.note_evaluation(self.tierfall.ckpt, self.state.global_step)
         super()._maybe_log_save_evaluate(*args, **more)
         if self.args.save_strategy == "no":
             self.tierfall.ckpt.maybe_save(**self._saved())

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState  # type: ignore[import
 
 from tierfall import Checkpointer, RestoreReport
 from tierfall.errors import ConfigError, IntegrityError, RestoreError
-from tierfall.integrations.keeping import Best, best_step, missing_for
+from tierfall.integrations import keeping
 
 logger = logging.getLogger("tierfall")
 
@@ -104,12 +104,12 @@ class Attached:
         self.write_json()
         self.ckpt.begin()  # no warning of the loader: its order follows from seed and step
 
-    def load_best(self, best: Best, named: int, state: dict[str, Any]) -> None:
+    def load_best(self, best: keeping.Best, named: int, state: dict[str, Any]) -> None:
         """Restore the best model that there is. Trainer names the step that was the best, whether it was saved or not;
         of equal ones, retention keeps the newest."""
-        step = best_step(self.ckpt, best, named)
+        step = keeping.best_step(self.ckpt, best, named)
         if step is None:
-            missing = missing_for(self.ckpt, best)
+            missing = keeping.missing_for(self.ckpt, best)
             raise RestoreError(
                 f"load_best_model_at_end: no checkpoint has the metric {best.metric}: save at steps that are evaluated"
                 + (missing and f", and write {missing}")
@@ -127,7 +127,8 @@ class Attached:
 
 def metrics_at(step: int, log: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers that were logged at a step. Entries of a callback's own may have no step."""
-    latest = itertools.takewhile(lambda entry: entry.get("step", step) == step, reversed(log))
-    entries = [entry for entry in latest if "step" in entry][::-1]
-    numbers = ((k, x) for entry in entries for k, x in entry.items() if isinstance(x, int | float))
-    return {k: x for k, x in numbers if not isinstance(x, bool) and k != "step"}
+    named = (entry for entry in reversed(log) if "step" in entry)
+    entries = [*itertools.takewhile(lambda entry: entry["step"] == step, named)]
+    logged = ((k, x) for entry in reversed(entries) for k, x in entry.items() if k != "step")
+    numbers = ((k, x) for k, x in logged if isinstance(x, int | float))
+    return {k: x for k, x in numbers if not isinstance(x, bool)}

@@ -106,7 +106,11 @@ class DeletionPlanner:
         return deleted, kept
 
     def warn_missing_metrics(self, view: View) -> None:
-        """Log, once per metric, that a rule depends on a metric which recent saves lack."""
+        """Log, once per metric, that a rule depends on a metric which recent saves lack, once one was evaluated."""
+        step = self._ledger.evaluated_at
+        evaluated = (c for c in view.checkpoints if c.id.step >= step)
+        if not any(c.readable_on(tier) for c in evaluated for tier in c.copies):
+            return
         missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._warned_metrics:
             self._warned_metrics.add(metric)

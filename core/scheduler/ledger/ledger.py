@@ -42,7 +42,8 @@ class Ledger:
         open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
         checkpoint; before, rules delete nothing. ``reading`` counts the readers of a checkpoint: meanwhile only a
         command deletes its copies on stored tiers. ``failing`` tells why tiers accept no copies at present, and why
-        host memory does not survive the process. ``now_s`` is the time of the present step."""
+        host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
+        training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -59,6 +60,7 @@ class Ledger:
         }
         self.deleted = deleted
         self.may_delete_by_rule = False
+        self.evaluated_at: float = 0
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None

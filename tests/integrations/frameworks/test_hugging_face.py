@@ -202,14 +202,26 @@ def test_the_best_model_by_a_count_is_kept_and_loaded(
     assert not {"step", "eval_exact", "eval_kind"} & set(metrics[kept]), "these are no numbers"
 
 
-def test_a_metric_that_no_evaluation_has_is_warned_of(
-    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("metric", "warnings"), [("eval_kind", 1), ("eval_hits", 0)])
+def test_a_metric_that_no_evaluation_has_is_warned_of_and_not_before_the_first_one(
+    config: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    metric: str,
+    warnings: int,
 ) -> None:
-    config["tiers"][1]["retain"] = {"last": 1, "best": {"metric": "eval_kind", "mode": "max"}}
+    """It is text. Steps 3 and 6 are evaluated, and each step is saved."""
+    config["tiers"][1]["retain"] = {"last": 1, "best": {"metric": metric, "mode": "max"}}
+    changes = {"load_best_model_at_end": False, "eval_steps": 3, "max_steps": 6}
+    before: list[str] = []
+    trainer = counted(tmp_path, [1, 2], **changes)
+    trainer.add_callback(AtEnd(lambda: before.append(caplog.text), step=3))
     with tierfall.open(config) as ckpt:
-        losses_of(counted(tmp_path, [1, 2, 3], load_best_model_at_end=False), ckpt)
-    missing = 'retain.best of disk keeps nothing: no checkpoint has the metric "eval_kind"'
-    assert caplog.text.count(missing) == 1
+        trainer.add_callback(AtEnd(lambda: ckpt.drain(), step=2))
+        losses_of(trainer, ckpt)
+    missing = f'retain.best of disk keeps nothing: no checkpoint has the metric "{metric}"'
+    assert missing not in "".join(before)
+    assert caplog.text.count(missing) == warnings
 
 
 def test_the_metrics_of_a_dozen_evaluation_sets_are_saved(
@@ -220,6 +232,7 @@ def test_the_metrics_of_a_dozen_evaluation_sets_are_saved(
     trainer.args.metric_for_best_model = None
     with tierfall.open(config) as ckpt:
         losses_of(trainer, ckpt)
+        ckpt.drain()
         (info,) = ckpt.checkpoints()
     assert {f"eval_set{n}_hits" for n in range(12)} < set(info.metrics)
     assert "loss" in info.metrics

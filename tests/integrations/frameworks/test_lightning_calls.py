@@ -40,6 +40,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         loss: torch.Tensor = (self.net(batch) - batch).square().mean()
+        self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: torch.Tensor, number: int) -> None:
@@ -209,6 +210,18 @@ def test_top_k_that_no_tier_keeps_has_one_warning_with_what_to_write(
     texts = [r.getMessage() for r in caplog.records if "save_top_k" in r.getMessage()]
     assert len(texts) == (expected is not None)
     assert (expected or "") in "".join(texts)
+
+
+@pytest.mark.parametrize(("metric", "missed"), [("val_loss", 0), ("val_los", 1)])
+def test_a_metric_that_no_evaluation_logs_is_warned_of_and_not_before_the_first_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str, missed: int
+) -> None:
+    """Each of four steps is saved, and the last one is evaluated."""
+    found = config(tmp_path)
+    found["tiers"][1]["retain"] = {"last": 1, "best": {"metric": metric}}
+    saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=1, save_top_k=1)
+    trainer(TierfallIO(found), saves, max_epochs=1).fit(Module())
+    assert caplog.text.count(f'no checkpoint has the metric "{metric}"') == missed
 
 
 def test_the_entry_point_says_nothing_in_a_program_without_the_plugin(

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import tierfall
 from tierfall.errors import ConfigError
-from tierfall.integrations import frameworks
+from tierfall.integrations import frameworks, keeping
 from tierfall.integrations.lightning import calls, files, progress, state, top_k
 
 __all__ = ["TierfallIO"]
@@ -46,6 +46,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy save by all ranks. Raises ConfigError for a strategy that cannot."""
         self._trainer, strategy = trainer, trainer.strategy
+        self._meet: Any = lambda: progress.meet(self._ckpt, trainer)
         self._state, strategy.checkpoint_io = state.state_for(strategy, self._meet), self
         self._restored: tierfall.RestoreReport | None = None
         self._step: int | None = None  # the last that was saved or loaded
@@ -58,12 +59,17 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random state, from which the loader's new iterator has drawn since it was loaded."""
-        top_k.warn(trainer, self._opened())
+        top_k.check(trainer, self._opened())
         if self._restored is None:
             frameworks.begin(self._opened(), RESUME)
         else:
             frameworks.restore_random(self._opened(), self._restored)
             self._renew = not trainer.fit_loop.restarted_mid_epoch
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note an evaluation of the fit: what is saved from now on has its metrics."""
+        if self._ckpt is not None and not trainer.sanity_checking:
+            keeping.note_evaluation(self._ckpt, trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the iterator of the first epoch again, as it was: after its sampler's epoch was set."""
@@ -116,12 +122,11 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         """Save in place of the strategy, on each rank."""
         if files.is_of_tuner(path):  # it is no step of the training, and loaded again at once
             return self._state.save_own(self._trainer, checkpoint, path)
-        if self._ckpt is None and self._trainer.interrupted:
-            return  # see _meet
         loop, step = self._trainer.fit_loop, checkpoint["global_step"]
         within = progress.is_within_batch(loop)
-        if not within or self._trainer.interrupted:  # Lightning's barrier after this has no bound
-            self._meet()
+        # Lightning's barrier after this has no bound.
+        if (not within or self._trainer.interrupted) and not self._meet():
+            return
         if not within:
             state.check_whole(checkpoint, path)
             if progress.is_before_end_of_epoch(loop):
@@ -135,9 +140,6 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
                 self._step = self._step if handle.outcome == "skipped" else step
         if self._step is not None and self._trainer.local_rank == 0:
             self._opened().write_pointer(path, self._step)
-
-    def _meet(self) -> bool:
-        return progress.meet(self._ckpt, self._trainer)
 
     def _opened(self) -> tierfall.Checkpointer:
         if self._ckpt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,8 +14,13 @@ from tierfall.integrations import keeping
 logger = logging.getLogger("tierfall")
 
 
-def warn(trainer: Any, ckpt: Checkpointer) -> None:
-    """Log, on rank 0, what ``retain`` lacks to keep what ``save_top_k`` selects. The newest is kept in any case."""
+def check(trainer: Any, ckpt: Checkpointer) -> None:
+    """Log, on rank 0, what ``retain`` lacks to keep what ``save_top_k`` selects. The newest is kept in any case.
+
+    No metric of ``retain`` is missed before the first evaluation.
+    """
+    if trainer.enable_validation:
+        keeping.note_evaluation(ckpt, math.inf)
     if not trainer.is_global_zero:
         return
     for saves in trainer.checkpoint_callbacks:
