@@ -10,8 +10,8 @@ from tierfall.integrations.keeping import Best, missing_for
 
 
 def best_of(args: Any) -> Best | None:
-    """Return what the best model is by, if it is loaded at the end."""
-    if not args.load_best_model_at_end:
+    """Return what the best model is by, if a metric is named for it."""
+    if args.metric_for_best_model is None:
         return None
     name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     return Best.by(name, "max" if args.greater_is_better else "min")
@@ -20,7 +20,8 @@ def best_of(args: Any) -> Best | None:
 def problems(trainer: Any, extra: Collection[str], ckpt: Checkpointer) -> Iterator[str]:
     """Yield what has to be changed before ``attach`` accepts a Trainer, and further entries of these names."""
     args = trainer.args
-    if (best := best_of(args)) and (missing := missing_for(ckpt, best)):
+    best = best_of(args) if args.load_best_model_at_end else None
+    if best is not None and (missing := missing_for(ckpt, best)):
         yield f"load_best_model_at_end: no tier keeps the best model: write {missing}"
     if taken := sorted(
         {"model", "optimizer", "scheduler", "scaler", "trainer", "rng"}.intersection(extra)

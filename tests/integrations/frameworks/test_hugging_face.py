@@ -296,12 +296,14 @@ def test_a_resume_does_not_look_for_the_folder_of_the_best_model(
 def test_a_limit_of_saves_is_what_tiers_without_retain_keep(
     config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the best model, as Trainer's own rotation. A limit of 1 deletes no folder that is not tierfall's."""
+    """And the best by the metric that is named, as Trainer's own rotation. A limit of 1 deletes no folder that is not
+    tierfall's."""
     config["tiers"].append({"name": "far", "kind": "file", "path": str(tmp_path / "far")})
     config["tiers"][2]["retain"] = {"last": 2}
     own = tmp_path / "out" / "checkpoint-9"
     own.mkdir(parents=True)
-    trainer = counted(tmp_path, [1, 9, 4, 5, 6], save_total_limit=1)
+    limits = {"save_total_limit": 1, "load_best_model_at_end": False}
+    trainer = counted(tmp_path, [1, 9, 4, 5, 6], **limits)
     with tierfall.open(config) as ckpt:
         losses_of(trainer, ckpt)
         assert trainer.args.save_total_limit == 1
