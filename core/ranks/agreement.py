@@ -58,10 +58,12 @@ class Agreement:
         answer: type[D],
         *,
         timeout_s: float | None = None,
+        leave: InterruptibleEvent | None = None,
     ) -> D:
         """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
 
-        ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
+        ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision. Once
+        ``leave`` is set, this rank has contributed, and waits no longer: RanksError.
 
         Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
@@ -70,7 +72,7 @@ class Agreement:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         topic: Topic = (AGREE, self._count)
         try:
-            event = self._events[topic] = InterruptibleEvent()
+            event = self._events[topic] = leave or InterruptibleEvent()
             self._count += 1
             if self.lost is not None or topic in self._answers:  # it came before this call
                 event.set()
@@ -137,10 +139,10 @@ class Agreement:
                 self._message_tree.flush_partial(topic)
             if not event.wait(timeout_s / 2):
                 return False
-        if self.lost is not None and topic not in self._answers and topic not in self._gathered:
-            raise RanksError(
-                f"{what}: rank {self._rank}: the other ranks cannot be reached: {self.lost}"
-            ) from self.lost
+        if topic not in self._answers and topic not in self._gathered:
+            lost = self.lost
+            why = f"cannot be reached: {lost}" if lost is not None else "are not waited for"
+            raise RanksError(f"{what}: rank {self._rank}: the other ranks {why}") from lost
         return True
 
     def _decide(

@@ -384,8 +384,6 @@ class OpenRun:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
         self._meets_s = closing.FAILED_S if failed else math.inf
         self.cadence.end()
-        if not self.config.interval.at_end:
-            return None
         last = self._last
         plan, self._meets_s = closing.agree_on_end(
             self.session,

@@ -38,12 +38,12 @@ class DeletionPlanner:
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
         self._policies = policies
-        self._keeps_all_live = {t.name: policies.keeps_all_live(t) for t in ledger.rules}
         self._warned_metrics: set[str] = set()
 
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
-        return self._keeps_all_live[tier] and self._ledger.all_live
+        rules = next(rules for rules in self._ledger.rules if rules.name == tier)
+        return self._policies.keeps_all_live(rules) and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""
@@ -106,7 +106,11 @@ class DeletionPlanner:
         return deleted, kept
 
     def warn_missing_metrics(self, view: View) -> None:
-        """Log, once per metric, that a rule depends on a metric which recent saves lack."""
+        """Log, once per metric, that a rule depends on a metric which recent saves lack, once one was evaluated."""
+        step = self._ledger.evaluated_at
+        evaluated = (c for c in view.checkpoints if c.id.step >= step)
+        if not any(c.readable_on(tier) for c in evaluated for tier in c.copies):
+            return
         missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._warned_metrics:
             self._warned_metrics.add(metric)

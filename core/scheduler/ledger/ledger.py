@@ -15,6 +15,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import LedgerEntries, Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
+from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
@@ -41,7 +42,8 @@ class Ledger:
         open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
         checkpoint; before, rules delete nothing. ``reading`` counts the readers of a checkpoint: meanwhile only a
         command deletes its copies on stored tiers. ``failing`` tells why tiers accept no copies at present, and why
-        host memory does not survive the process. ``now_s`` is the time of the present step."""
+        host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
+        training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -58,6 +60,7 @@ class Ledger:
         }
         self.deleted = deleted
         self.may_delete_by_rule = False
+        self.evaluated_at: float = 0
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
@@ -207,6 +210,10 @@ class Ledger:
             partial=frozenset(self.partial),
             on_few_nodes=dict(self.on_few_nodes),
         )
+
+    def set_retain(self, retain: Mapping[str, tuple[Rule, ...]]) -> None:
+        """Replace what decides which checkpoints tiers keep, by the tiers' names."""
+        self.rules = tuple(replace(r, retain=retain.get(r.name, r.retain)) for r in self.rules)
 
     def _tiers(self) -> tuple[TierRules, ...]:
         """Return the rules of all tiers; if memory does not outlive the process, images there survive no loss."""
