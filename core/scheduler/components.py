@@ -328,11 +328,17 @@ class Components(Hooks):
     def memory_is_short(self) -> bool:
         return self._admissions.memory_is_short()
 
-    def is_draining(self) -> bool:
-        return self.drain_schedule.active
+    def has_deadline(self) -> bool:
+        return self.drain_schedule.has_deadline
+
+    def try_again(self) -> None:
+        for lane in self.lanes.values():
+            lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
+        self.commits.try_now()
+        self.deleter.try_now()
 
     def is_urgent(self) -> bool:
-        return self._admissions.memory_is_short() or self.drain_schedule.has_deadline
+        return self._admissions.memory_is_short() or self.has_deadline()
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
         return self.verifier.verify(tier, hurry=hurry)

@@ -216,7 +216,7 @@ class BackgroundVerifier:
 
     def _is_paused(self) -> bool:
         """A restore or a drain needs the bandwidth."""
-        return self._deleter.paused or self._hooks.is_draining()
+        return self._deleter.paused or self._hooks.has_deadline()
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
@@ -315,7 +315,6 @@ class BackgroundVerifier:
             logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._deleter.plan_all_tiers()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

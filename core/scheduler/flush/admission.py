@@ -154,10 +154,12 @@ class Admissions:
     def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
-    def observe(self, events: Collection[Event]) -> None:
-        """Note the events of this step. While copies only make progress, no further image becomes evictable, and the
-        plan for a waiting save, which is linear in the number of checkpoints, is not made again."""
+    def observe(self, events: Collection[Event]) -> bool:
+        """Note the events of this step; return whether anything but progress of copies has happened. While copies only
+        make progress, nothing further may be deleted, and a plan for room, which is linear in the number of
+        checkpoints, is not made again."""
         self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
+        return not self._only_progress
 
     def _is_progress(self, event: Event) -> bool:
         match event:

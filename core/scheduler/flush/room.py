@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tierfall.core.runtime import retries
 from tierfall.core.scheduler.deletion.deleter import Deleter
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
+from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.ledger.emitter import image_bytes_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -287,7 +288,7 @@ class TierRoom:
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
+        then = f"it is tried again when room is made, and every {retries.LONGEST_S:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
