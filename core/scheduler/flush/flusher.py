@@ -116,6 +116,8 @@ class Flusher:
                     lane.lacks_room = False
                     lane.not_before_s = min(lane.not_before_s, now_s)
                     self._begin(lane, entry, part)
+                elif decision.error is not None and decision.never:
+                    self.give_up_for_all(entry, lane.tier, decision.error)
                 elif decision.error is not None:
                     self._on_no_room(lane, entry, decision.error, now_s)
                 if lane.tier in entry.owed:
@@ -135,9 +137,6 @@ class Flusher:
     def _on_no_room(
         self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
     ) -> None:
-        if lane.tier in entry.damage:
-            self.give_up_for_all(entry, lane.tier, error)
-            return
         lane.lacks_room = True
         if now_s >= lane.not_before_s:
             # other processes may free room on the disk, or have unpinned a checkpoint

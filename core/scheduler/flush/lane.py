@@ -28,7 +28,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     Uploaded,
 )
 from tierfall.core.types.backend import part_bytes
-from tierfall.core.types.errors import FlushError, IntegrityError
+from tierfall.core.types.errors import FlushError, IntegrityError, StorageFullError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 TRIES_BEFORE_REPORT = 3
@@ -239,7 +239,7 @@ class FlushLane:
             # written chunks are kept, and the copy continues from there
             insort(transfer.waiting, task.number)
             self.stalled = outcome.error
-        else:
+        elif not isinstance(transfer.error, StorageFullError):  # else the writer is dead by that
             transfer.error = outcome.error
             transfer.source_has_stopped = _is_silent_source(outcome)
 

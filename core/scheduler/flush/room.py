@@ -42,10 +42,12 @@ class FullDisk:
 
 @dataclass(frozen=True, slots=True)
 class RoomDecision:
-    """Whether a copy may begin now. If not: ``error`` says that no room can be made; without one, the copy waits."""
+    """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
+    without an error, the copy waits."""
 
     admitted: bool
     error: CapacityError | None = None
+    never: bool = False
 
 
 ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
@@ -103,6 +105,8 @@ class TierRoom:
         need, free = self._need_and_free(lane, entry, capacity)
         if lane.tier in entry.damage:
             return self._admit_repair(lane, entry, need=need, free=free)
+        if capacity is not None and need > capacity:
+            return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return ADMIT
         # commands move these themselves
@@ -163,6 +167,7 @@ class TierRoom:
                 f"repair of {entry.id} on {lane.tier}: it needs {format_size(need)}, there is room for "
                 f"{format_size(max(free, 0))}, and no other copy is deleted for it"
             ),
+            never=True,
         )
 
     def _apply(
@@ -304,3 +309,11 @@ class TierRoom:
             f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
             "the disk, or remove one ('tierfall rm ID')"
         )
+
+
+def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> CapacityError:
+    return CapacityError(
+        f"flush of {entry.id} to {tier}: it takes {format_size(need)} ({need} bytes) there, and the tier's capacity is "
+        f"{format_size(capacity)} ({capacity} bytes): it is left out. Raise the capacity, or take the tier out of the "
+        "chain"
+    )
