@@ -96,6 +96,10 @@ class HostTier:
     def free_bytes(self) -> int:
         return self._arena.free_bytes if self._arena else 0
 
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._arena.largest_free_bytes if self._arena else 0
+
     # Images of an earlier start ----------------------------------------------------------------------
 
     def attach(self, *, writable: bool = True, page_lock: bool = True) -> bool:

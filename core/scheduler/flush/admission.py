@@ -302,8 +302,9 @@ class Admissions:
             kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
-            f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
-            f"{format_size(request.image_bytes)}, and {waited}{behind}{kept}: this save is skipped. "
+            f"{format_size(self._host.largest_free_bytes)} in one piece, of {format_size(self._host.capacity_bytes)}; "
+            f"the image needs {format_size(request.image_bytes + request.records_bytes)}, and "
+            f"{waited}{behind}{kept}: this save is skipped. "
             "Raise the tier's capacity, save less often, or flush less"
         )
         is_repeated = self._when_full is WhenFull.SKIP and behind in self._logged
