@@ -279,8 +279,7 @@ class Components(Hooks):
         self._pins.note_written(entry, [tier])
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
-        if entry.repairable:  # the new copy may be the source of a repair
-            self.damage_reports.plan_repairs(entry)
+        self.damage_reports.on_committed(tier, entry)
         if self._leftovers is not None and not self.deleter.paused:
             self._leftovers.on_committed(tier, entry)
 

@@ -96,7 +96,7 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     answer = cli("drain", "--deadline", "500ms", code=1)
     assert answer.out.splitlines()[-1] == "host memory is kept"
     assert "drain: not done: 1@1 to far (" in answer.err
-    assert "in 500 ms step 1@1 " in answer.err
+    assert "in at most 500 ms step 1@1 " in answer.err
     cli.configure(crawling(make_cli, None).config)
     first, summary, memory = cli("drain").out.splitlines()
     assert first.startswith("flushed 1@1 to far (")

@@ -230,14 +230,15 @@ class Deleter:
 
     def survey_changed(self) -> None:
         """Schedule retention on each tier where it would delete something now, if any checkpoint has changed."""
-        if not self._applies_rules():
+        tiers = [tier for tier in self._leaving if not self._planner.keeps_all(tier)]
+        if not (tiers and self._applies_rules()):
             return
         view = replace(self._ledger.view(), wall_time_s=0.0, read_bytes_per_s={})
         seen = view, self.reserved | self.awaited
         if seen == self._seen:
             return
         self._seen = seen
-        for tier in self._leaving:
+        for tier in tiers:
             if self._plan(tier):
                 self.plan_tier(tier)
 
@@ -385,13 +386,10 @@ class Deleter:
                 self._failed[task.tier, task.id] = (task, now_s + retries.wait_s(failures))
             return False
         self._leaving[task.tier].discard(task.id)
-        self._conditions.end(
-            (task.tier, task.id),
-            "%s: the deletion of %s is not refused any more",
-            task.tier,
-            task.id,
-        )
-        self._end_delay(task.tier)
+        if not (task.unfinished and outcome.value is not None):  # else it is still committed
+            text = "%s: the deletion of %s is not refused any more"
+            self._conditions.end((task.tier, task.id), text, task.tier, task.id)
+            self._end_delay(task.tier)
         if task.unfinished:
             return self._on_rest_deleted(entry, task, outcome)
         if entry is not None:

@@ -12,6 +12,7 @@ from functools import partial
 
 from tierfall.core.capture.events import CaptureAdvanced
 from tierfall.core.capture.snapshot import HostMemory, HostRegion
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
@@ -149,7 +150,7 @@ class Admissions:
         self._memory_is_short = False
         self._refused: AdmissionRequest | None = None
         self._only_progress = False
-        self._logged: set[str] = set()
+        self._conditions = Conditions()
 
     def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
@@ -220,6 +221,9 @@ class Admissions:
                     error = self._no_room(request)
                     self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
+            if region is not None:
+                host = self._ledger.host
+                self._conditions.end(host, "tier %s has room again: saves are not skipped", host)
             request.on_answer(region, error)
             self._backlog.on_save_admitted(now_s)
 
@@ -289,7 +293,7 @@ class Admissions:
         )
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
-        """Return the error of a skipped save, and log it; with ``skip``, once per set of tiers that are behind."""
+        """Return the error of a skipped save, and log it; with ``skip``, once until a save finds room again."""
         waiting = sorted({name for e in self._ledger.open() for name in e.owed})
         behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
         kept = ""
@@ -307,9 +311,10 @@ class Admissions:
             f"{waited}{behind}{kept}: this save is skipped. "
             "Raise the tier's capacity, save less often, or flush less"
         )
-        is_repeated = self._when_full is WhenFull.SKIP and behind in self._logged
-        self._logged.add(behind)
-        logger.log(logging.DEBUG if is_repeated else logging.WARNING, "%s", error)
+        if self._when_full is WhenFull.SKIP:
+            self._conditions.report(self._ledger.host, logging.WARNING, "%s", error)
+        else:
+            logger.warning("%s", error)
         return error
 
     def _evict(self, decision: Decision) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
@@ -74,6 +75,7 @@ class TierRoom:
         self._hooks = hooks
         self._source_of_repairs: set[str] = set()
         self._full: dict[str, FullDisk] = {}
+        self._conditions = Conditions()
 
     def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
         """A copy to a tier found no space on its disk."""
@@ -89,8 +91,8 @@ class TierRoom:
         if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
             deleted := self._full.pop(tier).deleted
         ):
-            logger.info(
-                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
+            self._conditions.end(
+                tier, "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
                 tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
             )  # fmt: skip
 
@@ -217,7 +219,8 @@ class TierRoom:
         entries = self._ledger.entries
         newest_first = map(entries.peek, entries.ids(newest_first=True))
         kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
-        logger.warning(
+        self._conditions.report(
+            tier, logging.WARNING,
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
             "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
             "disk. The write that failed: %s",
