@@ -9,8 +9,7 @@ LONGEST_BEFORE_DEADLINE_S = 2.0
 
 def wait_s(failures: int, *, has_deadline: bool = False) -> float:
     """Return the seconds until the next try after so many consecutive failures."""
-    wait_s = FIRST_S * 2.0 ** min(failures - 1, 30)
-    return min(wait_s, longest_s(has_deadline=has_deadline))
+    return min(FIRST_S * 2.0 ** min(failures - 1, 30), longest_s(has_deadline=has_deadline))
 
 
 def longest_s(*, has_deadline: bool) -> float:

@@ -333,8 +333,8 @@ class Components(Hooks):
     def try_again(self) -> None:
         for lane in self.lanes.values():
             lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
-        self.commits.try_now()
-        self.deleter.try_now()
+        for component in (self.commits, self.deleter, self._commands):
+            component.try_now()
 
     def is_urgent(self) -> bool:
         return self._admissions.memory_is_short() or self.has_deadline()

@@ -80,12 +80,11 @@ class Flusher:
     def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
         """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
         while True:
-            free = lane.active is None and self.fenced is None
-            if now_s >= lane.not_before_s:
-                lane.disk_full = lane.disk_full and not lane.lacks_room  # a write shows that
-                lane.lacks_room = False
-            else:
-                free = free and lane.lacks_room and has_news
+            is_due = now_s >= lane.not_before_s
+            if is_due and lane.lacks_room:  # a write shows whether the disk is still full
+                lane.disk_full = lane.lacks_room = False
+            is_due = is_due or (lane.lacks_room and has_news)
+            free = lane.active is None and self.fenced is None and is_due
             if free and begin and not self._hooks.group.is_committing_on(lane.tier):
                 self._begin_next(lane, now_s)
             if lane.active is None:

@@ -164,6 +164,10 @@ class Commands:
         if not failed:
             self._conditions.end((kind, id), "the command to %s %s is done", kind, id)
 
+    def try_now(self) -> None:
+        """Retry at once the deletions that could not reach a tier."""
+        self._retries = dict.fromkeys(self._retries, 0.0)
+
     def fail_all(self, error: BaseException) -> None:
         """Answer all commands with ``error``: the coordinator has stopped."""
         for command in self._open:
