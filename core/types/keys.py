@@ -70,7 +70,7 @@ def check_name(name: str, *, what: str) -> str:
         raise ConfigError(f"{what}: {name!r} is not a name; expected text")
     if len(name) > 200 or not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{what}: {name!r} is not a usable name; expected up to 200 letters, digits, '.', '_' and '-', "
+            f"{what}: {name!r} is not a usable name; expected at most 200 letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
     return name

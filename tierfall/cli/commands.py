@@ -346,7 +346,7 @@ def drain(deadline: str | None, config: str | None, run: str | None, as_json: bo
     def report_forecast(line: str) -> None:
         forecast.append(line)
         if not as_json:  # on stderr, while the drain runs
-            typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
+            typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
     with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set, report_forecast)

@@ -112,8 +112,10 @@ def drain(
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.call(lambda: _committed(session, planned))
-        problems = [*(shards.problems if shards else ()), *map(str, session.coordinator.errors)]
-        kept = must_keep_memory(session) or (shards is not None and bool(set(planned) - done))
+        left = set(planned) - done
+        errors = session.coordinator.errors if left else ()  # else the tier has recovered
+        problems = [*(shards.problems if shards else ()), *map(str, errors)]
+        kept = must_keep_memory(session) or (shards is not None and bool(left))
     finally:
         session.close(keep_memory=kept)
     problems += [

@@ -407,9 +407,9 @@ class Checkpointer:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: without a bound).
 
         With a deadline, half-written copies come first, then the newest. Copies that cannot arrive in time, by measured
-        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is not
-        waited for. The report also names what is left, and what was given up meanwhile. With several ranks, all call
-        it, and the report is the same on all.
+        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is tried
+        at once, and again until the deadline; without one, once. The report also names what is left, and what was given
+        up meanwhile. With several ranks, all call it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
         self._opened.check_usable()

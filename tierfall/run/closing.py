@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -347,16 +348,31 @@ def _nothing_whole(session: Session) -> tuple[str, str]:
     return "no tier has a checkpoint of it", "a restart begins anew"
 
 
-def log_newest(
-    session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
-) -> None:
-    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
-    ended ``early``, with what a restart does."""
-    if not session.ranks.topology.is_root:
-        return
-    host = session.host.name
-    survives = memory_kept and session.memory.problem is None
-    tiers = [*([host] if survives else []), *session.stores]
+def announce(text: str) -> None:
+    """Log at level INFO; on a terminal, if the program configures no logging, so that it is shown."""
+    shows_warnings = not logger.hasHandlers() and logger.level == logging.NOTSET
+    on_terminal = shows_warnings and sys.stderr is not None and sys.stderr.isatty()
+    logger.log(logging.INFO, "%s", text)
+
+
+def log_open(session: Session) -> None:
+    """Log, on rank 0, the attempt that has begun, and the newest checkpoint and which tiers have it."""
+    if session.ranks.topology.is_root and session.attempt is not None:
+        tiers = [session.host.name, *session.stores]
+        found = _describe_newest(session, _find_newest(session, tiers, LookedAt({})))
+        announce(f"run {session.run} is open as attempt {session.attempt.number}; {found}")
+
+
+def _describe_newest(session: Session, newest: tuple[CheckpointId, list[str]] | None) -> str:
+    if newest is None:
+        return _nothing_whole(session)[0]
+    return f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
+
+
+def _find_newest(
+    session: Session, tiers: Sequence[str], looked_at: LookedAt
+) -> tuple[CheckpointId, list[str]] | None:
+    """Return the newest live checkpoint that some of the tiers have, and which; None if there is none."""
 
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
@@ -368,22 +384,32 @@ def log_newest(
                 return id, there
         return None
 
+    return session.call(ask)
+
+
+def log_newest(
+    session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
+) -> None:
+    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
+    ended ``early``, with what a restart does."""
+    if not session.ranks.topology.is_root:
+        return
+    host = session.host.name
+    survives = memory_kept and session.memory.problem is None
     try:
-        newest = session.call(ask)
+        tiers = [*([host] if survives else []), *session.stores]
+        newest = _find_newest(session, tiers, looked_at)
     except TierfallError as error:  # an interrupt is being raised, which it must not replace
         logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return
-    if newest is None:
-        found, restart = _nothing_whole(session)
-    else:
-        found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
-        restart = "a restart continues there"
+    found = _describe_newest(session, newest)
+    restart = "a restart continues there" if newest else _nothing_whole(session)[1]
     if unread := [x.tier for x in session.tiers.listings if x.error is not None]:
         restart = f"not read at the start: {', '.join(unread)}"
     if early and session.coordinator.fenced is None:
         logger.warning("%s; %s; %s", event, found, restart)
     else:
-        logger.info("%s; %s", event, found)
+        announce(f"{event}; {found}")
     if newest is not None and newest[1] == [host] and session.stores:
         unasked = [tier for tier in session.stores if looked_at.is_unknown(newest[0], tier)]
         unless = f", unless {format_some(unasked)} has it, which did not answer" if unasked else ""

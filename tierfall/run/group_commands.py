@@ -175,6 +175,7 @@ def drain_here(
     """
     began = time.monotonic()
     coordinator = session.coordinator
+    session.call(coordinator.try_again)
     owed = session.call(coordinator.owed_copies)
     forecast: tuple[DrainForecast, ...] = ()
     asker = object()

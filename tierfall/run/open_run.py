@@ -149,6 +149,7 @@ class OpenRun:
             if config.drain is not None:
                 counts = self.saver.counts
                 self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
+            closing.log_open(self.session)
             undo.pop_all()
         OPEN.add(self)
 

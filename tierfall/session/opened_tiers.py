@@ -339,7 +339,9 @@ class OpenedTiers:
                 return False
             except (StorageFullError, UnreachableError, LostWriteError) as error:
                 logger.warning(
-                    "open: tier %s did not accept the attempt's record: %s", store.name, error
+                    "open: tier %s did not accept the attempt's record, which comes before its first copy there: %s",
+                    store.name,
+                    error,
                 )
             except AccessDeniedError as error:
                 if not has_files(next(x for x in self.listings if x.tier == store.name)):

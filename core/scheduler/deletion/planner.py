@@ -26,8 +26,6 @@ SAVES_WITHOUT_METRICS = 3
 """A rule names a metric that so many saves in a row lack: log it."""
 WAIT_MAX_S = 86400.0
 """The longest wait in seconds: system calls bound it."""
-READ_S = 30.0
-"""Seconds after which retention is planned again where a copy was kept because it is being read."""
 LATE_S = 0.001
 """Seconds added to a due time, since sums of clocks may round down."""
 
@@ -152,7 +150,7 @@ class DeletionPlanner:
 
 
 class AgeTimer:
-    """When retention may next delete something without a new commit: by age, or after a copy was read."""
+    """When retention may next delete something by the age of a checkpoint alone."""
 
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
@@ -166,13 +164,6 @@ class AgeTimer:
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
             self._due_s[tier] = self._ledger.now_s + left_s
-        if self._ledger.is_read_on(tier):
-            self.plan_in(tier, READ_S)
-
-    def plan_in(self, tier: str, seconds: float) -> None:
-        """Plan retention on a tier after so many seconds at the latest."""
-        at = self._ledger.now_s + seconds
-        self._due_s[tier] = min(self._due_s.get(tier, at), at)
 
     def pop_due(self) -> tuple[str, ...]:
         """Return the tiers to plan now, each once."""

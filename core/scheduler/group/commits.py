@@ -93,6 +93,7 @@ class Commits(Group):
         self.owns = self._tiers.owns
         self.is_committing = self._tiers.is_committing
         self.has_given_up = self._tiers.has_given_up
+        self.try_now = self._tiers.try_now
 
     # What the scheduler asks, and reports ----------------------------------------------------------
 

@@ -168,13 +168,6 @@ class Ledger:
         """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
         return self._overview.open()
 
-    def is_read_on(self, tier: str) -> bool:
-        """Return whether a lane or a reader reads a whole copy there."""
-        read = [id for id, count in self.reading.items() if count > 0 and tier != self.host]
-        return any(
-            id in self.entries and self.entries.peek(id).readable_on(tier) for id in read
-        ) or any(entry.readable_on(tier) and entry.leases.get(tier, 0) > 0 for entry in self.open())
-
     def has_whole_copy_on(self, tier: str) -> bool:
         """Return whether a tier has a whole copy."""
         return self.count_on(tier) > 0
