@@ -352,7 +352,7 @@ def announce(text: str) -> None:
     """Log at level INFO; on a terminal, if the program configures no logging, so that it is shown."""
     shows_warnings = not logger.hasHandlers() and logger.level == logging.NOTSET
     on_terminal = shows_warnings and sys.stderr is not None and sys.stderr.isatty()
-    logger.log(logging.INFO, "%s", text)
+    logger.log(logging.WARNING if on_terminal else logging.INFO, "%s", text)
 
 
 def log_open(session: Session) -> None:
