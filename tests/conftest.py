@@ -144,8 +144,8 @@ def state(make_state: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
-    monkeypatch.setattr("tierfall.core.scheduler.flush.lane.FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("tierfall.core.scheduler.flush.flusher.LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr("tierfall.core.runtime.retries.FIRST_S", 0.01)
+    monkeypatch.setattr("tierfall.core.runtime.retries.LONGEST_S", 0.05)
     real = retry.wrap
     monkeypatch.setattr(
         "tierfall.setup.tiers.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)

@@ -292,7 +292,7 @@ def test_a_start_without_a_tier_restores_only_when_asked_to(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The far tier cannot be listed, and has something newer than the near one."""
-    config = make_config(disk={"flush": {"every": 2}}, far={})
+    config = make_config(disk={"flush": {"every": 2}}, far={}, max_wait="2s")
     with tierfall.open(config) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)

@@ -20,8 +20,8 @@ from tests import forked
 from tests.steps import wait_until
 from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
 from tierfall.backends.posix.writer import PosixWriter
+from tierfall.core.runtime import retries
 from tierfall.core.runtime.bounded_calls import BoundedCalls, _Thread
-from tierfall.core.scheduler.flush import lane
 from tierfall.core.types.errors import FlushError, UnreachableError
 from tierfall.setup import tiers
 from tierfall.telemetry.event_log import LogFile
@@ -121,7 +121,7 @@ def test_a_half_written_copy_that_cannot_be_aborted_is_left(
             raise UnreachableError("no route to host")
         write(writer, *args)
 
-    monkeypatch.setattr(lane, "FIRST_RETRY_S", LONG_S)
+    monkeypatch.setattr(retries, "FIRST_S", LONG_S)
     monkeypatch.setattr(tiers, "wrap", partial(tiers.wrap, first_wait_s=0.0))
     made = config(tmp_path)
     ckpt = opened_with_step_1(made)

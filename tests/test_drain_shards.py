@@ -313,7 +313,7 @@ def test_orders_reach_the_memory_of_every_rank_of_the_machine(left: Opener, tmp_
     assert command(left, "unpin", "1").exit_code == 0
     with owned_memory(left.config(0)) as memory:
         assert [i.marks for i in memory] == [set(), set()]
-    done = command(left, "rm", "1", "--yes")
+    done = command(left, "rm", "1", "--yes", "--even-the-last")
     assert done.exit_code == 0, done.output
     assert not list(tmp_path.rglob("*.arena"))
 
@@ -332,7 +332,7 @@ def test_an_order_that_a_tier_refuses_leaves_the_memory_of_all_ranks(
         return real(self, key, **options)
 
     monkeypatch.setattr(PosixBackend, "create", create)
-    assert command(left, "rm", "1", "--yes").exit_code == 1
+    assert command(left, "rm", "1", "--yes", "--even-the-last").exit_code == 1
     with owned_memory(left.config(0)) as memory:
         assert len(memory) == 2
     assert files_on(tmp_path, "nvme")[:1] == ["commit.json"]

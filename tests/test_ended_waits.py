@@ -145,7 +145,7 @@ def test_an_order_that_waits_for_a_reader_says_so(
         ckpt.save(1, state_of(1))
         assert held.arrived.wait(PATIENCE_S)
         with pytest.raises(TierfallError, match=r"delete of 1@1: .*still being read, written"):
-            ckpt.delete(1)
+            ckpt.delete(1, even_the_last=True)
         held.opened.set()
         ckpt.drain()
         assert steps_on(tmp_path / "disk") == []

@@ -20,7 +20,7 @@ from tests.steps import blank, memory_of, state_of, step_in, steps_on, wait_unti
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.events import TierFailing, TierRecovered
 from tierfall.core.types.values import LossClass
-from tierfall.ops.reader import left_in_memory
+from tierfall.ops.reader import RunReader
 from tierfall.setup.places import MEMORY_NAME
 from tierfall.tiers.arena.arena import Arena
 
@@ -77,9 +77,10 @@ def survives(ckpt: tierfall.Checkpointer) -> int | None:
 
 def in_memory(config: dict[str, Any]) -> int:
     """How many images a start after a kill would find."""
-    count, problems = left_in_memory(tierfall.Config.model_validate(config))
-    assert problems == []
-    return count
+    with RunReader(tierfall.Config.model_validate(config)) as reader:
+        memory = reader.memory()
+    assert memory.damaged == ()
+    return len(memory.copies)
 
 
 def test_a_removed_folder_is_noticed_reported_once_and_made_anew(

@@ -37,7 +37,7 @@ CHECKPOINTER = {
     "checkpoints": "self",
     "pin": "self, step, *, attempt=None",
     "unpin": "self, step, *, attempt=None",
-    "delete": "self, step, *, attempt=None",
+    "delete": "self, step, *, attempt=None, even_the_last=False",
     "prune": "self, *, dry_run=False",
     "drain": "self, deadline=None",
     "close": "self",

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.tier_record import TierRecord, parse_tier_record
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -23,8 +24,6 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
-
-logger = logging.getLogger("tierfall")
 
 SetIdentityCheck = Callable[[str, Callable[[bytes], bool]], None]
 
@@ -108,9 +107,11 @@ class LatestHint:
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
         self._key = f"{documents.run}/{keys.LATEST_NAME}"
+        self._conditions = Conditions()
 
     def write(self, checkpoint: CheckpointId) -> None:
         self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
+        self._conditions.end(self._key, "%s: 'latest' is written again", self._documents.tier)
 
     def read(self) -> CheckpointId | None:
         """Read it; None where it is missing or names no checkpoint."""
@@ -142,7 +143,8 @@ class LatestHint:
             if self.read() is None and is_committed(checkpoint):
                 self.write(checkpoint)
         except BackendError as error:
-            logger.warning(
+            self._conditions.report(
+                self._key, logging.WARNING,
                 "%s: 'latest' is missing until the next commit there: it could not be written: %s",
                 self._documents.tier, error,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shar
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
 from tierfall.core.format.tier_record import TierRecord
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend, StoredObject
@@ -82,6 +83,7 @@ class StoredTier:
         self._marks = Marks(documents, parallel=parallel)
         self._marker = TierMarker(documents, set_identity_check)
         self._latest = LatestHint(documents)
+        self._conditions = Conditions()
         self._fence = Fence(documents, self._marker.recreate)
         self._lineage = LineageRecords(documents, self._fence)
         self._catalog = TierCatalog(
@@ -251,9 +253,10 @@ class StoredTier:
         try:
             self.record_lineage(commit, attempt)
         except BackendError as error:  # a deletion of this attempt's checkpoints records it first
-            logger.warning(
+            self._conditions.report(
+                checkpoint.attempt, logging.WARNING,
                 "%s: how attempt %d began is not recorded yet: %s",
-                self.name, commit.lineage.checkpoint.attempt, error,
+                self.name, checkpoint.attempt, error,
             )  # fmt: skip
 
     def _create_commit(self, commit: Commit, attempt: Attempt) -> None:
@@ -284,6 +287,8 @@ class StoredTier:
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """Record how the attempt of a committed checkpoint began; see ``LineageRecords.create``."""
         self._lineage.create(commit, writer)
+        number = commit.lineage.checkpoint.attempt
+        self._conditions.end(number, "%s: how attempt %d began is recorded", self.name, number)
 
     def write_latest(self, checkpoint: CheckpointId) -> None:
         """Write the hint ``latest`` for people."""
@@ -438,6 +443,10 @@ class StoredTier:
     def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before. Raises FencedError."""
         self._deletions.delete_other_codecs(commit, attempt=attempt)
+
+    def delete_run(self) -> None:
+        """Delete all that tierfall has written of the run, its id included; for a person's command."""
+        self._deletions.delete_run()
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what writers of earlier starts left unpublished; return how many. Raises FencedError where ``attempt``

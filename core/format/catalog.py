@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
@@ -51,6 +52,14 @@ class FoundCopy:
     def label(self) -> str:
         """The state, or ``damaged``."""
         return str(self.state) if self.damage is None else "damaged"
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether it is in memory, and the images of some ranks are not, or not on this node: the start that saved it
+        may have died before all ranks had sealed it."""
+        if self.state is not CopyState.SEALED or self.commit is None:
+            return False
+        return len(ranks_with_image(self.commit, self.commit.world_size)) < self.commit.world_size
 
     @property
     def repairable(self) -> bool:
@@ -106,10 +115,10 @@ class KnownCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """Size of its images; without a record, that of its largest copy."""
-        return (
-            self.commit.image_bytes if self.commit else max(c.bytes for c in self.copies.values())
-        )
+        """Size of its images; without a record, that of its largest copy. A record may name those of one node only."""
+        records = (self.commit, *(copy.commit for copy in self.copies.values()))
+        named = [record.image_bytes for record in records if record is not None]
+        return max(named or (copy.bytes for copy in self.copies.values()))
 
     @property
     def wall_time_s(self) -> float | None:
@@ -134,6 +143,10 @@ class KnownCheckpoint:
     @property
     def tombstoned(self) -> bool:
         return keys.TOMBSTONE_MARK in self.marks
+
+    @property
+    def live(self) -> bool:
+        return not self.abandoned and not self.tombstoned
 
 
 def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
@@ -257,7 +270,7 @@ def to_view(
     **members: object,
 ) -> View:
     """Build the policies' view from listings, for callers without a coordinator; ``wall_time_s`` is the current time
-    in seconds since 1970."""
+    in seconds since 1970. Damaged copies are left out."""
     owed_to = overtaken(known)
     return View(
         tiers=tuple(tiers),

@@ -69,11 +69,13 @@ class Agreement:
         *,
         timeout_s: float | None = None,
         is_last: bool = False,
+        leave: InterruptibleEvent | None = None,
     ) -> D:
         """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
 
         ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
-        ``is_last``: a rank that gives this up makes no other call, and its message counts.
+        ``is_last``: a rank that gives this up makes no other call, and its message counts. Once ``leave`` is set, this
+        rank has contributed, and waits no longer: RanksError.
 
         Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
@@ -82,18 +84,20 @@ class Agreement:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         part = _RankCall(name=what, body=to_json(message)).to_json()
         if self._message_tree.topology.is_root:
-            with self._next_call(part) as (topic, event):
+            with self._next_call(part, leave) as (topic, event):
                 decision = self._decide(topic, what, type(message), decide, event, timeout_s)
         else:
-            decision = self._ask(what, part, timeout_s + ANSWER_S, withdraws=not is_last)
+            decision = self._ask(what, part, timeout_s + ANSWER_S, leave, withdraws=not is_last)
         return from_json(answer, decision, rank=0)
 
     @contextmanager
-    def _next_call(self, part: object) -> Iterator[tuple[Topic, InterruptibleEvent]]:
-        """Contribute this rank's part to the next call; give its topic, and the event of its end."""
+    def _next_call(
+        self, part: object, leave: InterruptibleEvent | None
+    ) -> Iterator[tuple[Topic, InterruptibleEvent]]:
+        """Contribute this rank's part to the next call; give its topic, and the event of its end, or ``leave``."""
         while True:
             topic: Topic = (AGREE, self._count)
-            event = self._events[topic] = InterruptibleEvent()
+            event = self._events[topic] = leave or InterruptibleEvent()
             if topic[1] == self._count:
                 break
             self._forget(topic)  # it was answered meanwhile
@@ -110,12 +114,20 @@ class Agreement:
         self._gathered.pop(topic, None)
         self._answers.pop(topic, None)
 
-    def _ask(self, what: str, part: object, timeout_s: float, *, withdraws: bool) -> object:
+    def _ask(
+        self,
+        what: str,
+        part: object,
+        timeout_s: float,
+        leave: InterruptibleEvent | None,
+        *,
+        withdraws: bool,
+    ) -> object:
         """Contribute this rank's part, and return the decision of rank 0. The answer to an earlier call, which rank 0
         gave up without this rank or this rank gave up, is passed over: this call is the next one."""
         ends_s = time.monotonic() + timeout_s
         while True:
-            with self._next_call(part) as (topic, event):
+            with self._next_call(part, leave) as (topic, event):
                 try:
                     if not self._wait(what, topic, event, max(0.0, ends_s - time.monotonic())):
                         raise RanksError(
@@ -173,10 +185,10 @@ class Agreement:
                 self._message_tree.flush_partial(topic)
             if not event.wait(timeout_s / 2):
                 return False
-        if self.lost is not None and topic not in self._answers and topic not in self._gathered:
-            raise RanksError(
-                f"{what}: rank {self._rank}: the other ranks cannot be reached: {self.lost}"
-            ) from self.lost
+        if topic not in self._answers and topic not in self._gathered:
+            lost = self.lost
+            why = f"cannot be reached: {lost}" if lost is not None else "are not waited for"
+            raise RanksError(f"{what}: rank {self._rank}: the other ranks {why}") from lost
         return True
 
     def _decide(

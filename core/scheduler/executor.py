@@ -32,6 +32,7 @@ from tierfall.core.format.records import (
     parse_manifest,
 )
 from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
@@ -103,6 +104,7 @@ class TaskRunner:
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
         self._indexer = IndexWriter()
+        self._conditions = Conditions()
 
     def run(self, task: Task) -> Outcome:
         """Carry out a task and return its result or its exception."""
@@ -309,8 +311,10 @@ class TaskRunner:
         try:
             if task.name_latest:
                 store.write_latest(task.id)
+                self._conditions.end(task.tier, "%s: 'latest' is written again", task.tier)
         except BackendError as error:  # only a hint for people: the checkpoint is committed
-            logger.warning("%s: could not write 'latest': %s", task.tier, error)
+            text = "%s: could not write 'latest': %s"
+            self._conditions.report(task.tier, logging.WARNING, text, task.tier, error)
         return commit
 
     def _retract(self, task: FinishCopy, store: TaskStore) -> None:

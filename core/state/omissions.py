@@ -82,9 +82,10 @@ def _loaders() -> Iterator[DataLoader[Any]]:
 
 
 def _generators(loader: DataLoader[Any]) -> list[object]:
-    """The generators that a loader's order depends on; None for the process's. Empty where it does not shuffle."""
+    """The generators that a loader's order depends on; None for the process's. Empty where it does not shuffle, and
+    where its order follows from a seed and the epoch that ``set_epoch`` names."""
     batches = loader.__dict__.get("batch_sampler")
     within = getattr(batches, "__dict__", {}).get("sampler")
-    samplers = loader.__dict__.get("sampler"), batches, within
-    attributes = [getattr(sampler, "__dict__", {}) for sampler in samplers]
+    used = [loader.__dict__.get("sampler")] if batches is None else [batches, within]
+    attributes = [getattr(s, "__dict__", {}) for s in used if not hasattr(s, "set_epoch")]
     return [each["generator"] for each in attributes if "generator" in each]

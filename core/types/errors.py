@@ -30,11 +30,16 @@ from __future__ import annotations
 import traceback
 from typing import ClassVar
 
+from tierfall.core.types.text import without_secrets
+
 
 class TierfallError(Exception):
-    """The base of every error that tierfall raises on purpose."""
+    """The base of every error that tierfall raises on purpose. Its text has no secret of an address."""
 
     retryable: ClassVar[bool] = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
 
 
 class ConfigError(TierfallError, ValueError):

@@ -47,7 +47,9 @@ def test_a_run_of_one_node_leaves_the_tier_out(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("command", ["ls", "pin 1", "rm 1 --yes", "prune", "drain", "verify"])
+@pytest.mark.parametrize(
+    "command", ["ls", "pin 1", "rm 1 --yes --even-the-last", "prune", "drain", "verify"]
+)
 def test_commands_work_on_any_node(
     config: dict[str, Any], tmp_path: Path, command: str, keeps: bool
 ) -> None:
@@ -69,6 +71,20 @@ def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: 
     Cli(tmp_path, config)("verify", "1", "--tier", "peers")
     known = Cli(tmp_path, {**config, "run": "another"})("ls", code=-1)
     assert f"the tiers have the runs {config['run']}" in known.out + known.err
+
+
+def test_deleting_a_run_takes_what_this_node_keeps_of_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.copytree(config["tiers"][2]["path"], tmp_path / "peers" / "2")
+    run = config["run"]
+    (tmp_path / "peers" / "2" / run / "tier.json").unlink()  # it is of the disk
+    shutil.copytree(tmp_path / "peers" / "2" / run, tmp_path / "peers" / "2" / "other")
+    answer = Cli(tmp_path, config)("rm", "--run", run, "--all", input=f"{run}\n")
+    assert "peers: 1 checkpoint" in answer.out
+    assert [path.name for path in (tmp_path / "peers" / "2").iterdir()] == ["other"]
 
 
 def test_ls_says_nothing_of_peers_where_nothing_is_there(
@@ -207,7 +223,7 @@ def test_check_counts_the_share_of_parity(config: dict[str, Any], tmp_path: Path
     assert found["peer_memory"]["kept_bytes_max"] == forecast["bytes_max"] // 2
 
 
-@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes"])
+@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])
 def test_a_command_names_who_may_change_what_is_kept_for_others(
     kept: tuple[Cli, Path], command: str
 ) -> None:

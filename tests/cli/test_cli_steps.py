@@ -128,8 +128,8 @@ def test_deleting_several_asks_about_the_newest_and_names_the_one_that_is_left(
     assert "1@1 is pinned" in cli("rm", "2", "1", code=1).err
     assert sorted(cli.steps()) == ["1@1", "2@1", "3@1"], "nothing was deleted"
     cli("unpin", "1")
-    assert "there is no other" in cli("rm", "1", "2", "3", code=1).err
-    cli("rm", "1", "2", "3", "-y")
+    assert "no step is left that can be restored" in cli("rm", "1", "2", "3", "-y", code=1).err
+    cli("rm", "1", "2", "3", "-y", "--even-the-last")
     assert cli.steps() == {}
 
 

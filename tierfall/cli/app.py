@@ -10,6 +10,7 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
+    STEP_HELP,
     AsStepOption,
     CommandGroup,
     ConfigOption,
@@ -140,9 +141,9 @@ def ls(
     ls_show.ls(last, metrics, config, run, as_json)
 
 
-@app.command(short_help="Print the newest step that a restore would use.")
+@app.command(short_help="Print the newest step that can be restored.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Print the newest committed step, the one that a restore would use. The exit code is 1 if there is none."""
+    """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
     from tierfall.cli import run_facts
 
     run_facts.latest(config, run, as_json)
@@ -327,21 +328,37 @@ def unpin(
     commands.unpin(steps, config, run, as_json)
 
 
-@app.command(short_help="Delete steps from every tier.")
+@app.command(short_help="Delete steps from every tier, or a whole run.")
 def rm(
-    steps: StepsArgument,
+    steps: Annotated[
+        list[str] | None, typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+    ] = None,
+    all: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Delete the whole run that --run names: every tier, memory and ids. The run's name is read from "
+            "standard input.",
+        ),
+    ] = False,
     yes: Annotated[
         bool,
         typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
+    ] = False,
+    even_the_last: Annotated[
+        bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a step from every tier; a pinned one is refused."""
+    """Delete a step from every tier; a pinned one is refused, and the last that can be restored."""
     from tierfall.cli import commands
 
-    commands.rm(steps, yes, config, run, as_json)
+    if all:
+        commands.rm_run(steps or [], config, run, as_json)
+        return
+    commands.rm(steps or [], yes, even_the_last, config, run, as_json)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tierfall.cli.common import (
     ProgressBar,
     counted,
     document_of,
-    find_step,
+    find_on,
     load_settings,
+    load_settings_if_any,
     load_settings_of_all,
+    name_other_runs,
     owner_members,
     parse_option,
     table,
@@ -27,7 +30,7 @@ from tierfall.cli.common import (
     with_tier,
 )
 from tierfall.cli.run_facts import held_members
-from tierfall.cli.usage import parse_step, refuse
+from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
@@ -38,31 +41,44 @@ from tierfall.core.types.units import format_duration, format_size, parse_durati
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
+from tierfall.ops.delete_run import delete_run, foreign_files
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
 from tierfall.ops.memory import HeldMemory, held_by_runs
-from tierfall.ops.reader import RunReader, left_in_memory
+from tierfall.ops.reader import RunReader
 from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def pin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Protect steps from every deletion rule."""
-    _run_command(CommandKind.PIN, steps, load_settings(config, run), CommandOutput(as_json))
-
-
-def unpin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
-    """Remove the pin of steps."""
-    _run_command(CommandKind.UNPIN, steps, load_settings(config, run), CommandOutput(as_json))
-
-
-def rm(steps: list[str], yes: bool, config: Path | None, run: str | None, as_json: bool) -> None:
-    """Delete steps from every tier; nothing is deleted where one of them is pinned."""
     _run_command(
-        CommandKind.DELETE, steps, load_settings(config, run), CommandOutput(as_json), yes=yes
+        CommandKind.PIN, steps, load_settings(config, run, doing="pin"), CommandOutput(as_json)
     )
+
+
+def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+    """Remove the pin of steps."""
+    _run_command(
+        CommandKind.UNPIN, steps, load_settings(config, run, doing="unpin"), CommandOutput(as_json)
+    )
+
+
+def rm(
+    steps: list[str],
+    yes: bool,
+    even_the_last: bool,
+    config: str | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Delete steps from every tier; nothing is deleted if one of them is pinned."""
+    if not steps:
+        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
+    settings, answer = load_settings(config, run, doing="rm"), CommandOutput(as_json)
+    _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
 
 
 def _run_command(
@@ -72,30 +88,32 @@ def _run_command(
     answer: CommandOutput,
     *,
     yes: bool = True,
+    even_the_last: bool = True,
 ) -> None:
     """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
     names = [parse_step(step) for step in steps]
-    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    verb = commands.verb_of(kind)
     with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
-        for name in names:
-            answer.note_no_folders(listings, name)
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_step(answer, known, name, unread, doing=verb)]
+            for checkpoint in [find_on(answer, listings, name, None, doing=verb)]
         }
+        damaged = commands.damaged_everywhere(listings)
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is CommandKind.DELETE:
-        _check_deletion(found, known, yes=yes, ask=not answer.as_json)
+        _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
         results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
     else:
         warn_of(elsewhere)
-        results = list(commands.run_commands(settings, kind, list(found)))
+        results = list(
+            commands.run_commands(settings, kind, list(found), even_the_last=even_the_last)
+        )
     documents = []
     for result in results:
         failed = {**result.failed, **(unread if owner else {})}
@@ -112,6 +130,8 @@ def _run_command(
         answer.show(*_describe_result(kind, result, owner))
         for tier, error in failed.items():
             answer.problem(f"{verb} {result.id}: {with_tier(tier, error)}")
+        if kind is CommandKind.PIN and result.id in damaged:
+            answer.problem(f"pin {result.id}: it is damaged: {damaged[result.id]}")
     answer.document = document_of(settings.run, documents)
     answer.finish()
 
@@ -134,36 +154,97 @@ def _describe_result(
 def _check_deletion(
     chosen: Mapping[CheckpointId, KnownCheckpoint],
     known: Sequence[KnownCheckpoint],
+    answer: CommandOutput,
     *,
     yes: bool,
-    ask: bool,
+    even_the_last: bool,
 ) -> None:
-    """Refuse to delete a pinned checkpoint, and, without a confirmation, the one that a restore would choose."""
+    """Refuse to delete a pinned checkpoint and, unless ``even_the_last``, the last that can be restored; ask before the
+    newest one is deleted."""
     for id, checkpoint in chosen.items():
         if checkpoint.pinned:
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = commands.newest_restorable(known)
-    if yes or not restorable or restorable[0] not in chosen:
-        return
+    restorable = commands.restorable(known)
     left = [id for id in restorable if id not in chosen]
-    after = f"the next is {left[0]}" if left else "there is no other"
-    what = f"{restorable[0]} is the newest step that can be restored; {after}"
-    if not (ask and at_terminal()):
-        refuse(f"rm: {what}. To delete it, repeat with --yes")
+    what = "after this, no step is left that can be restored"
+    if left:
+        what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
+    elif not even_the_last:
+        answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
+    if yes or (left and restorable[0] not in chosen):
+        return
+    if answer.as_json or not at_terminal():
+        answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
-        refuse("rm: nothing was deleted")
+        answer.refuse("rm: nothing was deleted")
 
 
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def is_typed(run: str) -> bool:
+    """Return whether the next line of standard input, a terminal or not, is the name of a run."""
+    return sys.stdin.readline().rstrip("\r\n") == run
+
+
+# A whole run -----------------------------------------------------------------------------------------
+
+
+def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+    """Delete a whole run, after its name was read from standard input."""
+    if steps or run is None:
+        refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
+    settings, answer = load_settings_of_all(config, run, doing="rm"), CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        listings, owner = reader.list(), reader.owner()
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        if owner is not None:
+            refuse(f"rm: a trainer owns run {run!r} ({owner}): end it first; nothing was deleted")
+        answer.note_unread(commands.unread(listings))
+        if answer.problems:
+            answer.refuse(
+                "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
+                "or without the tier in the file"
+            )
+        kept = foreign_files(reader.config, reader.stores)
+        is_there = any(x.copies or x.attempts or x.damaged for x in listings)
+        if not is_there and not any(store.read_tier() for store in reader.stores.values()):
+            refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
+        places = {name: store.place for name, store in reader.stores.items()}
+        places[reader.host.name] = str(reader.host.path.parent)
+    warn_of(elsewhere)
+    say = partial(typer.echo, err=as_json)
+    say(f"all of run {run} is to be deleted:")
+    for listing in listings:
+        copies = counted(len(listing.copies), "checkpoint", "checkpoints")
+        size = format_size(listing.used_bytes)
+        say(f"  {listing.tier}: {copies}, {size} in {places[listing.tier]}")
+    for tier, names in kept.items():
+        for name in names:
+            say(f"  {tier}: {run}/{name} stays: tierfall did not write it")
+    say(f"To delete it, type the name of the run: {run}")
+    if not is_typed(run):
+        answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
+    result = delete_run(settings)
+    answer.document = {
+        "run": run,
+        "deleted": list(result.deleted),
+        "kept": {tier: list(names) for tier, names in result.kept.items() if names},
+        "failed": {tier: str(error) for tier, error in result.failed.items()},
+    }
+    answer.show(f"deleted run {run} on {', '.join(result.deleted)}")
+    for tier, error in result.failed.items():
+        answer.problem(f"rm: {with_tier(tier, error)}")
+    answer.finish()
+
+
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(dry_run: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="" if dry_run else "prune")
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
@@ -227,13 +308,20 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
+def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(config, run)
+    settings = load_settings_of_all(config, run, doing="forget")
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing was "
+            "changed. Forget it once the trainer has ended"
+        )
     forgotten_by, failed = commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,
@@ -255,13 +343,13 @@ def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> No
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(deadline: str | None, config: Path | None, run: str | None, as_json: bool) -> None:
+def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="drain")
     deadline_s = _parse_deadline(deadline)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
-        if not _holds_images(reader, settings, answer):
+        if not _holds_images(reader, answer):
             _report_empty(reader, answer)
             answer.finish()
             return
@@ -280,7 +368,7 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
     def report_forecast(line: str) -> None:
         forecast.append(line)
         if not answer.as_json:  # on stderr, while the drain runs
-            typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
+            typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
     with ProgressBar("drain", 0, shown=watched(answer.as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set, report_forecast)
@@ -295,19 +383,19 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
     }
 
 
-def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
+def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
     """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
     owner = reader.owner()
     if owner is not None:
         refuse(
             f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
         )
-    count, problems = left_in_memory(settings)
-    for problem in problems:
-        if reader.memory().error is not None:
-            refuse(f"drain: host memory cannot be read: {problem}")
+    memory = reader.memory()
+    if memory.error is not None:
+        refuse(f"drain: host memory cannot be read: {memory.error}")
+    for problem in memory.damaged:
         answer.problem(f"host memory holds a damaged image: {problem}")
-    return count > 0
+    return bool(memory.copies)
 
 
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
@@ -354,13 +442,13 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def drain_all(deadline: str | None, config: Path | None, as_json: bool) -> None:
+def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
     deadline_s = _parse_deadline(deadline)
     began = time.monotonic()
     answer = CommandOutput(as_json)
     drained: list[dict[str, Any]] = []
-    for held in _left_by_runs(answer, None if config is None else load_settings(config, None)):
+    for held in _left_by_runs(answer, load_settings_if_any(config, doing="drain")):
         if not (held.checkpoints or held.problems):
             answer.show(f"{held}: no image in host memory")
             continue
@@ -373,14 +461,13 @@ def drain_all(deadline: str | None, config: Path | None, as_json: bool) -> None:
     answer.finish()
 
 
-def discard(every_run: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+def discard(every_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
     answer = CommandOutput(as_json)
-    settings = None if every_run and config is None else load_settings(config, run)
     if every_run:
-        found = _left_by_runs(answer, settings)
+        found = _left_by_runs(answer, load_settings_if_any(config, doing="drain"))
     else:
-        assert settings is not None
+        settings = load_settings(config, run, doing="drain")
         found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
     freed = [held for held in found if _discard(answer, held)]
     answer.document = {"freed": [held_members(held) for held in freed]}
@@ -409,7 +496,7 @@ def _discard(answer: CommandOutput, held: HeldMemory) -> bool:
         f"To free it, type the name of the run:",
         err=True,
     )
-    if sys.stdin.readline().rstrip("\r\n") != held.run:
+    if not is_typed(held.run):
         answer.problem(f"drain: {held}: nothing was freed: that line was not the name of the run")
         return False
     try:

@@ -36,9 +36,9 @@ from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
-def copy(steps: list[str], to: str, config: Path | None, run: str | None, as_json: bool) -> None:
+def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json: bool) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="copy")
     names = [parse_step(step) for step in steps]
     check_tier(settings, to)
     if to == settings.host.name:
@@ -184,7 +184,7 @@ def export(
     step: str,
     wanted: ExportArguments,
     tier: str | None,
-    config: Path | None,
+    config: str | None,
     run: str | None,
     as_json: bool,
 ) -> None:
@@ -231,18 +231,19 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 
 
 def import_(
-    path: Path, as_step: int, entry: str, config: Path | None, run: str | None, as_json: bool
+    path: Path, as_step: int, entry: str, config: str | None, run: str | None, as_json: bool
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="import")
     if not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
     answer = CommandOutput(as_json)
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         owner = reader.owner()
+        new = reader.not_created(reader.list())
     if owner is not None:
         refuse(
             f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "
@@ -256,6 +257,8 @@ def import_(
         f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
         f"entries of the state: {', '.join(imported.entries)}",
     )
+    for tier in new:
+        answer.show(f"{tier}: it was not created yet; the import has created it")
     answer.show(*(f"note: {note}" for note in imported.notes))
     if imported.left:
         answer.problem(

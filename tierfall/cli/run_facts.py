@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 from rich.table import Table
@@ -18,6 +17,7 @@ from tierfall.cli.common import (
     cell,
     counted,
     load_settings,
+    load_settings_if_any,
     name_other_runs,
     owner_members,
     readable_number,
@@ -40,7 +40,7 @@ from tierfall.core.types.values import (
     TierKind,
 )
 from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
-from tierfall.ops.commands import newest_restorable, unread, view_of
+from tierfall.ops.commands import restorable, unread, view_of
 from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
@@ -55,10 +55,12 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
-    too. ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
+    """One listing of all tiers of a run; those that are ``not_created`` yet are empty. ``safety`` is ``view`` with the
+    read-only tiers, whose copies survive losses too. ``peer_survival`` is of the time at which the newest checkpoint in
+    peer memory was committed."""
 
     listings: tuple[Listing, ...]
+    not_created: tuple[str, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
@@ -68,12 +70,15 @@ class RunFacts:
 
     @classmethod
     def gather(cls, reader: RunReader) -> Self:
-        listings = reader.list()
+        read = reader.list()
+        new = reader.not_created(read)
+        listings = tuple(Listing(tier=x.tier) if x.tier in new else x for x in read)
         known = merge(listings)
         rules = tier_rules(reader.config, read_too=True)
         safety = to_view(rules, known, wall_time_s=time.time())
         return cls(
             listings=listings,
+            not_created=tuple(new),
             known=known,
             view=view_of(reader.config, known),
             safety=safety,
@@ -175,8 +180,7 @@ def _peer_survival(
 
 def known_bounds(view: View) -> dict[LossClass, LossBound]:
     """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
-    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
-    return loss_bounds(view, step=max(steps, default=None))
+    return loss_bounds(view, step=max((c.id.step for c in view.restorable), default=None))
 
 
 def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
@@ -237,14 +241,15 @@ def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str
 # Commands --------------------------------------------------------------------------------------------
 
 
-def latest(config: Path | None, run: str | None, as_json: bool) -> None:
+def latest(config: str | None, run: str | None, as_json: bool) -> None:
     """Print the step that a restore would use."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
+    answer.note_newer_damage(facts.listings, newest)
     if newest is None:
         answer.refuse(
             f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
@@ -252,16 +257,16 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     answer.document = {
         "run": settings.run,
         **members(facts.by_id[newest], "id"),
-        "tiers": list(facts.by_id[newest].copies),
+        "tiers": [t for t, copy in facts.by_id[newest].copies.items() if copy.damage is None],
     }
     answer.show(str(newest))
     answer.finish()
 
 
-def runs(config: Path | None, as_json: bool) -> None:
+def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
-    settings = None if config is None else load_settings(config, None)
+    settings = load_settings_if_any(config, "any")
     held = held_by_runs(settings)
     answer.document = {"memory": [held_members(one) for one in held]}
     if settings is not None:
@@ -327,7 +332,7 @@ def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str
     with RunReader(settings.model_copy(update={"run": run})) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
     held = [listing for listing in facts.listings if listing.copies]
     return {
         "run": run,

@@ -22,10 +22,12 @@ import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
+from tierfall.core.types.text import without_secrets
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
+DEFAULT_CONFIG = "tiers.yaml"
 
 
 class Exit(IntEnum):
@@ -45,20 +47,22 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
     import yaml
 
     try:
-        tiers = yaml.safe_load(Path(ctx.params["config"]).expanduser().read_bytes())["tiers"]
+        tiers = yaml.safe_load(
+            Path(ctx.params["config"] or DEFAULT_CONFIG).expanduser().read_bytes()
+        )["tiers"]
         return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
     except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
         return []
 
 
 ConfigOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--config",
         "-c",
         envvar="TIERFALL_CONFIG",
         metavar="FILE",
-        help="The YAML file with the tiers.",
+        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
         is_eager=True,
     ),
 ]
@@ -145,13 +149,13 @@ RanksOption = Annotated[
 NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
 ]
-_STEP_HELP = (
-    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the one that a restore "
-    "would use."
+STEP_HELP = (
+    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
+    "restored."
 )
-StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)]
 StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{_STEP_HELP} May be repeated.")
+    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
 ]
 TierOption = Annotated[
     str | None,
@@ -262,8 +266,8 @@ class CommandRefused(Exception):
     """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
 
     def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
-        super().__init__(*problems)
-        self.problems = list(problems)
+        self.problems = list(map(without_secrets, problems))
+        super().__init__(*self.problems)
         self.code = code
 
 

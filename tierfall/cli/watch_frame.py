@@ -118,11 +118,24 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a living trainer's status."""
     return RunView(
         snapshot=snapshot,
-        status=status,
+        status=_with_memory_of_all(status, snapshot),
         bounds=reported_bounds(status),
         peer_survival=status.peer_survival,
         problems=snapshot.problems,
     )
+
+
+def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
+    """Count in the first tier, host memory, what all living ranks of this node have there."""
+    ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
+    held = [rank.tiers[0] for rank in ranks]
+    memory = status.tiers[0].model_copy(
+        update={
+            "used_bytes": sum(tier.used_bytes for tier in held),
+            "capacity_bytes": sum(tier.capacity_bytes or 0 for tier in held) or None,
+        }
+    )
+    return status.model_copy(update={"tiers": (memory, *status.tiers[1:])})
 
 
 def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
@@ -133,7 +146,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         snapshot=snapshot,
         status=RunStatus(
             run=run,
-            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
+            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.safety.tiers),
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
             checkpoints_known=len(facts.rows()),
         ),
@@ -151,7 +164,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
 
 
 def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
-    rules = facts.view.tier(name)
+    rules = facts.safety.tier(name)
     listing = next(listing for listing in facts.listings if listing.tier == name)
     return TierStatus(
         name=name,

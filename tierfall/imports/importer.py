@@ -28,7 +28,7 @@ from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
 from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
-from tierfall.ops.commands import Progress, Watch, check_folders, trained_elsewhere, unread
+from tierfall.ops.commands import Progress, Watch, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
@@ -119,19 +119,18 @@ def import_state(
 ) -> ImportResult:
     """Save what was read as ``step`` of the run, on every stored tier; ``watch`` gets bytes written, and in all.
 
-    Raises UnreachableError for the missing folder of a tier, StepError as ``check_step`` does, ConfigError without a
+    The folder of a tier that no run has used is created. Raises StepError as ``check_step`` does, ConfigError without a
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
     and what reading the source raises. After an error nothing of the step counts.
     """
     if not config.written:
         raise ConfigError("import: the configuration has no stored tier that may be written")
-    check_folders(config)
     size = plan_layout(read.view).image_bytes
     with RunReader(config) as reader:
-        listings = reader.list()
+        listings = reader.list_as_at_open()
         check_step(listings, step, config.run, reader.stores)
     _check_room(config, listings, size)
-    with Checkpointer(config, run=config.run) as ckpt:
+    with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         run.by_path.continue_from_newest(step)
         request = direct_write(run, step, metrics={}, tags=())

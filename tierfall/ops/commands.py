@@ -21,6 +21,7 @@ from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -43,7 +44,9 @@ from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
 from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, tier_rules
+from tierfall.setup.tiers import ANSWER_S, SLOT, bounds_s, open_stores, tier_rules
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -127,13 +130,25 @@ def _describe(checkpoint: KnownCheckpoint) -> str:
     return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
-def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
-    """Return the candidates of a restore, newest first."""
-    return tuple(
-        c.id
-        for c in sorted(known, key=lambda c: c.id, reverse=True)
-        if c.commit is not None and not c.abandoned and not c.tombstoned
-    )
+def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
+    """Return the checkpoints that can be restored, newest first. Memory counts if it has the images of all ranks."""
+    whole = [
+        replace(c, copies={t: copy for t, copy in c.copies.items() if not copy.lacks_ranks})
+        for c in known
+    ]
+    return tuple(c.id for c in to_view((), whole, wall_time_s=0.0).restorable)
+
+
+def damaged_everywhere(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
+    """Return the live checkpoints that are damaged on each tier that has them, with the damage."""
+    known = {c.id: c for c in merge(listings)}
+    folders = [error for listing in listings for error in listing.step_folder_errors()]
+    found = {error.checkpoint: str(error) for error in folders if error.checkpoint not in known}
+    for id, checkpoint in known.items():
+        damages = [str(copy.damage) for copy in checkpoint.copies.values() if copy.damage]
+        if len(damages) == len(checkpoint.copies) and checkpoint.live:
+            found[id] = "; ".join(damages)
+    return found
 
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
@@ -141,7 +156,11 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     owed to none."""
     view = to_view(tier_rules(config), known, wall_time_s=time.time())
     written = {tier.name for tier in view.tiers}
-    readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
+    readable = {
+        c.id
+        for c in known
+        if any(tier in written and copy.damage is None for tier, copy in c.copies.items())
+    }
     return replace(
         view,
         checkpoints=tuple(
@@ -280,14 +299,15 @@ def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
 
 
 @contextmanager
-def owned_session(config: Config) -> Iterator[Session]:
-    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end.
+def owned_session(config: Config, command: str) -> Iterator[Session]:
+    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end. ``command``
+    is the name of the command that does.
 
     Raises UnreachableError, before anything is created, where a tier's folder is missing.
     """
     check_folders(config)
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, tending=True)
+        tiers = OpenedTiers(config, run=config.run, tending=True, command=command)
         undo.callback(tiers.close, keep=True)
         session = Session(tiers, tend(tiers))
         undo.callback(session.abandon)
@@ -300,12 +320,23 @@ def owned_session(config: Config) -> Iterator[Session]:
 
 
 def run_commands(
-    config: Config, kind: CommandKind, ids: Sequence[CheckpointId]
+    config: Config, kind: CommandKind, ids: Sequence[CheckpointId], *, even_the_last: bool = True
 ) -> tuple[CommandResult, ...]:
-    """Execute a command for each checkpoint, on every tier, memory included. Raises LockError where a trainer has
-    started."""
-    with owned_session(config) as session:
+    """Execute a command for each checkpoint, on every tier, memory included.
+
+    Raises LockError if a trainer has started, StepError, unless ``even_the_last``, if a deletion would leave nothing
+    that can be restored: another command may have deleted the rest just now.
+    """
+    with owned_session(config, f"tierfall {verb_of(kind)}") as session:
+        left = set(restorable(merge(session.listings))) - set(ids)
+        if kind is CommandKind.DELETE and not (left or even_the_last):
+            raise StepError("rm: no step would be left that can be restored; nothing was deleted")
         return tuple(_run_command(session, kind, id) for id in ids)
+
+
+def verb_of(kind: CommandKind) -> str:
+    """Return the name that a command has on the command line."""
+    return "rm" if kind is CommandKind.DELETE else str(kind)
 
 
 def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
@@ -343,7 +374,7 @@ def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
     """Apply retention on every stored tier, as a trainer does after each commit."""
-    with owned_session(config) as session:
+    with owned_session(config, "tierfall prune") as session:
         coordinator = session.coordinator
 
         def plan() -> tuple[Decision, ...]:
@@ -374,9 +405,26 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
     in its place counts as a new tier. Return where it was removed, and the errors by tier.
 
-    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed.
+    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed. Raises LockError if a
+    trainer of this machine is alive: it goes by what it remembers.
     """
     config = with_own_peers(config, config.run)
+    folder = prepare_folder(run_folder(config, config.run))
+    lock = RunLock.acquire(
+        folder / lock_name(SLOT),
+        run=config.run,
+        command="tierfall forget",
+        wait_s=config.max_wait_s,
+    )
+    try:
+        return _forget(config, tier, folder)
+    finally:
+        lock.release()
+
+
+def _forget(
+    config: Config, tier: str, folder: Path
+) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
     peers = config.peers
     others = config.without(peers.name) if peers is not None else config
     stores, failed = open_stores(others, config.run, is_bounded=True)
@@ -384,7 +432,6 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
         kept = view_kept(peers, tends=True)
         stores[peers.name] = StoredTier(name=peers.name, run=config.run, backend=kept)
     try:
-        folder = run_folder(config, config.run)
         ask = ask_within_bound(config, stores, BoundedCalls())
         forgotten_by, refused = TierIdentities(config, stores, folder, ask=ask).forget(
             tier, wall_time_s=time.time()

@@ -68,7 +68,7 @@ def copy(
     where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
     it. After an error nothing of the copy is left.
     """
-    with owned_reader(config) as reader:
+    with owned_reader(config, "tierfall copy") as reader:
         listings = reader.list()
         checkpoint = next((c for c in merge(listings) if c.id == id), None)
         if checkpoint is None:

@@ -74,7 +74,9 @@ def drain(
     check_folders(config)
     slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, accept_arena=True, draining=True)
+        tiers = OpenedTiers(
+            config, run=config.run, accept_arena=True, draining=True, command="tierfall drain"
+        )
         undo.callback(tiers.close, keep=True)
         images = images_in(tiers.hosts())
         if not images:  # the owner of a moment ago has flushed them
@@ -106,8 +108,10 @@ def drain(
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.call(lambda: _committed(session, planned))
-        problems = [*(shards.problems if shards else ()), *map(str, session.coordinator.errors)]
-        kept = must_keep_memory(session) or (shards is not None and bool(set(planned) - done))
+        left = set(planned) - done
+        errors = session.coordinator.errors if left else ()  # else the tier has recovered
+        problems = [*(shards.problems if shards else ()), *map(str, errors)]
+        kept = must_keep_memory(session) or (shards is not None and bool(left))
     finally:
         session.close(keep_memory=kept)
     problems += [

@@ -76,6 +76,7 @@ class TierMeasurement:
     read_only: bool = False
     capacity_bytes: int | None = None
     run_bytes: int | None = None
+    not_created: bool = False
     error: TierfallError | None = None
 
 
@@ -89,6 +90,7 @@ def measure(
     found = []
     with RunReader(config) as reader:
         listings, missing = reader.list_with_missing()
+        new = reader.not_created(listings)
     run_bytes = {x.tier: x.used_bytes for x in listings if x.error is None}
     for tier in config.chain:
         on_tier(tier.name)
@@ -97,6 +99,8 @@ def measure(
         else:
             why = missing.get(tier.name)
             measured = _measure_stored(config, tier, size_bytes, why)
+            if tier.name in new:
+                measured = replace(measured, not_created=True, error=None)
             found.append(replace(measured, run_bytes=run_bytes.get(tier.name)))
     return tuple(found)
 

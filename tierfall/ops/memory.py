@@ -17,7 +17,8 @@ from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, ConfigError
 from tierfall.core.types.values import CheckpointId, TierKind
-from tierfall.ops.reader import find_owner, images_in_memory, known_slots
+from tierfall.ops.reader import find_owner, known_slots, open_memory
+from tierfall.session.leftovers import images_in
 from tierfall.setup.nodes.kept import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
 from tierfall.telemetry.status import remove_status
@@ -61,7 +62,9 @@ class HeldMemory:
         with ExitStack() as held:
             slots = known_slots(self.folder)
             for slot in slots:
-                lock = RunLock.acquire(self.folder / lock_name(slot), run=self.run)
+                lock = RunLock.acquire(
+                    self.folder / lock_name(slot), run=self.run, command="tierfall drain"
+                )
                 held.callback(lock.release)
             for slot in slots:
                 arena = self.folder / arena_name(slot)
@@ -96,17 +99,21 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
     held_bytes, kept_bytes = _bytes_of(arenas), _bytes_of(kept_files)
     if not held_bytes + kept_bytes:
         return None
-    ids, problems = images_in_memory(folder, name=str(TierKind.HOST), run=run)
+    hosts, unread = open_memory(folder, known_slots(folder), name=TierKind.HOST.value, run=run)
+    ids = {id for id, _ in images_in(hosts)}
+    damaged = [error for host in hosts for error in host.list().damaged]
+    for host in hosts:
+        host.close(keep=True)
     return HeldMemory(
         run=run,
         folder=folder,
         file=remembered.file if remembered is not None else "",
         kept=kept,
         owner=find_owner(folder),
-        checkpoints=tuple(sorted(set(ids))),
+        checkpoints=tuple(sorted(ids)),
         bytes=held_bytes,
         kept_bytes=kept_bytes,
-        problems=tuple(map(str, problems)),
+        problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
     )
 
 

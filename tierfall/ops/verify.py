@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.config import Config
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
 from tierfall.core.format.catalog import Listing, StepFolderError
 from tierfall.core.types import keys
@@ -193,7 +194,7 @@ def _check_memory(
         time.sleep(BETWEEN_LOOKS_S)  # a trainer may be writing there now; real damage stays
         reader.reopen_memory()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
-        broken = reader.host.list().damaged
+        broken = reader.memory().damaged
         found = [again.get(c.id, _deleted(c)) if c.damage else c for c in found]
     advice = (
         f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
@@ -209,10 +210,12 @@ def _check_memory(
 def _look_at_memory(
     reader: RunReader, scope: VerifyScope, verifier: CopyVerifier
 ) -> list[CheckedCopy]:
+    regions: dict[CheckpointId, list[HostRegion]] = {}
+    for id, image in reader.images():
+        if scope.covers(reader.host.name, id):
+            regions.setdefault(id, []).append(image.region)
     return [
-        verifier.check_region(reader.host.name, id, image.region)
-        for id, image in sorted(reader.images().items())
-        if scope.covers(reader.host.name, id)
+        verifier.check_regions(reader.host.name, id, held) for id, held in sorted(regions.items())
     ]
 
 

@@ -43,11 +43,13 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK, keys.ON_PEERS_MARK})
 
 
 @contextmanager
-def owned_reader(config: Config) -> Iterator[RunReader]:
+def owned_reader(config: Config, command: str) -> Iterator[RunReader]:
     """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
     alive."""
     folder = prepare_folder(run_folder(config, config.run))
-    lock = RunLock.acquire(folder / lock_name(SLOT), run=config.run)
+    lock = RunLock.acquire(
+        folder / lock_name(SLOT), run=config.run, command=command, wait_s=config.max_wait_s
+    )
     try:
         with RunReader(config) as reader:
             yield reader

@@ -67,8 +67,11 @@ class Checkpointer:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
-        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, connect=connect)
+        opened = OpenRun(
+            config, run=run, fresh=fresh, ranks=ranks, connect=connect, command=command
+        )
         self._opened = opened
         self._config = opened.config
         self._session = opened.session
@@ -359,16 +362,21 @@ class Checkpointer:
         """Remove a checkpoint's pin on every tier."""
         self._command(CommandKind.UNPIN, step, attempt)
 
-    def delete(self, step: int, *, attempt: int | None = None) -> None:
-        """Delete a checkpoint from every tier. Raises StepError for a pinned one."""
-        self._command(CommandKind.DELETE, step, attempt)
+    def delete(self, step: int, *, attempt: int | None = None, even_the_last: bool = False) -> None:
+        """Delete a checkpoint from every tier.
 
-    def _command(self, kind: CommandKind, step: int, attempt: int | None) -> None:
+        Raises StepError for a pinned one and, unless ``even_the_last``, for the last one that can be restored.
+        """
+        self._command(CommandKind.DELETE, step, attempt, even_the_last=even_the_last)
+
+    def _command(
+        self, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool = True
+    ) -> None:
         self._opened.check_usable()
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._opened.finish_capture()
-        group_commands.run_command(self._session, kind, step, attempt)
+        group_commands.run_command(self._session, kind, step, attempt, even_the_last=even_the_last)
 
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.
@@ -416,9 +424,9 @@ class Checkpointer:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: without a bound).
 
         With a deadline, half-written copies come first, then the newest. Copies that cannot arrive in time, by measured
-        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is not
-        waited for. The report also names what is left, and what was given up meanwhile. With several ranks, all call
-        it, and the report is the same on all.
+        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is tried
+        at once, and again until the deadline; without one, once. The report also names what is left, and what was given
+        up meanwhile. With several ranks, all call it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
         self._opened.check_usable()

@@ -73,6 +73,7 @@ class OpenRun:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
         """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
         self.run = run
@@ -91,7 +92,13 @@ class OpenRun:
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
                 tiers = OpenedTiers(
-                    config, run=run, ranks=ranks, adopts=True, fresh=fresh, peers=self._peers
+                    config,
+                    run=run,
+                    ranks=ranks,
+                    adopts=True,
+                    fresh=fresh,
+                    peers=self._peers,
+                    command=command,
                 )
             undo.callback(tiers.close, keep=True)
             start = begin_attempt(tiers)
@@ -144,6 +151,7 @@ class OpenRun:
             if config.drain is not None:
                 counts = self.saver.counts
                 self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
+            closing.log_open(self.session)
             undo.pop_all()
         OPEN.add(self)
 
@@ -379,8 +387,6 @@ class OpenRun:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
         self._meets_s = closing.FAILED_S if failed else math.inf
         self.cadence.end()
-        if not self.config.interval.at_end:
-            return None
         last = self._last
         plan, self._meets_s = closing.agree_on_end(
             self.session,

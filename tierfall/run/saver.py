@@ -167,7 +167,14 @@ class Saver:
             before_wait=partial(self._help_capture, id, threading.get_ident()),
             callbacks=self._session.callbacks,
         )
-        room = self._request_region(place, image.layout, call)
+        try:
+            room = self._request_region(place, image.layout, call)
+        except CapacityError as error:
+            if not self.counts.begun:  # a configuration that can never work
+                raise
+            logger.warning("save of step %d is skipped: %s", call.step, error)
+            self._skip(lineage, handle, error)
+            return handle
         with _as_capture_errors(id, room.cancel), gc_paused():  # while the coordinator makes room
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
@@ -216,8 +223,10 @@ class Saver:
         self._places = CaptureDevices(Streams())
 
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
-        """Request a region of host memory. Raises CapacityError where some tier can never hold such an image."""
-        self._check_capacities(layout)
+        """Request a region of host memory. Raises CapacityError if memory can never hold such an image; at the first
+        save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
+        if not self.counts.begun:
+            self._check_capacities(layout)
         records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(

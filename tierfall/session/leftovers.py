@@ -51,7 +51,13 @@ class AdoptedSlot:
 
 
 def adopt_slots(
-    folder: Path, *, first: int, name: str, run: str, refuses_damaged: bool = False
+    folder: Path,
+    *,
+    first: int,
+    name: str,
+    run: str,
+    refuses_damaged: bool = False,
+    command: str = "",
 ) -> list[AdoptedSlot]:
     """Adopt every slot from ``first`` on that has an arena. An empty one is deleted; one that cannot be read is logged,
     and stays.
@@ -63,7 +69,7 @@ def adopt_slots(
     try:
         for slot in arena_slots(folder):
             if slot >= first:
-                lock = RunLock.acquire(folder / lock_name(slot), run=run)
+                lock = RunLock.acquire(folder / lock_name(slot), run=run, command=command)
                 host = unattached_slot(folder, slot, name=name, run=run)
                 adopted += _adopt(lock, host, refuses_damaged=refuses_damaged)
     except BaseException:

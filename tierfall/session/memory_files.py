@@ -162,13 +162,14 @@ class MemoryFiles:
 
     def _on_recovered(self) -> None:
         with self._state:
-            self._logged = None
-            if self.problem is not None:
-                self.problem = None
+            if self._logged is not None or self.problem is not None:
                 logger.warning(
                     "%s: its files are made anew: what is in memory outlives this process again",
                     self._tiers.host.name,
                 )
+            self._logged = None
+            if self.problem is not None:
+                self.problem = None
                 self._report()
 
     def _report(self) -> None:

@@ -93,12 +93,14 @@ class OpenedTiers:
         draining: bool = False,
         fresh: bool = False,
         peers: PeerMemory | None = None,
+        command: str = "",
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
         ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may, too; damaged memory is an error. ``fresh``: bring no image back.
+        A ``command``, by its name, waits for another one that holds the run, for ``max_wait`` at most.
         """
         config = config if adopts else seen_by_one(config)
         check_written(config)
@@ -126,11 +128,17 @@ class OpenedTiers:
             progress=log_allocation(config.host.name),
             images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
         )
-        self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
+        self._lock = RunLock.acquire(
+            self.folder / lock_name(self.ranks.local_index),
+            run=run,
+            command=command,
+            wait_s=config.max_wait_s if command else 0.0,
+        )
         try:
             self._attach_host(
                 adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
                 refuses_damaged=draining,
+                command=command,
             )
             self.stores, self.errors = open_stores(config, run, find_read_only=True, peers=peers)
             self.make_read_only(
@@ -163,7 +171,7 @@ class OpenedTiers:
             raise
         self._log_unreadable()
 
-    def _attach_host(self, *, adopts: bool, refuses_damaged: bool) -> None:
+    def _attach_host(self, *, adopts: bool, refuses_damaged: bool, command: str) -> None:
         try:
             self.host.attach()
         except IntegrityError as error:
@@ -176,6 +184,7 @@ class OpenedTiers:
                 name=self.host.name,
                 run=self.run,
                 refuses_damaged=refuses_damaged,
+                command=command,
             )
 
     def _check_identities(self) -> None:
@@ -331,7 +340,9 @@ class OpenedTiers:
                 return False
             except (StorageFullError, UnreachableError, LostWriteError) as error:
                 logger.warning(
-                    "open: tier %s did not accept the attempt's record: %s", store.name, error
+                    "open: tier %s did not accept the attempt's record, which comes before its first copy there: %s",
+                    store.name,
+                    error,
                 )
             except AccessDeniedError as error:
                 if not has_files(next(x for x in self.listings if x.tier == store.name)):

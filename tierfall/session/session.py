@@ -413,6 +413,8 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
     held = [listing for listing in start.listings if listing.tier in written]
     ledger.load(merge(held), held)
+    for entry in ledger.entries.values():
+        entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
     ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())

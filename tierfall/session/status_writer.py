@@ -18,6 +18,7 @@ from itertools import islice
 
 from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -93,7 +94,7 @@ class StatusWriter:
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
         self._last: Status | None = None
-        self._warned = False
+        self._conditions = Conditions()
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
@@ -170,11 +171,10 @@ class StatusWriter:
         except FileNotFoundError as error:  # ``MemoryFiles`` logs it, and creates the folder anew
             logger.debug("the status is not written at present: %s", error)
         except OSError as error:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            logger.log(
-                level, "the status for 'tierfall watch' is not written at present: %s", error
-            )
+            text = "the status for 'tierfall watch' is not written at present: %s"
+            self._conditions.report("status", logging.WARNING, text, error)
+        else:
+            self._conditions.end("status", "the status for 'tierfall watch' is written again")
 
     # On the coordinator's thread ---------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ def _checkpoint(
         if state is not CopyState.ABSENT:
             copies[name] = CopyStatus(
                 state=state,
-                bytes=entry.bytes.get(name, 0),
+                bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
                 fraction=_fraction(entry, name, ledger, coordinator, state),
             )
     return CheckpointStatus(

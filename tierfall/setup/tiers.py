@@ -155,8 +155,8 @@ def bounded(
 ) -> Bounded:
     """Return a tier's backend with a bound for each call. With a configured rate, a call has as much longer as all
     calls in flight take at that rate."""
-    limit = tier.bandwidth_bytes_per_s
-    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
+    limits = (tier.bandwidth_bytes_per_s, tier.read_bandwidth)
+    slowest = min((READ_BYTES_PER_S_MIN, *(limit / SHARES for limit in limits if limit)))
     return Bounded(
         backend,
         tier=tier.name,
@@ -295,7 +295,8 @@ def _store(
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
     tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
-    wrapped = wrap(answering, bandwidth=limit, writes=pace, tries=tries)
+    reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
+    wrapped = wrap(answering, writes=pace, reads=reads, tries=tries)
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(

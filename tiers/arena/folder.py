@@ -178,7 +178,7 @@ class RoomReport:
                 )
             raise CapacityError(
                 f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
-                f"free a host tier without a `capacity` uses no more than half ({sized(share)} per rank); {helps}"
+                f"free a host tier without a `capacity` uses at most half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * (5 * images + 1) // 5), images * extent_bytes), share)
 

@@ -16,6 +16,7 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -106,6 +107,7 @@ class BackgroundVerifier:
         self._retry_s: dict[tuple[str, CheckpointId], float] = {}
         self._count = 0
         self._restores = 0
+        self._conditions = Conditions()
 
     # Choosing copies -------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class BackgroundVerifier:
 
     def _is_paused(self) -> bool:
         """A restore or a drain needs the bandwidth."""
-        return self._deleter.paused or self._hooks.is_draining()
+        return self._deleter.paused or self._hooks.has_deadline()
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
@@ -308,14 +310,15 @@ class BackgroundVerifier:
             return  # it was deleted meanwhile
         if text is None:
             self._is_good(id, tier)
+            self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._decides:
                 self._hooks.found_damage(tier, id, text)
         else:
-            logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
+            again = "%s: %s could not be verified, it is retried: %s"
+            self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._deleter.plan_all_tiers()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

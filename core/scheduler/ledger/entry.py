@@ -35,6 +35,7 @@ class LedgerEntry:
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
     is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
     during capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
+    ``image_bytes``: those of all ranks; 0 while not known.
 
     ``shards``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
     entry that shares what is known of the checkpoint; there may be none.
@@ -46,6 +47,7 @@ class LedgerEntry:
     shard: Shard
     attempt_id: str | None = None
     commit: Commit | None = None
+    image_bytes: int = 0
     manifest: Manifest | None = None
     geometry: Geometry | None = None
     region: HostRegion | None = None

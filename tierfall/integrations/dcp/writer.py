@@ -7,11 +7,14 @@ In the training process it passes DCP's plan to the Checkpointer. Pickled for a 
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -26,10 +29,13 @@ from tierfall.integrations.dcp.staged import Staged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 
+logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()
 )
 """The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
+_checked: weakref.WeakSet[OpenRun] = weakref.WeakSet()
+"""The runs whose first ``async_save`` was checked."""
 
 
 class TierWriter(StorageWriter):
@@ -63,6 +69,7 @@ class TierWriter(StorageWriter):
         self._until = until
         self._staged: Staged | None = None
         self._used = False
+        self._thread = threading.get_ident()  # async_save uses the writer on another
         _unused.setdefault(run, weakref.WeakSet()).add(self)
 
     # What DCP calls ----------------------------------------------------------------------------------
@@ -88,6 +95,9 @@ class TierWriter(StorageWriter):
                 f"dcp.save: this TierWriter was used for step {self.step}; create a new one for each save"
             )
         self._used = True
+        if threading.get_ident() != self._thread and self._run not in _checked:
+            _checked.add(self._run)
+            _warn_of_default_group()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged; a plan that DCP has cached is not used."""
@@ -156,6 +166,18 @@ class TierWriter(StorageWriter):
         self._take()
         orders = direct_write(self._run, self.step, metrics=self.metrics, tags=self.tags)
         return DirectWriter, (orders,)
+
+
+def _warn_of_default_group() -> None:
+    """Log that training and ``async_save`` share a gloo group: the collectives of two threads on it are mixed up."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if dist.get_backend() == "gloo" and dist.get_pg_count() == 1:
+        logger.warning(
+            "dcp.async_save: its thread and the training use one gloo group, the default one: their collectives mix, "
+            "and ranks hang or abort. Make group = torch.distributed.new_group(backend='gloo'), and pass "
+            "process_group=group to async_save and to tierfall.open"
+        )
 
 
 def next_writer(run: OpenRun) -> TierWriter:

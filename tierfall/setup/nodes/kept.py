@@ -57,9 +57,12 @@ def kept_of_run(path: Path, run: str) -> list[Path]:
 
 
 def discard_kept(path: Path, run: str) -> None:
-    """Delete what this node keeps of a run for other nodes."""
+    """Delete what this node keeps of a run for other nodes. Raises BackendError where a file cannot be deleted."""
     for folder in kept_of_run(path, run):
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error
 
 
 def parity_folder(tier: PeerTierConfig) -> Path:
