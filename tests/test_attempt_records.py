@@ -138,7 +138,10 @@ def test_a_tier_that_does_not_accept_the_record_at_open_gets_it_before_the_first
     with monkeypatch.context() as patch:
         patch.setattr(StoredTier, "create_attempt", refuse)
         ckpt = tierfall.open(make_config())
-    assert "tier disk did not accept the attempt's record: on purpose" in caplog.text
+    assert (
+        "tier disk did not accept the attempt's record, which comes before its first copy there: on purpose"
+        in caplog.text
+    )
     assert not record(tmp_path, 1).exists()
     with ckpt:
         assert ckpt.save(1, state_of(1), block=True).outcome == "saved"

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,10 @@ class Project:
             ],
         }
         self.file.write_text(json.dumps(config))
+
+    def drain_within(self, deadline: str) -> None:
+        config = json.loads(self.file.read_text())
+        self.file.write_text(json.dumps({**config, "drain": {"deadline": deadline}}))
 
     @property
     def file(self) -> Path:
@@ -230,6 +236,7 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
         tell(*words, code="--all" in words, typed="exp\n")
     assert (project.restored(), other.restored()) == (None, (9, "host"))
     assert "nothing is in this node's memory" in project.tell("drain", "--discard")
+    assert "name none by --run" in tell("drain", "--all", "--run", "exp", code=2)
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
@@ -279,8 +286,7 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     tmp_path: Path, memory: Path, deadline: str
 ) -> None:
     project = Project(tmp_path / "one", memory, disk={"bandwidth": "40kB/s"})
-    config = json.loads(project.file.read_text())
-    project.file.write_text(json.dumps({**config, "drain": {"deadline": deadline}}))
+    project.drain_within(deadline)
     words = ["-c", TRAINER, str(project.file), *(["last"] if deadline == "10ms" else [])]
     with forked.start(words) as trainer:
         assert trainer.stdout.readline() == b"saved\n"
@@ -289,6 +295,26 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     is_complete = deadline == "20s"
     assert bool(list(memory.rglob("*.arena"))) != is_complete
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
+
+
+def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
+    tmp_path: Path, memory: Path
+) -> None:
+    """The kernel ends no process 1 by the default action of a signal."""
+    as_first = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*as_first, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespace may be created here")
+    project = Project(tmp_path / "one", memory, disk={})
+    project.drain_within("20s")
+    words = [*as_first, sys.executable, "-c", TRAINER, str(project.file)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=root) as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == b"saved\n"
+        children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text()
+        os.kill(int(children.split()[0]), signal.SIGTERM)
+        assert container.wait(60) == 128 + signal.SIGTERM
+    assert project.restored() == (1, "disk")
 
 
 # Who is dead ------------------------------------------------------------------------------------------

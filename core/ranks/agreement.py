@@ -4,11 +4,13 @@ For ``open``, ``restore`` and ``close``, which every rank calls; never for a sav
 make the call in time, or made another one.
 
 Calls are numbered: the next one has the number after the last that rank 0 has answered, on every rank. What a rank
-gives up, it takes back. So a call that only some ranks make does not put later ones out of step.
+gives up, it takes back. So a call that only some ranks make does not put later ones out of step. If rank 0 had its part
+already, and another call of rank 0 failed by it, that call fails on this rank, too, once it comes.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +57,7 @@ class Agreement:
         self._message_tree = message_tree
         self._timeout_s = timeout_s
         self._count = 0
+        self._lock = threading.Lock()
         self._events: dict[Topic, InterruptibleEvent] = {}
         self._gathered: dict[Topic, Bodies] = {}
         self._answers: dict[Topic, _Answer] = {}
@@ -84,7 +87,7 @@ class Agreement:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         part = _RankCall(name=what, body=to_json(message)).to_json()
         if self._message_tree.topology.is_root:
-            with self._next_call(part, leave) as (topic, event):
+            with self._next_call(what, part, leave) as (topic, event):
                 decision = self._decide(topic, what, type(message), decide, event, timeout_s)
         else:
             decision = self._ask(what, part, timeout_s + ANSWER_S, leave, withdraws=not is_last)
@@ -92,15 +95,23 @@ class Agreement:
 
     @contextmanager
     def _next_call(
-        self, part: object, leave: InterruptibleEvent | None
+        self, what: str, part: object, leave: InterruptibleEvent | None
     ) -> Iterator[tuple[Topic, InterruptibleEvent]]:
-        """Contribute this rank's part to the next call; give its topic, and the event of its end, or ``leave``."""
-        while True:
+        """Contribute this rank's part to the next call; give its topic, and the event of its end, or ``leave``. Raises
+        the error of that call if rank 0 has made it already, with what this rank had taken back too late."""
+        with self._lock:
+            missed = [
+                answer.error
+                for answer in self._answers.values()
+                if answer.name == what and answer.error and self._rank not in answer.without
+            ]
+            self._answers.clear()
             topic: Topic = (AGREE, self._count)
-            event = self._events[topic] = leave or InterruptibleEvent()
-            if topic[1] == self._count:
-                break
-            self._forget(topic)  # it was answered meanwhile
+            event = leave or InterruptibleEvent()
+            if not missed:
+                self._events[topic] = event
+        if missed:
+            raise missed[-1].error()
         try:
             if self.lost is not None:
                 event.set()
@@ -127,7 +138,7 @@ class Agreement:
         gave up without this rank or this rank gave up, is passed over: this call is the next one."""
         ends_s = time.monotonic() + timeout_s
         while True:
-            with self._next_call(part, leave) as (topic, event):
+            with self._next_call(what, part, leave) as (topic, event):
                 try:
                     if not self._wait(what, topic, event, max(0.0, ends_s - time.monotonic())):
                         raise RanksError(
@@ -159,9 +170,9 @@ class Agreement:
         self._notify(topic)
 
     def on_announced(self, topic: Topic, body: object) -> None:
-        """Keep an answer for the call that waits for it; a later call is the next one."""
-        self._count = max(self._count, int(topic[1]) + 1)
-        if topic in self._events:
+        """Keep an answer for the call that waits for it, or for the next one, whose number follows."""
+        with self._lock:
+            self._count = max(self._count, int(topic[1]) + 1)
             self._answers[topic] = _Answer.from_json(body, rank=0)
         self._message_tree.forget(topic)
         self._notify(topic)

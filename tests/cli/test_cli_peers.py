@@ -78,13 +78,13 @@ def test_deleting_a_run_takes_what_this_node_keeps_of_it(
 ) -> None:
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
-    shutil.copytree(config["tiers"][2]["path"], tmp_path / "peers" / "2")
-    run = config["run"]
-    (tmp_path / "peers" / "2" / run / "tier.json").unlink()  # it is of the disk
-    shutil.copytree(tmp_path / "peers" / "2" / run, tmp_path / "peers" / "2" / "other")
+    kept, run = kept_in(config) / "2", config["run"]
+    shutil.copytree(config["tiers"][2]["path"], kept)
+    (kept / run / "tier.json").unlink()  # it is of the disk
+    shutil.copytree(kept / run, kept / "other")
     answer = Cli(tmp_path, config)("rm", "--run", run, "--all", input=f"{run}\n")
     assert "peers: 1 checkpoint" in answer.out
-    assert [path.name for path in (tmp_path / "peers" / "2").iterdir()] == ["other"]
+    assert [path.name for path in kept.iterdir()] == ["other"]
 
 
 def test_ls_says_nothing_of_peers_where_nothing_is_there(

@@ -14,7 +14,7 @@ from cli_kit import Cli
 
 import tierfall
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tests.steps import blank, state_of, step_in, wait_until
+from tests.steps import blank, memory_of, state_of, step_in, wait_until
 from tierfall.cli import commands
 from tierfall.core.types.errors import StepError
 from tierfall.run.checkpointer import Checkpointer
@@ -160,5 +160,5 @@ def test_memory_counts_with_the_images_of_all_ranks(tmp_path: Path, memory: Path
 
         assert on_all([lambda r=r: look(r) for r in range(2)]) == [[images()] * 2] * 2  # type: ignore[misc]
     next((tmp_path / "disk" / "run").glob("step-00000002-*/commit.json")).unlink()
-    (memory / "run" / "slot-1.arena").unlink()
+    (memory_of(cli.config) / "slot-1.arena").unlink()
     assert "no step that can be restored" in cli("latest", code=1).err

@@ -42,6 +42,7 @@ from tierfall.cli.usage import (
     ToTierOption,
     WithOption,
     listen_to_warnings,
+    refuse,
 )
 from tierfall.core.types.values import ExportFormat
 from tierfall.demo.__main__ import demo
@@ -402,6 +403,8 @@ def drain(
     memory notes its own."""
     from tierfall.cli import commands
 
+    if every_run and run is not None:
+        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
     if discard:
         commands.discard(every_run, config, run, as_json)
     elif every_run:
