@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.steps import wait_until
 from tierfall.core.ranks import agreement as together_module
 from tierfall.core.ranks.agreement import Agreement
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
@@ -295,11 +297,12 @@ def test_a_rank_0_that_comes_after_the_others_gave_up_waits_for_their_next_call(
 ) -> None:
     first = world.run({rank: agree("open", timeout_s=0.0) for rank in all_but(world, 0)})
     assert all(isinstance(first[rank], RanksError) for rank in all_but(world, 0))
+    root = world.ranks[0].message_tree
+    wait_until(lambda: len(root.missing((together_module.AGREE, 0))) == 7, "they took it back")
     late = world.run({0: agree("open", timeout_s=SHORT_S)})
     assert "ranks 1, 2, 3, 4, 5, 6 did not call open" in str(late[0])
     results = world.run({rank: agree("restore", body=2) for rank in all_but(world)})
     assert results == dict.fromkeys(all_but(world), 14)
-    assert not any(rank.together._answers for rank in world.ranks)
 
 
 def test_what_ranks_say_last_counts_though_they_gave_up(world: World) -> None:
@@ -349,6 +352,19 @@ def test_an_answer_that_comes_after_a_rank_gave_up_is_not_taken_for_one_to_its_n
 
     results = world.run({0: rank_0, **dict.fromkeys(all_but(world, 0), one_after_the_other)})
     assert results == dict.fromkeys(all_but(world), 7)
+
+
+def test_a_call_that_failed_by_what_a_rank_took_back_too_late_fails_on_that_rank_too(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world("ab")
+    with mock.patch.object(world.ranks[1].message_tree, "withdraw"):
+        world.run({1: agree("pin", timeout_s=0.0)})
+    for rank in (0, 1):
+        failed = world.run({rank: agree("unpin")})
+        assert "rank 1 called pin where rank 0 called unpin" in str(failed[rank])
+        wait_until(lambda: world.ranks[1].together._count == 1, "the answer is there")
+    assert world.run({rank: agree("pin") for rank in (0, 1)}) == {0: 2, 1: 2}
 
 
 def test_nothing_is_kept_of_what_is_over(world: World) -> None:
