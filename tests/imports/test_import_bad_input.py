@@ -49,9 +49,7 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         read_state(tmp_path / "nothing.pt")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"GGUF\x03\x00\x00\x00more", b'{"a": 1, "b": 2}']
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b'{"a": 1, "b": 2}'])
 def test_an_unknown_format_is_named_with_those_that_are_known(
     tmp_path: Path, content: bytes
 ) -> None:
@@ -74,7 +72,7 @@ def test_a_folder_with_none_or_several_is_refused(tmp_path: Path, trained: Train
 def test_shards_without_their_index_are_refused(tmp_path: Path, trained: Trained) -> None:
     folder = save_sharded(tmp_path / "hub", trained.model.state_dict())
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds 2 checkpoints.*need their index"):
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.* is a shard .* import the index"):
         read_state(folder)
 
 
@@ -242,7 +240,7 @@ def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
 def test_a_class_in_a_value_of_dcp_is_refused(tmp_path: Path, trace: Path) -> None:
     folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(2), "bomb": Bomb(trace)})
     trace.unlink(missing_ok=True)  # DCP itself may have looked at it
-    with pytest.raises(ConfigError, match="bomb holds more than tensors and plain values"):
+    with pytest.raises(ConfigError, match=r"bomb in .* holds more than tensors and plain values"):
         read_state(folder)
     assert not trace.exists()
 

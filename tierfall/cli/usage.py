@@ -170,7 +170,7 @@ TierArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    ExportFormat,
+    ExportFormat | None,
     typer.Option(
         "--format",
         help="safetensors; torch, a file for torch.load; or dcp, for which DIR becomes a folder of "
@@ -208,7 +208,7 @@ AsStepOption = Annotated[
     int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
 ]
 EntryOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--entry", metavar="NAME", help="The name in the state that a bare state_dict gets."
     ),
