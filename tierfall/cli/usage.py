@@ -210,7 +210,9 @@ AsStepOption = Annotated[
 EntryOption = Annotated[
     str | None,
     typer.Option(
-        "--entry", metavar="NAME", help="The name in the state that a bare state_dict gets."
+        "--entry",
+        metavar="NAME",
+        help="The name in the state of a bare state_dict (model), or of the only part of an export.",
     ),
 ]
 PathArgument = Annotated[

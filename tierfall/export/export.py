@@ -35,7 +35,7 @@ from tierfall.export.options import ExportOptions, ExportResult, file_name, make
 from tierfall.export.output import check_free, check_free_folder, new_file, new_folder
 from tierfall.export.safetensors_files import export_safetensors
 from tierfall.export.select import StatePart, select
-from tierfall.export.structure import CARRIED, Structure, entries_of
+from tierfall.export.structure import CARRIED, Structure, entries_of, plan_carried
 from tierfall.export.torch_file import add_member, save_torch, why_not_plain
 from tierfall.ops.commands import Watch
 
@@ -108,7 +108,7 @@ class _MappedBuilder(Builder):
         built = {node.position: self.laid_out(node.position, CPU).data_ptr() for node in nodes}
         places = {p: name_of[address] for p, address in built.items() if name_of.get(address)}
         structure = Structure(self.header, entries_of(parts))
-        layout, view = structure.carried(places)
+        layout, view = plan_carried(structure, places)
         head = layout.header(view)
         assert head is not None, "the layout was planned with these values"
         yield memoryview(head)

@@ -73,16 +73,11 @@ class Structure:
     def positions(self) -> tuple[int, ...]:
         return tuple(self._numbers)
 
-    def carried(self, place_of: Mapping[int, str]) -> tuple[Layout, StateView]:
-        """Return layout and view of the image that a file carries; ``place_of`` has the names of tensors in the file,
-        by position."""
-        elsewhere = {n: 0 for p, n in self._numbers.items() if p in place_of}
-        places = [place_of[p] for p, n in self._numbers.items() if n in elsewhere]
-        self._keys.append(PLACES)
+    def add_value(self, key: str, value: Any) -> None:
+        """Add an entry with a plain value."""
+        self._keys.append(key)
         self._nodes.append(("v", len(self._values)))
-        self._values.append(places)
-        view = self.view()
-        return plan_layout(view, elsewhere), view
+        self._values.append(value)
 
     def view(self, sources: Sequence[torch.Tensor] = ()) -> StateView:
         """Return the state as a walk would; ``sources`` are its tensors, in the order of ``positions``."""
@@ -164,6 +159,15 @@ class Structure:
             case RandomNode():  # another rank's, below per_rank
                 return nodes[0]
         raise AssertionError(f"a state has no {node}")
+
+
+def plan_carried(structure: Structure, place_of: Mapping[int, str]) -> tuple[Layout, StateView]:
+    """Return layout and view of the image that a file or folder carries; ``place_of`` has the names there of tensors,
+    by position."""
+    numbers = [n for n, position in enumerate(structure.positions) if position in place_of]
+    structure.add_value(PLACES, [place_of[structure.positions[n]] for n in numbers])
+    view = structure.view()
+    return plan_layout(view, dict.fromkeys(numbers, 0)), view
 
 
 def _key(key: Any) -> str | tuple[str]:

@@ -111,7 +111,9 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 _DTYPES = {("torch", str(v)[6:]): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """In Python: the one in C allocates as many places as a pickle claims to have objects."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = _DTYPES.get((module, name)) or _STAND_INS.get((module, name))
         if found is None:

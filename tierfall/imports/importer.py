@@ -20,7 +20,7 @@ from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.tensors.value_codec import DEPTH_MAX
-from tierfall.core.types.errors import CapacityError, ConfigError, StepError
+from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
@@ -95,11 +95,15 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
     _check_depth(found, path)
     state = ImportedState()
     state.add({entry or _MODEL: found} if is_module(found) else found)
+    try:
+        view = state.view()
+    except CaptureError as error:
+        raise CaptureError(f"import: {path}: {str(error).removeprefix('save: ')}") from error
     return ReadState(
         format=source.format,
         entries=tuple(state.entries),
         stripped=state.stripped,
-        view=state.view(),
+        view=view,
         load=load,
     )
 

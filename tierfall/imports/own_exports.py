@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
-from tierfall.core.image.layout import LENGTH_BYTES
+from tierfall.core.image.layout import DATA_ALIGNMENT_BYTES, LENGTH_BYTES
+from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import MapNode, ValueNode
 from tierfall.core.load.choices import renamed
 from tierfall.core.state.view import StateView
@@ -89,6 +91,7 @@ def read_own_dcp(folder: Path, dcp: DcpFolder, entry: str | None) -> StateView |
 
 def _view(header: ImageHeader, data: torch.Tensor, find: Find, entry: str | None) -> StateView:
     """Return the state of an image whose tensors are in ``data``, or found; a single entry is named ``entry``."""
+    refuse_files(header, doing="import")
     tops = dict(header.tree.entries)
     listed = tops.pop(PLACES, None)
     places: Any = header.values[listed.number] if isinstance(listed, ValueNode) else []
@@ -114,7 +117,9 @@ def _image_at(path: Path, start: int, size: int) -> tuple[ImageHeader, torch.Ten
         file.seek(start)
         head = file.read(min(size, LENGTH_BYTES))
         length = int.from_bytes(head, "little")
-        head += file.read(max(0, min(size - LENGTH_BYTES, length)))
+        head += file.read(
+            max(0, min(size - LENGTH_BYTES, length, HEADER_BYTES_MAX + DATA_ALIGNMENT_BYTES))
+        )
     header = read_header(head, image_bytes=size, what=f"import: {path}")
     mapped = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     return header, mapped[start + header.data_start : start + size]

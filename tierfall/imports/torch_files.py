@@ -50,9 +50,9 @@ def read_torch(path: Path) -> Mapping[Any, Any]:
 def zip_members(path: Path) -> dict[str, zipfile.ZipInfo]:
     """Return the members of the zip file that torch.save writes, by their names below its folder; none for a file of
     another format. Raises IntegrityError where it is damaged."""
-    if not zipfile.is_zipfile(path):
-        return {}
     try:
+        if not zipfile.is_zipfile(path):
+            return {}
         with zipfile.ZipFile(path) as archive:
             return {info.filename.partition("/")[2]: info for info in archive.infolist()}
     except Exception as error:  # whatever its bytes lead to
