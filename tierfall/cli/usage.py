@@ -173,8 +173,8 @@ FormatOption = Annotated[
     ExportFormat | None,
     typer.Option(
         "--format",
-        help="safetensors; torch, a file for torch.load; or dcp, for which DIR becomes a folder of "
-        "torch.distributed.checkpoint.",
+        help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
+        "folder of torch.distributed.checkpoint.",
     ),
 ]
 OnlyOption = Annotated[
@@ -188,7 +188,7 @@ MaxShardOption = Annotated[
     typer.Option(
         "--max-shard",
         metavar="SIZE",
-        help="safetensors only: files of at most this size, such as 5GB, with an index; DIR must be new or empty.",
+        help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
     ),
 ]
 DtypeOption = Annotated[
@@ -200,7 +200,7 @@ WithOption = Annotated[
     typer.Option(
         "--with",
         metavar="FILE",
-        help="safetensors only: copy this file, such as config.json, into DIR, which must be new or empty. May be "
+        help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
         "repeated.",
     ),
 ]

@@ -37,6 +37,7 @@ _BEGINNINGS = {
     b"GGUF": "is a GGUF file, which has weights for inference",
     b"\x89HDF": "is an HDF5 file, such as Keras writes",
     b"\x1f\x8b": "is compressed by gzip: decompress it first",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: decompress it first, or write a step of a tier by tierfall export",
     b"<": "is a page of HTML or XML, not the file that was to be downloaded",
 }
 
