@@ -147,8 +147,8 @@ class OptimizerFiller:
         if not any(self._node.names) and (moved := self._moved()):
             self._work.report.refuses(
                 self._name,
-                "the checkpoint has no names for its parameters, so that its state matches by their order, and the model "
-                f"declares {moved} in another order than the checkpoint: declare them in that order, or "
+                "the checkpoint has no names for its parameters, so that its state matches by their order, and the "
+                f"model declares {moved} in another order than the checkpoint: declare them in that order, or "
                 f"{self._plan_new()}",
             )
             return None
