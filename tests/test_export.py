@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_nothing(
 def test_a_disk_that_is_full_when_torch_writes_leaves_nothing(
     config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(value: object, file: Any) -> None:
+    def full(value: object, file: Any, **words: Any) -> None:
         file.write(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
@@ -362,7 +362,9 @@ def test_what_stops_torch_while_it_writes_is_what_is_raised(
             written: int = self.file.write(data)
             return written
 
-    monkeypatch.setattr(torch_file.torch, "save", lambda state, file: real(state, Failing(file)))
+    monkeypatch.setattr(
+        torch_file.torch, "save", lambda state, file, **words: real(state, Failing(file), **words)
+    )
     with pytest.raises(raised):
         export_from(config, "raw", to=out, format=ExportFormat.TORCH)
     assert not out.parent.exists()

@@ -22,6 +22,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     WrapperNode,
+    leaves,
 )
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
@@ -40,6 +41,7 @@ from tierfall.core.tensors.dtensor import (
 )
 from tierfall.core.tensors.tensors import laid_out_as
 from tierfall.core.tensors.wrappers import is_wrapper
+from tierfall.core.types.text import format_some
 
 _STEP = "step"
 _NAMES = "param_names"
@@ -142,6 +144,14 @@ class OptimizerFiller:
                 f"groups of {live} (put the optimizer's modules into the state to match them by name)",
             )
             return None
+        if not any(self._node.names) and (moved := self._moved()):
+            self._work.report.refuses(
+                self._name,
+                "the checkpoint has no names for its parameters, so that its state matches by their order, and the "
+                f"model declares {moved} in another order than the checkpoint: declare them in that order, or "
+                f"{self._plan_new()}",
+            )
+            return None
         numbers = list(range(len(self._node.names)))
         for (stored_group, _), live_group in zip(
             self._node.groups, self._numbering.groups, strict=True
@@ -149,6 +159,14 @@ class OptimizerFiller:
             for stored_number, live_number in zip(stored_group, live_group, strict=True):
                 numbers[stored_number] = live_number
         return numbers, list(range(len(live)))
+
+    def _moved(self) -> str:
+        """Return the names of parameters whose order in the model is not that of the checkpoint; empty if all is."""
+        stored = {n: at for at, (n, _) in enumerate(leaves(self._work.header.tree, ""))}
+        own = stored.keys() & set(self._numbering.names)
+        live = [name for name, _ in self._work.scans.parameters.values() if name in own]
+        pairs = zip(live, sorted(live, key=stored.__getitem__), strict=True)
+        return format_some([name for name, other in pairs if name != other])
 
     def _differs(
         self, index: int, group: frozenset[str], live_sets: Sequence[frozenset[str]]

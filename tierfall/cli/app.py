@@ -44,7 +44,6 @@ from tierfall.cli.usage import (
     listen_to_warnings,
     refuse,
 )
-from tierfall.core.types.values import ExportFormat
 from tierfall.demo.__main__ import demo
 
 app = typer.Typer(
@@ -228,9 +227,13 @@ def export(
     step: StepArgument,
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
+        typer.Option(
+            "--to",
+            metavar="PATH",
+            help="The folder to write into, created if missing; or a file, by its ending .safetensors or .pt.",
+        ),
     ],
-    format: FormatOption = ExportFormat.SAFETENSORS,
+    format: FormatOption = None,
     only: OnlyOption = None,
     max_shard: MaxShardOption = None,
     dtype: DtypeOption = None,
@@ -257,7 +260,7 @@ def export(
 def import_(
     path: PathArgument,
     as_step: AsStepOption,
-    entry: EntryOption = "model",
+    entry: EntryOption = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

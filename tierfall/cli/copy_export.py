@@ -28,7 +28,7 @@ from tierfall.core.types.units import format_size, parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.export.options import DTYPES
+from tierfall.export.options import DTYPES, format_of
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
 from tierfall.ops.copy import CopyResult
@@ -158,7 +158,7 @@ class ExportArguments:
     """The options of ``export`` that say what is written."""
 
     to: Path
-    format: ExportFormat
+    format: ExportFormat | None
     only: list[str]
     max_shard: str | None
     dtype: ExportDtype | None
@@ -167,9 +167,10 @@ class ExportArguments:
 
     def parse(self) -> ExportOptions:
         """Return them parsed; ends the command where that fails."""
+        to = self.to.expanduser()
         return ExportOptions(
-            to=self.to.expanduser(),
-            format=self.format,
+            to=to,
+            format=format_of(to, self.format),
             only=tuple(self.only),
             replace=self.force,
             max_shard_bytes=None
@@ -231,13 +232,13 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 
 
 def import_(
-    path: Path, as_step: int, entry: str, config: str | None, run: str | None, as_json: bool
+    path: Path, as_step: int, entry: str | None, config: str | None, run: str | None, as_json: bool
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
     settings = load_settings(config, run, doing="import")
-    if not entry.isidentifier():
+    if entry is not None and not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
     answer = CommandOutput(as_json)
     read = read_state(path.expanduser(), entry)

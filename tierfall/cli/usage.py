@@ -174,11 +174,11 @@ TierArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    ExportFormat,
+    ExportFormat | None,
     typer.Option(
         "--format",
-        help="safetensors; torch, a file for torch.load; or dcp, for which DIR becomes a folder of "
-        "torch.distributed.checkpoint.",
+        help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
+        "folder of torch.distributed.checkpoint.",
     ),
 ]
 OnlyOption = Annotated[
@@ -192,7 +192,7 @@ MaxShardOption = Annotated[
     typer.Option(
         "--max-shard",
         metavar="SIZE",
-        help="safetensors only: files of at most this size, such as 5GB, with an index; DIR must be new or empty.",
+        help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
     ),
 ]
 DtypeOption = Annotated[
@@ -204,7 +204,7 @@ WithOption = Annotated[
     typer.Option(
         "--with",
         metavar="FILE",
-        help="safetensors only: copy this file, such as config.json, into DIR, which must be new or empty. May be "
+        help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
         "repeated.",
     ),
 ]
@@ -212,9 +212,11 @@ AsStepOption = Annotated[
     int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
 ]
 EntryOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--entry", metavar="NAME", help="The name in the state that a bare state_dict gets."
+        "--entry",
+        metavar="NAME",
+        help="The name in the state of a bare state_dict (model), or of the only part of an export.",
     ),
 ]
 PathArgument = Annotated[
