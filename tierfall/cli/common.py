@@ -82,7 +82,7 @@ def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Co
 def load_settings_if_any(
     config: str | None, run: str | None = None, *, doing: str = ""
 ) -> Config | None:
-    """Do the same; None if no configuration is named and there is none here."""
+    """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
     if config is None and not Path(DEFAULT_CONFIG).exists():
         return None
     return load_settings(config, run, doing=doing)
