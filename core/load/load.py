@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,7 @@ from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
 from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
 from tierfall.core.load.choices import Choices, Selection, select
+from tierfall.core.load.match import SharedMemory
 from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import ConfigError, RestoreError
 
@@ -24,6 +25,7 @@ class LoadPlan:
 
     fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
+    shared: ClassVar[tuple[SharedMemory, ...]] = ()
     _builder: Builder
     _tree: MapNode
     _device: torch.device
