@@ -43,6 +43,7 @@ from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
 from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of, type_name
 from tierfall.core.tensors import names, rng, value_codec
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
@@ -238,7 +239,9 @@ class _Filler:
         grows = bool(name and missing) and not holds_tensors(live)
         for key, child in missing:
             below = names.join(name, names.component(key))
-            if grows:
+            if type(key) is UnknownValue:
+                self.report.refuses(below, f"the checkpoint has a key of {key.name}: {key.reason}")
+            elif grows:
                 self.visit(child, None, self._item_setter(live, key, below), below, (trail, key))
             else:
                 self.work.absent(child, below)

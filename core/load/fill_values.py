@@ -17,6 +17,7 @@ from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import plain_value
 from tierfall.core.load.plan import RestoreWork, Setter, live_names
 from tierfall.core.tensors import names, value_codec
+from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import with_article
 
 logger = logging.getLogger("tierfall")
@@ -44,7 +45,12 @@ class ValueFiller:
 
     def plan(self) -> None:
         work, node = self._work, self._node
-        work.builder.prepare(node, CPU)
+        try:
+            work.builder.prepare(node, CPU)
+        except RestoreError as error:  # a class that is not imported, for example
+            reason = str(error).removeprefix("restore: ")
+            work.report.refuses(self._name, f"{reason}; skip=[{self._name!r}] leaves it unchanged")
+            return
         stored = plain_value(work.header, node) if isinstance(node, ValueNode) else None
         self._compare_keys(stored, self._live, self._name)
         if holds_tensors(self._live):

@@ -199,8 +199,10 @@ class TensorMatcher:
     def _wrapper(self, node: WrapperNode, live: torch.Tensor, name: str) -> None:
         """Fill the inner tensors of a wrapper, once class, context, size and stride were compared."""
         self._written.append(live)
-        stored_class = node.class_name.replace(":", ".")
-        if not wrappers.is_wrapper(live) or _class_of(live) != stored_class:
+        stored_class = builtin_codecs.class_title(node.class_name)
+        if not wrappers.is_wrapper(live) or builtin_codecs.find_class(node.class_name) is not type(
+            live
+        ):
             self._report.differs(name, f"a tensor of {stored_class}", f"one of {_class_of(live)}")
             return
         try:

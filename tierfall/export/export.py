@@ -27,6 +27,7 @@ from tierfall.core.image.tree import (
     WrapperNode,
 )
 from tierfall.core.load.build import CPU, Builder
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
 from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
@@ -49,8 +50,7 @@ def export(
     """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes written and bytes in all.
 
     Raises ConfigError for unknown parts, IntegrityError if no copy is good, BackendError and CapacityError for an
-    unusable target, RestoreError for a type that is not registered in this process, and for parts that differ among
-    ranks and cannot be merged.
+    unusable target, and RestoreError for parts that differ among ranks and cannot be merged.
     """
     wish.check()
     gathered = gather(checkpoint, tiers, open_image, watch)
@@ -81,6 +81,15 @@ class _MappedBuilder(Builder):
         self._mapping = mapping
         self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
+        self.notes: dict[str, str] = {}
+        """By the name of a class or a codec that is not there."""
+
+    def unknown(self, value: UnknownValue) -> object:
+        """Export what was saved of the value."""
+        self.notes[value.name] = (
+            f"values of {value.name} are exported as plain values: {value.reason}"
+        )
+        return value.value
 
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
@@ -113,9 +122,11 @@ class _DcpBuilder(_MappedBuilder):
 
 def _build(
     kind: type[_MappedBuilder], gathered: MergedCheckpoint, parts: Sequence[StatePart], beside: Path
-) -> Any:
-    """Build the state of the parts, or of a single part. Its tensors are in an unlinked file, which is freed with its
-    mapping; each begins at a multiple of 64 bytes."""
+) -> tuple[Any, list[str]]:
+    """Build the state of the parts, or of a single part; return it with notes on what is not exact.
+
+    Its tensors are in an unlinked file, which is freed with its mapping; each begins at a multiple of 64 bytes.
+    """
     places, end = {}, 0
     for position in positions_in(parts):
         places[position] = end
@@ -133,7 +144,7 @@ def _build(
     for part in parts:
         builder.prepare(part.node, CPU)
     built = {part.name: builder.build(part.node, CPU) for part in parts}
-    return built[parts[0].name] if len(parts) == 1 else built
+    return built[parts[0].name] if len(parts) == 1 else built, [*builder.notes.values()]
 
 
 def _export_torch(
@@ -141,8 +152,8 @@ def _export_torch(
 ) -> tuple[int, list[str]]:
     room_bytes = _room_bytes(gathered, parts)
     with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
-        state = _build(_MappedBuilder, gathered, parts, unfinished)
-        notes = save_torch(state, unfinished, path)
+        state, notes = _build(_MappedBuilder, gathered, parts, unfinished)
+        notes += save_torch(state, unfinished, path)
     return len(positions_in(parts)), notes
 
 
@@ -152,9 +163,9 @@ def _export_dcp(
     from tierfall.export.dcp_folder import save_dcp
 
     with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
-        state = _build(_DcpBuilder, gathered, parts, unfinished)
+        state, notes = _build(_DcpBuilder, gathered, parts, unfinished)
         save_dcp(_as_state(state, parts[0].name), unfinished, path)
-    return len(positions_in(parts)), []
+    return len(positions_in(parts)), notes
 
 
 def _by_parameter(node: OptimizerNode, built: dict[str, Any], prefix: str) -> dict[str, Any]:
