@@ -32,7 +32,7 @@ from tierfall.core.image.tree import (
     WrapperNode,
 )
 from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec, wrappers
-from tierfall.core.tensors.builtin_codecs import UnknownValue
+from tierfall.core.tensors.builtin_codecs import UnknownValue, ValueCodec
 from tierfall.core.tensors.value_codec import MAPPING_TYPES
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
@@ -71,6 +71,7 @@ class Builder:
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._laid_out: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._codecs: dict[str, ValueCodec | None] = {}
 
     # ---- before the bytes
 
@@ -145,7 +146,7 @@ class Builder:
 
     def _check(self, node: Node, name: str) -> None:
         match node:
-            case CodecNode() if value_codec.codec_named(node.name) is None:
+            case CodecNode() if self.codec(node.name) is None:
                 self.unknown(builtin_codecs.unknown_value(node.name, None))
             case MapNode():
                 for key, _ in node.entries:
@@ -264,9 +265,15 @@ class Builder:
         except ValueError as error:
             raise IntegrityError(f"{self.header.what}: a value is damaged: {error}") from error
 
+    def codec(self, name: str) -> ValueCodec | None:
+        """Return the codec of a name; None if it is not there."""
+        if name not in self._codecs:
+            self._codecs[name] = value_codec.codec_named(name)
+        return self._codecs[name]
+
     def registered(self, name: str, value: object) -> object:
         """Return a value of a type that has a codec."""
-        codec = value_codec.codec_named(name)
+        codec = self.codec(name)
         if codec is None:
             return self.unknown(builtin_codecs.unknown_value(name, value))
         try:
@@ -299,7 +306,7 @@ class _NameCheck:
         return None
 
     def registered(self, name: str, value: object) -> object:
-        if name.startswith(builtin_codecs.CLASSES) or value_codec.codec_named(name) is None:
+        if name.startswith(builtin_codecs.CLASSES) or self._builder.codec(name) is None:
             return self._builder.registered(name, value)
         return None
 

@@ -236,12 +236,13 @@ class _Filler:
             else:
                 self.work.extra(value, below)
         missing = [(key, child) for key, child in node.entries if key not in live]
-        grows = bool(name and missing) and not holds_tensors(live)
+        # A state_dict() of a module that has no tensors would take them, and the module would not.
+        takes = bool(name and missing) and not (hasattr(live, "_metadata") or holds_tensors(live))
         for key, child in missing:
             below = names.join(name, names.component(key))
             if type(key) is UnknownValue:
                 self.report.refuses(below, f"the checkpoint has a key of {key.name}: {key.reason}")
-            elif grows:
+            elif takes:
                 self.visit(child, None, self._item_setter(live, key, below), below, (trail, key))
             else:
                 self.work.absent(child, below)

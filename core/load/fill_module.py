@@ -90,9 +90,9 @@ class ModuleFiller:
     def _differs_by_prefix(self, keys: Collection[str]) -> bool:
         """Return whether all names of one side, and of that alone, begin with one prefix; report it where they do."""
         name, stored, live = self._name, sorted(n for _, n, _ in self._node.entries), sorted(keys)
-        if len(stored) != len(live) or not all(
-            self._work.selection.has(f"{name}.{n}") for n in stored
-        ):
+        if len(stored) != len(live) or not set(stored).isdisjoint(live):
+            return False
+        if not all(self._work.selection.has(f"{name}.{each}") for each in stored):
             return False
         for what, longer, shorter, before, after in (
             ("in the state, and not in the checkpoint", live, stored, name, f"{name}.{{}}"),

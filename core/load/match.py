@@ -109,8 +109,8 @@ class TensorMatcher:
                 self.tensor(node.position, live, name)
 
     def compare(self, position: int, live: torch.Tensor, name: str, resize: str = "") -> bool:
-        """Return whether dtype and shape are equal; report the mismatch where they are not. ``resize`` is the name to
-        resize it by, if that is not its own."""
+        """Return whether dtype and shape are equal; report the mismatch where they are not. ``resize``: it is an
+        optimizer's state of the parameter of that name."""
         stored = self._builder.header.tensors[position]
         try:
             piece = piece_of(live)
@@ -122,12 +122,15 @@ class TensorMatcher:
         if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
             return True
         is_resizable = tuple(live.shape) != shape and can_resize(stored, live)
+        same_dtype = (
+            bool(resize) or live.dtype is stored.dtype
+        )  # state of an optimizer may have another one
         self._report.differs(
             name,
             _describe(stored.dtype, shape, stored.piece),
             _describe(live.dtype, tuple(live.shape), piece),
-            resize=(resize or name) if is_resizable and live.dtype is stored.dtype else "",
-            dtype="" if live.dtype is stored.dtype else dtypes.name_of(live.dtype),
+            resize=(resize or name) if is_resizable and same_dtype else "",
+            dtype="" if same_dtype else dtypes.name_of(live.dtype),
         )
         return False
 
@@ -330,7 +333,7 @@ class TensorMatcher:
     def _count_writes(self) -> None:
         """Increment the version counters of what was filled, as ``load_state_dict`` does: autograd raises if a backward
         pass needs the old values."""
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(tuple(self._written))
 
     def _target(
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None

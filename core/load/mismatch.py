@@ -83,10 +83,11 @@ class MismatchReport:
         hints = {
             id(line): hint for line, hint in (*_renames(absent, extra), *_meant(absent, extra))
         }
-        # An entry of the state that has another name makes further mismatches, of optimizers for example.
-        lines = [
-            line for line in self._lines if not line.parent and id(line) in hints
-        ] or self._lines
+        lines = [line for line in (*absent, *extra) if not line.parent]
+        if not any(id(line) in hints for line in lines):
+            lines = (
+                self._lines
+            )  # else all others may come of a misspelt entry, as those of an optimizer do
         shown = "".join(
             f"\n  {line.name}: {line.reason}{hints.get(id(line), '')}" for line in lines[:_SHOWN]
         )

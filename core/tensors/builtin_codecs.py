@@ -297,9 +297,11 @@ def find_class(name: str) -> type | None:
         found = _class_in(each, qualname)
         if found is not None:
             return found
+    if not script:
+        return None
     end = f".{script.rpartition('.')[2]}"
-    moved = [_class_in(each, qualname) for each in [*sys.modules] if script and each.endswith(end)]
-    return moved[0] if len({*moved}) == 1 else None
+    moved = {_class_in(each, qualname) for each in [*sys.modules] if each.endswith(end)} - {None}
+    return moved.pop() if len(moved) == 1 else None
 
 
 def _class_in(module: str, qualname: str) -> type | None:
