@@ -101,10 +101,11 @@ class ModuleFiller:
             prefix = longer[0].removesuffix(shorter[0]) if longer else ""
             if prefix.endswith(".") and longer == [prefix + each for each in shorter]:
                 rename = {before.format(prefix[:-1]): after.format(prefix[:-1])}
+                stripped = (
+                    " (tierfall import removes it, as a wrapper's)" if "module." in prefix else ""
+                )
                 self._work.report.refuses(
-                    name,
-                    f"all names have the prefix {prefix!r} {what} (tierfall import removes the prefixes that wrappers "
-                    f"add, such as 'module.'): rename={rename}",
+                    name, f"all names have the prefix {prefix!r} {what}{stripped}: rename={rename}"
                 )
                 return True
         return False

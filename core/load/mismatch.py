@@ -100,20 +100,21 @@ class MismatchReport:
 
     def _advice(self) -> str:
         """Return the arguments that help, by the kinds of the mismatches."""
-        advice = []
+        by_name = ["skip=[...] leaves an entry of the state unchanged"]
         if self._resizable:
             names = format_some([*map(repr, self._resizable)])
-            advice.append(f"resize=[{names}] restores what both shapes of a tensor have in common")
-        if self._dtypes:
-            advice.append(
-                "a restore converts no dtype: restore into tensors of the checkpoint's dtypes and convert those "
-                f"(model.to(torch.{self._dtypes[0]})), or convert what tierfall.load() returns"
+            by_name.insert(
+                0, f"resize=[{names}] restores what both shapes of a tensor have in common"
             )
-        if not (advice or self._by_name):
-            return ""
-        advice.append("skip=[...] leaves an entry of the state unchanged")
-        advice += [_BY_NAME] if self._by_name else []
-        return f"\nTo allow it by name: {'; '.join(advice)}."
+        by_name += [_BY_NAME] if self._by_name else []
+        advice = f"\nTo allow it by name: {'; '.join(by_name)}."
+        if self._dtypes:
+            advice = (
+                "\nA restore converts no dtype: restore into tensors of the checkpoint's dtypes and convert those "
+                f"(model.to(torch.{self._dtypes[0]})), or convert what tierfall.load() returns."
+                + advice
+            )
+        return advice if self._resizable or self._dtypes or self._by_name else ""
 
 
 def _renames(absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
