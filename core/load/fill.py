@@ -153,9 +153,8 @@ class _Filler:
         the checkpoint's kind."""
         if type(live) is Item:
             live, set_value = _open_item(live)
-        if not isinstance(node, MapNode | SequenceNode) or _is_of_kind(live, node):
-            return live, set_value
-        if not _is_empty(live):
+        is_container = isinstance(node, MapNode | SequenceNode)
+        if not is_container or _is_of_kind(live, node) or not _is_empty(live):
             return live, set_value
         if isinstance(node, SequenceNode) and node.is_tuple:
             return (), set_value
@@ -398,10 +397,11 @@ def _is_empty(live: object) -> bool:
     return live is None or (type(live) in (list, tuple, *value_codec.MAPPINGS) and not live)
 
 
-def _is_of_kind(live: object, node: MapNode | SequenceNode) -> bool:
-    if isinstance(node, MapNode):
-        return type(live) in value_codec.MAPPINGS
-    return type(live) is (tuple if node.is_tuple else list)
+def _is_of_kind(live: object, node: Node) -> bool:
+    """Return whether a value is a container of the checkpoint's kind."""
+    if isinstance(node, SequenceNode):
+        return type(live) is (tuple if node.is_tuple else list)
+    return isinstance(node, MapNode) and type(live) in value_codec.MAPPINGS
 
 
 def _kind(node: Node) -> str:

@@ -116,7 +116,12 @@ def unknown_value(codec: str, value: object, reason: str = "") -> UnknownValue:
 def not_found(name: str, what: str) -> str:
     """Return why a class is not found, which should be ``what``, and what to do."""
     title = class_title(name)
-    return f"{title} is not there as {what}: import {title.rpartition('.')[0]} first; for a command, name it in plugins"
+    module, _, script = f"{name}::".split(":")[:3]
+    if not script and module in _MAINS:  # of an earlier version, which did not note the script
+        return f"{title} is not there as {what}: import the class into the script that runs"
+    return (
+        f"{title} is not there as {what}: import {module} first; for a command, name it in plugins"
+    )
 
 
 # Values of the standard library ----------------------------------------------------------------------
