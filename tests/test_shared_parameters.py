@@ -4,6 +4,7 @@ refuses before it fills what cannot all be right."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.rank_kit import config_of, save_on_ranks
+from tierfall import Checkpointer, RestoreReport
 from tierfall.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -181,3 +185,31 @@ def test_one_stored_tensor_for_two_targets_that_overlap(make_config: MakeConfig)
         beside = {"a": memory[::2], "b": memory[1::2]}
         ckpt.restore(beside)
         assert all(torch.equal(each, shared) for each in beside.values())
+
+
+def test_several_ranks_compare_what_shares_memory_and_refuse_what_they_cannot_compare(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path)
+    state = {"a": torch.arange(4.0), "b": torch.arange(4.0)}
+    save_on_ranks(config, 2, [1], lambda rank, step: state)
+    save_on_ranks(config, 2, [2], lambda rank, step: {**state, "b": state["b"] + 1}, go_on=True)
+    with network(["a", "a"]) as ranks:
+        opened = [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
+        both: Any = on_all(opened)
+        memory = torch.zeros(2, 4)
+        states = [{"a": each, "b": each} for each in memory]
+        for step, agree in ((2, False), (1, True)):
+            pairs = zip(both, states, strict=True)
+            done = on_all([lambda c=c, s=s, n=step: c.restore(s, step=n) for c, s in pairs])  # type: ignore[misc]
+            if agree:
+                assert all(isinstance(each, RestoreReport) for each in done), done
+                assert memory.tolist() == [[0, 1, 2, 3]] * 2
+            else:
+                assert all("shares memory" in str(each) for each in done), done
+                assert not memory.any()
+        on_all([ckpt.close for ckpt in both])
+    with tierfall.open(config) as alone:  # the images are merged
+        with pytest.raises(RestoreError, match="cannot be compared"):
+            alone.restore({"a": memory[0], "b": memory[0]}, step=1)
+        alone.restore({"a": memory[0], "b": memory[1]}, step=1)

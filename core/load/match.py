@@ -301,7 +301,8 @@ class TensorMatcher:
     def _shared(self, claims: Sequence[_Claim]) -> SharedMemory | None:
         header = self._builder.header
         if header.merged or not all(map(self._is_comparable, claims)):
-            self._report.refuses(claims[0].name, _conflict(claims[0], claims))
+            known = "has a tensor of its own for it, which cannot be compared"
+            self._report.refuses(claims[0].name, _conflict(claims[0], claims, known))
             return None
         stored = {claim.position: header.tensors[claim.position] for claim in claims}
         copies = {at: torch.empty(s.length, dtype=torch.uint8) for at, s in stored.items()}
@@ -365,11 +366,13 @@ def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> 
     return view.set_(memory, at, live.shape, live.stride())
 
 
-def _conflict(claim: _Claim, claims: Sequence[_Claim]) -> str:
+def _conflict(
+    claim: _Claim, claims: Sequence[_Claim], stored: str = "has other values for it"
+) -> str:
     other = next(c for c in claims if c is not claim and tensors.overlap(c.live, claim.live))
     return (
-        f"shares memory with {other.name} in the state, and the checkpoint has other values for it: clone one of them, "
-        "or restore one with only=[...]"
+        f"shares memory with {other.name} in the state, and the checkpoint {stored}: clone one of them, or restore one "
+        "with only=[...]"
     )
 
 
