@@ -119,9 +119,7 @@ def not_found(name: str, what: str) -> str:
     module, _, script = f"{name}::".split(":")[:3]
     if not script and module in _MAINS:  # of an earlier version, which did not note the script
         return f"{title} is not there as {what}: import the class into the script that runs"
-    return (
-        f"{title} is not there as {what}: import {module} first; for a command, name it in plugins"
-    )
+    return f"{title} is not there as {what}: import {script or module} first; for a command, name it in plugins"
 
 
 # Values of the standard library ----------------------------------------------------------------------
