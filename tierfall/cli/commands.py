@@ -75,8 +75,6 @@ def _run_command(
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
-        for name in names:
-            answer.note_no_folders(listings, name)
         found = {
             checkpoint.id: checkpoint
             for name in names

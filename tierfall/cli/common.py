@@ -60,6 +60,7 @@ NUMBER_MAX = 1e18
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
+    "unreadable": "bold red",
     "set aside": "red",
     "?": "red",
     "owed": "yellow",
@@ -124,12 +125,6 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(self, listings: Iterable[Listing], name: StepName) -> None:
-        """Report files and links that are in the place of the folder of the step that STEP names."""
-        for listing in listings if name.step is not None else ():
-            for error in listing.step_folder_errors(name.step, name.attempt):
-                self.problem(with_tier(listing.tier, error))
-
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command with the problems so far and one more."""
         raise CommandRefused([*self.problems, str(message)], code)
@@ -191,7 +186,6 @@ def find_on(
     known = [c for c in merge(listings) if tier is None or tier in c.copies]
     asked = [listing for listing in listings if tier in (None, listing.tier)]
     silent = unread(asked)
-    answer.note_no_folders(asked, name)
     return find_step(answer, known, name, silent, doing=doing)
 
 

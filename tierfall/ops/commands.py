@@ -380,7 +380,9 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     stores, failed = open_stores(others, config.run, is_bounded=True)
     if peers is not None and kept_folders(peers.path):
         kept = view_kept(peers, tends=True)
-        stores[peers.name] = StoredTier(name=peers.name, run=config.run, backend=kept)
+        stores[peers.name] = StoredTier(
+            name=peers.name, run=config.run, backend=kept, has_latest=False
+        )
     try:
         folder = run_folder(config, config.run)
         ask = ask_within_bound(config, stores, BoundedCalls())

@@ -20,7 +20,7 @@ from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
-from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -104,6 +104,8 @@ class BackgroundVerifier:
         self._requested: dict[str, _VerifyRequest] = {}
         self._checks: dict[str, _RunningCheck] = {}
         self._retry_s: dict[tuple[str, CheckpointId], float] = {}
+        self._unread: set[tuple[str, CheckpointId]] = set()
+        """Copies that could not be read once, which was logged."""
         self._count = 0
         self._restores = 0
 
@@ -253,7 +255,7 @@ class BackgroundVerifier:
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
-        damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
+        damage = isinstance(error, TierfallError) and error.is_damage
         body = _Verified(text=None if error is None else str(error), damaged=damage)
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
@@ -312,7 +314,9 @@ class BackgroundVerifier:
             if self._decides:
                 self._hooks.found_damage(tier, id, text)
         else:
-            logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
+            level = logging.DEBUG if (tier, id) in self._unread else logging.WARNING
+            logger.log(level, "%s: %s could not be verified, it is retried: %s", tier, id, text)
+            self._unread.add((tier, id))
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
         self._deleter.plan_all_tiers()
