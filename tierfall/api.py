@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tierfall.core.format.catalog import Listing
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.load import LoadPlan, check_device, plan_load
+from tierfall.core.restore.candidates import naming_deletion
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
@@ -131,8 +132,12 @@ def _load_config(config: Config, request: RestoreRequest, plan: MakePlan) -> dic
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
-        what = config.run
-        return _load(reader.list(), request, reader.opener(), plan, SHARD, what, tally)
+
+        def look() -> tuple[Sequence[Listing], OpenImage]:
+            reader.reopen_memory()
+            return reader.list(), reader.opener()
+
+        return _load(look, request, plan, SHARD, config.run, tally)
 
 
 def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
@@ -141,15 +146,8 @@ def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str,
     try:
         if place.checkpoint is not None:
             request = _within(place.checkpoint, request, path)
-        return _load(
-            list(reader.listings.values()),
-            request,
-            reader.opener(),
-            plan,
-            place.shard or SHARD,
-            str(path),
-            ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place})),
-        )
+        tally = ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place}))
+        return _load(reader.look, request, plan, place.shard or SHARD, str(path), tally)
     except RestoreError as error:
         if isinstance(error.__cause__, UnreachableError):
             raise
@@ -177,24 +175,28 @@ def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> Re
 
 
 def _load(
-    listings: Sequence[Listing],
+    look: Callable[[], tuple[Sequence[Listing], OpenImage]],
     request: RestoreRequest,
-    open_image: OpenImage,
     plan: MakePlan,
     shard: Shard,
     what: str,
     tally: ReadTally,
 ) -> dict[str, Any]:
-    restored = restore(
-        listings,
-        request,
-        open_image=open_image,
-        make_plan=plan,
-        shard=shard,
-        chunks_max=LOAD_CHUNKS,
-        resize=ResizeRules(values_of=0),
-        tally=tally,
-    )
+    """Load from what ``look`` lists, and how it opens images. A trainer may delete a checkpoint that is being read: if
+    no step was named, what is newest then is loaded."""
+    listings, open_image = look()
+    with naming_deletion(request, listings, lambda: look()[0]):
+        restored = restore(
+            listings,
+            request,
+            open_image=open_image,
+            make_plan=plan,
+            shard=shard,
+            chunks_max=LOAD_CHUNKS,
+            resize=ResizeRules(values_of=0),
+            tally=tally,
+            look_again=look,
+        )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")
     restored.plan.finish()
