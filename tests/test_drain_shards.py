@@ -45,7 +45,7 @@ FIRST = CheckpointId(1, 1)
 def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage]]:
     """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
     folder = run_folder(config, config.run)
-    slots = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
+    slots, _ = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
     try:
         yield [image for id, image in images_in(slot.host for slot in slots) if id == FIRST]
     finally:
@@ -205,6 +205,31 @@ def test_a_part_that_only_another_tier_has_is_brought_from_there(
     data["tiers"][2] |= {"flush": flush or {"every": 1}}
     assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["far"]
     assert files_on(tmp_path, "far") == WHOLE
+
+
+def test_memory_is_kept_while_a_copy_that_may_have_the_rest_could_not_be_read(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0).model_dump(mode="json", exclude_none=True)
+    data["tiers"][1]["shared"] = data["tiers"][2]["shared"] = True
+    config = Config.model_validate(data)
+    data["tiers"][0]["on_close"] = "keep"
+    data["tiers"][2]["flush"] = {"every": 2}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
+    with owned_memory(config, first=1) as memory:
+        for image in memory:
+            image.region.release()
+    record = next((tmp_path / "0/nvme").rglob("commit.json"))
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(tmp_path / "elsewhere")
+    drained = drain(config, SOON_S)
+    assert drained.memory_kept
+    assert (
+        "1@1: 1 of its images are not in memory; what could not be read may" in drained.problems[0]
+    )
+    record.unlink()
+    (tmp_path / "elsewhere").rename(record)
+    assert [owed.tier for owed in drain(config, SOON_S).done] == ["far"]
 
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tierfall.core.types import errors
 
 FUNCTIONS = {
     "open": "config, *, run=None, process_group=None, fresh=False, replace=False",
-    "load": "config_or_path, *, step=None, attempt=None, map_location='cpu'",
+    "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu'",
     "close_all": "",
     "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
@@ -77,6 +77,7 @@ VALUES = {
     "SaveStats": set(),
     "ShardSource": set(),
     "Pointer": {"run", "step", "attempt", "tiers"},
+    "UnknownValue": {"name", "value", "reason"},
     "Fallback": set(),
 }
 OTHERS = {"Checkpointer", "Config", "SaveHandle", "errors"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
     from tierfall.core.state.item import item
+    from tierfall.core.tensors.builtin_codecs import UnknownValue
     from tierfall.core.tensors.value_codec import register_codec
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
@@ -56,6 +57,7 @@ __all__ = [
     "Statistics",
     "SurvivalChance",
     "TierCadence",
+    "UnknownValue",
     "close_all",
     "errors",
     "item",
@@ -71,6 +73,7 @@ _MODULES = {
     "Pointer": "tierfall.setup.pointer",
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
+    "UnknownValue": "tierfall.core.tensors.builtin_codecs",
     "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",

@@ -21,22 +21,14 @@ UNSEEN_ATTEMPTS = 1000
 """Assumed maximum of attempts that only an unreachable tier knows: more starts than a run has during an outage."""
 
 
-class StepFolderError(IntegrityError):
-    """The name of a step's folder is used by something else, such as a link, whose content is not examined.
-    ``checkpoint`` is the one that the name belongs to."""
-
-    def __init__(self, message: str, checkpoint: CheckpointId) -> None:
-        super().__init__(message)
-        self.checkpoint = checkpoint
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A checkpoint with a commit record on a tier.
+    """A checkpoint with a commit record on a tier, or that something else there names.
 
-    With ``damage`` and no ``commit``, the record cannot be parsed or belongs to another checkpoint. With both, files
-    that the record names are missing, or the copy may not survive a power cut. A damaged copy is read only if there is
-    no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it.
+    ``damage`` is what is wrong with it: damage if its ``is_damage`` is set, else why it could not be read. With it and
+    no ``commit``, that concerns the record, which may also be gone or of another checkpoint; with both, files that the
+    record names, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
+    counts for nothing else. ``foreign``: another attempt of the same number saved it.
     ``pin_written_to``, of a copy in memory: the tiers that its pin was written to."""
 
     id: CheckpointId
@@ -50,8 +42,15 @@ class FoundCopy:
 
     @property
     def label(self) -> str:
-        """The state, or ``damaged``."""
-        return str(self.state) if self.damage is None else "damaged"
+        """The state, ``damaged``, or ``unreadable``."""
+        if self.damage is None:
+            return str(self.state)
+        return "damaged" if self.damage.is_damage else "unreadable"
+
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why it could not be read; None for a good or a damaged copy."""
+        return None if self.damage is None or self.damage.is_damage else self.damage
 
     @property
     def lacks_ranks(self) -> bool:
@@ -63,15 +62,16 @@ class FoundCopy:
 
     @property
     def repairable(self) -> bool:
-        """Whether a damaged copy may be rewritten: not a foreign one, nor one that a newer tierfall wrote."""
-        return isinstance(self.damage, IntegrityError) and not self.foreign
+        """Whether a damaged copy may be rewritten or deleted: not a foreign one, nor one that could not be read."""
+        return self.damage is not None and self.damage.is_damage and not self.foreign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The content of one tier. ``unfinished`` maps step folders without a commit record to their bytes. ``starts`` are
     the starts of attempts that committed there, including deleted checkpoints. ``damaged`` are errors that belong to no
-    copy, as in overwritten memory. With ``error``, the tier could not be listed."""
+    copy, as in overwritten memory. ``lags``: a commit record can be read that the store's listing does not show. With
+    ``error``, the tier, or a part of it, could not be listed."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
@@ -79,7 +79,18 @@ class Listing:
     attempts: tuple[int, ...] = ()
     starts: tuple[AttemptStart, ...] = ()
     damaged: tuple[TierfallError, ...] = ()
+    lags: bool = False
     error: TierfallError | None = None
+
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why the tier, or a copy on it, could not be read; None if all was read."""
+        return self.error or next((copy.unread for copy in self.copies if copy.unread), None)
+
+    @property
+    def problems(self) -> tuple[TierfallError, ...]:
+        """What is wrong with the tier: ``damaged`` and ``error``."""
+        return self.damaged if self.error is None else (*self.damaged, self.error)
 
     @property
     def used_bytes(self) -> int:
@@ -88,18 +99,6 @@ class Listing:
 
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         return next((c for c in self.copies if c.id == checkpoint), None)
-
-    def step_folder_errors(
-        self, step: int | None = None, attempt: int | None = None
-    ) -> list[StepFolderError]:
-        """The errors of step folders, optionally of one ``step`` or ``attempt``."""
-        return [
-            error
-            for error in self.damaged
-            if isinstance(error, StepFolderError)
-            and step in (None, error.checkpoint.step)
-            and attempt in (None, error.checkpoint.attempt)
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         for id, copies in found.items()
     }
     abandoned_ids = abandoned(
-        ((id, commit.lineage.attempt_id) for id, commit in commits.items() if commit is not None),
+        ((id, commit.lineage.attempt_id if commit else None) for id, commit in commits.items()),
         starts,
     )
     return tuple(
@@ -249,13 +248,16 @@ def of_one_lineage(
 
 
 def overtaken(known: Iterable[KnownCheckpoint]) -> dict[CheckpointId, frozenset[str]]:
-    """By checkpoint, the tiers that have newer ones and are still owed it, according to their newest record."""
+    """By checkpoint, the tiers that have newer ones and are still owed it, according to their newest record, or may be:
+    its own record there is not good."""
     newest: dict[str, Commit] = {}
+    found: dict[CheckpointId, frozenset[str]] = {}
     for checkpoint in sorted(known, key=lambda c: (c.id.attempt, c.id.step)):
         for tier, copy in checkpoint.copies.items():
             if copy.commit is not None:
                 newest[tier] = copy.commit
-    found: dict[CheckpointId, frozenset[str]] = {}
+            elif not copy.foreign:
+                found[checkpoint.id] = found.get(checkpoint.id, frozenset()) | {tier}
     for tier, commit in newest.items():
         for id in commit.owed:
             found[id] = found.get(id, frozenset()) | {tier}

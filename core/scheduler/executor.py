@@ -312,7 +312,7 @@ class TaskRunner:
             if task.name_latest:
                 store.write_latest(task.id)
                 self._conditions.end(task.tier, "%s: 'latest' is written again", task.tier)
-        except BackendError as error:  # only a hint for people: the checkpoint is committed
+        except BackendError as error:  # the checkpoint is committed all the same
             text = "%s: could not write 'latest': %s"
             self._conditions.report(task.tier, logging.WARNING, text, task.tier, error)
         return commit
@@ -334,7 +334,7 @@ class TaskRunner:
 def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
     """Return the commit record of a copy that has this rank's image already. Raises IntegrityError for another
     checkpoint of that name."""
-    commit = _committed_with(store, task.id, None)
+    commit = _committed_with(store, task.id, None) if store.is_committed(task.id) else None
     if commit is not None and commit.lineage.attempt_id != task.attempt_id:
         raise IntegrityError(
             f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is not changed"
@@ -344,10 +344,12 @@ def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
 
 def _committed_with(store: TaskStore, id: CheckpointId, shard: Shard | None) -> Commit | None:
     """Return the commit record of a checkpoint, if it has one that names the image of ``shard`` (None: any). A record
-    that names other images alone is another node's: a node of peer memory keeps those, too."""
-    if not store.is_committed(id):
+    that names other images alone is another node's: a node of peer memory keeps those, too. None only while the tier's
+    id can be read."""
+    try:
+        commit = store.read_commit(id)
+    except KeyNotFoundError:
         return None
-    commit = store.read_commit(id)
     return commit if shard is None or image_file(commit, shard) else None
 
 
@@ -382,6 +384,10 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
                 f"{store.name}: {id} is gone: it has no commit record any more",
                 False,
             )
+        elif found.unread is not None:
+            raise NotWholeError(
+                {}, f"a copy that the deletion relies on could not be checked: {found.unread}"
+            )
         elif found.damage is not None:
             damaged[id] = (str(found.damage), True)
     if damaged:
@@ -398,13 +404,15 @@ def _check_same(task: OpenShard, store: TaskStore) -> None:
         if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:
             raise other
         return
-    except (IntegrityError, KeyNotFoundError) as error:
-        if error is other:
+    except TierfallError as error:
+        if error is other or not error.is_damage:
             raise
     try:
         data = store.read_manifest(task.id, task.shard)
         line = parse_manifest(data, what=f"manifest of {task.id} on {task.tier}").lineage
-    except (IntegrityError, KeyNotFoundError):
+    except TierfallError as error:
+        if not error.is_damage:
+            raise
         return
     if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
         raise other

@@ -47,7 +47,7 @@ def test_every_command_passes_over_a_damaged_step_as_a_restore_does(
     pinned = purged("pin", "latest", code=1)
     assert pinned.out == "pinned 2@1 on disk\n"
     assert "3@1 is newer, and damaged" in pinned.err
-    assert "pin 3@1: it is damaged: " in purged("pin", "3", code=1).err
+    assert "pin 3@1: damaged: " in purged("pin", "3", code=1).err
     purged("unpin", "2", "3")
     assert "2@1 is the newest step that can be restored; the next is 1@1" in (
         purged("rm", "2", code=1).err

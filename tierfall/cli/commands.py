@@ -17,7 +17,7 @@ from tierfall.cli.common import (
     ProgressBar,
     counted,
     document_of,
-    find_on,
+    find_step,
     load_settings,
     load_settings_if_any,
     load_settings_of_all,
@@ -100,9 +100,9 @@ def _run_command(
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_on(answer, listings, name, None, doing=verb)]
+            for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
         }
-        damaged = commands.damaged_everywhere(listings)
+        lost = commands.without_good_copy(listings)
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is CommandKind.DELETE:
@@ -130,8 +130,8 @@ def _run_command(
         answer.show(*_describe_result(kind, result, owner))
         for tier, error in failed.items():
             answer.problem(f"{verb} {result.id}: {with_tier(tier, error)}")
-        if kind is CommandKind.PIN and result.id in damaged:
-            answer.problem(f"pin {result.id}: it is damaged: {damaged[result.id]}")
+        if kind is CommandKind.PIN and result.id in lost:
+            answer.problem(f"pin {result.id}: {lost[result.id]}")
     answer.document = document_of(settings.run, documents)
     answer.finish()
 

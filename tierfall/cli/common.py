@@ -51,7 +51,7 @@ from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.commands import damaged_everywhere, find, restorable, unread
+from tierfall.ops.commands import find, restorable, unread, without_good_copy
 from tierfall.ops.reader import config_of_place, find_runs
 from tierfall.setup.places import seen_by_one
 
@@ -63,6 +63,7 @@ NUMBER_MAX = 1e18
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
+    "unreadable": "bold red",
     "set aside": "red",
     "?": "red",
     "owed": "yellow",
@@ -147,17 +148,11 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(self, listings: Iterable[Listing], name: StepName) -> None:
-        """Report files and links that are in the place of the folder of the step that STEP names."""
-        for listing in listings if name.step is not None else ():
-            for error in listing.step_folder_errors(name.step, name.attempt):
-                self.problem(with_tier(listing.tier, error))
-
-    def note_newer_damage(self, listings: Sequence[Listing], newest: CheckpointId | None) -> None:
+    def note_newer(self, listings: Sequence[Listing], newest: CheckpointId | None) -> None:
         """Report the checkpoints after ``newest``, which can be restored, of which no tier has a good copy."""
-        for id, why in sorted(damaged_everywhere(listings).items()):
+        for id, why in sorted(without_good_copy(listings).items()):
             if newest is None or id > newest:
-                self.problem(f"{id} is newer, and damaged: {why}")
+                self.problem(f"{id} is newer, and {why}")
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command with the problems so far and one more."""
@@ -194,7 +189,7 @@ def find_step(
     except StepError as error:
         answer.note_unread(silent)
         answer.refuse(error)
-    answer.note_newer_damage(listings, found.id)
+    answer.note_newer(listings, found.id)
     return found
 
 
@@ -210,19 +205,6 @@ def _find_latest(
     if not newest:
         raise StepError(f"{doing}: the run has no step that can be restored")
     return next(c for c in known if c.id == newest[0])
-
-
-def find_on(
-    answer: CommandOutput,
-    listings: Sequence[Listing],
-    name: StepName,
-    tier: str | None,
-    *,
-    doing: str,
-) -> KnownCheckpoint:
-    """Find the checkpoint as ``find_step`` does, and report what is in the place of its folder."""
-    answer.note_no_folders([x for x in listings if tier in (None, x.tier)], name)
-    return find_step(answer, listings, name, tier, doing=doing)
 
 
 def check_tier(settings: Config, tier: str | None) -> None:

@@ -14,7 +14,7 @@ from tierfall.cli.common import (
     check_tier,
     counted,
     document_of,
-    find_on,
+    find_step,
     load_settings,
     parse_option,
     warn_of,
@@ -106,7 +106,7 @@ def find_certain(
     Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
     newer attempt: the one that was found may be abandoned.
     """
-    found = find_on(answer, listings, name, tier, doing=doing)
+    found = find_step(answer, listings, name, tier, doing=doing)
     if tier is not None:
         return found
     silent = unread(listings)

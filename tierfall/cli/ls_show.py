@@ -66,7 +66,7 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
         facts = RunFacts.gather(reader)
         trainer = find_living_status(settings, run=settings.run)
         _note_unread(answer, facts)
-        rows = facts.rows_with_damage()
+        rows = facts.rows()
         listed = rows[-(last or len(rows)) :]
         shown = set(listed)
         answer.document = {
@@ -178,7 +178,8 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
             answer.problem(f"tier {listing.tier} holds a damaged file: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
-                answer.problem(f"{copy.id} is damaged on {with_tier(listing.tier, copy.damage)}")
+                what = "could not be read" if copy.unread else "is damaged"
+                answer.problem(f"{copy.id} {what} on {with_tier(listing.tier, copy.damage)}")
 
 
 def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table | Text:

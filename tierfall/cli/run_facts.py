@@ -104,13 +104,6 @@ class RunFacts:
         unfinished = {id for listing in self.listings for id in listing.unfinished}
         return sorted({*self.by_id, *unfinished})
 
-    def rows_with_damage(self) -> list[CheckpointId]:
-        """Return ``rows``, and the steps whose folder is a file or a link."""
-        no_folders = {
-            e.checkpoint for listing in self.listings for e in listing.step_folder_errors()
-        }
-        return sorted({*self.rows(), *no_folders})
-
     def cell(self, id: CheckpointId, tier: str) -> str:
         """Return the state of a tier's copy in one word; ``-``: none; ``?``: the tier could not be read."""
         listing = next(x for x in self.listings if x.tier == tier)
@@ -119,8 +112,6 @@ class RunFacts:
         known = self.by_id.get(id)
         if known is not None and tier in known.copies:
             return known.copies[tier].label
-        if listing.step_folder_errors(id.step, id.attempt):
-            return "damaged"
         if id in listing.unfinished:
             return str(CopyState.ARRIVING) if self.owner else "unfinished"
         return "owed" if tier in self._owed.get(id, ()) else "-"
@@ -143,6 +134,9 @@ class RunFacts:
         for decision in plan_retention(self.view, tier):
             if decision.checkpoint == id:
                 return decision
+        if (known := self.by_id.get(id)) is not None and known.copies[tier].unread is not None:
+            reason = "it could not be read, and what could not be read is kept"
+            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
         reason = (
             "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where the "
             "rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
@@ -249,7 +243,7 @@ def latest(config: str | None, run: str | None, as_json: bool) -> None:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
     newest = next(iter(restorable(facts.known)), None)
-    answer.note_newer_damage(facts.listings, newest)
+    answer.note_newer(facts.listings, newest)
     if newest is None:
         answer.refuse(
             f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"

@@ -10,7 +10,7 @@ from tierfall.cli.common import (
     check_tier,
     coloured,
     counted,
-    find_on,
+    find_step,
     load_settings,
     table,
     warn_of,
@@ -51,7 +51,7 @@ def verify(
     with owning as reader:
         listings = reader.list()
         found = frozenset(
-            find_on(answer, listings, name, tier, doing="verify").id for name in names
+            find_step(answer, listings, name, tier, doing="verify").id for name in names
         )
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)

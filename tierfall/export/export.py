@@ -29,6 +29,7 @@ from tierfall.core.image.tree import (
     walk,
 )
 from tierfall.core.load.build import CPU, Builder
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
 from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
@@ -52,8 +53,7 @@ def export(
     """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes written and bytes in all.
 
     Raises ConfigError for unknown parts, IntegrityError if no copy is good, BackendError and CapacityError for an
-    unusable target, RestoreError for a type that is not registered in this process, and for parts that differ among
-    ranks and cannot be merged.
+    unusable target, and RestoreError for parts that differ among ranks and cannot be merged.
     """
     wish.check()
     gathered = gather(checkpoint, tiers, open_image, watch)
@@ -85,6 +85,15 @@ class _MappedBuilder(Builder):
         self._mapping = mapping
         self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
+        self.notes: dict[str, str] = {}
+        """By the name of a class or a codec that is not there."""
+
+    def unknown(self, value: UnknownValue) -> object:
+        """Export what was saved of the value."""
+        self.notes[value.name] = (
+            f"values of {value.name} are exported as plain values: {value.reason}"
+        )
+        return value.value
 
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
@@ -165,7 +174,7 @@ def _export_torch(
         builder, state = _build(_MappedBuilder, gathered, parts, unfinished)
         number_of = save_torch(state, unfinished, path)
         add_member(unfinished, CARRIED, builder.carried(parts, number_of))
-        notes = why_not_plain(unfinished)
+        notes = [*builder.notes.values(), *why_not_plain(unfinished)]
     return len(positions_in(parts)), notes
 
 
@@ -179,7 +188,7 @@ def _export_dcp(
         name_of = save_dcp(_as_state(state, parts[0].name), unfinished, path)
         with open(unfinished / CARRIED, "xb") as file:
             file.writelines(builder.carried(parts, name_of))
-    return len(positions_in(parts)), []
+    return len(positions_in(parts)), [*builder.notes.values()]
 
 
 def _by_parameter(node: OptimizerNode, built: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -139,15 +139,15 @@ def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
     return tuple(c.id for c in to_view((), whole, wall_time_s=0.0).restorable)
 
 
-def damaged_everywhere(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
-    """Return the live checkpoints that are damaged on each tier that has them, with the damage."""
-    known = {c.id: c for c in merge(listings)}
-    folders = [error for listing in listings for error in listing.step_folder_errors()]
-    found = {error.checkpoint: str(error) for error in folders if error.checkpoint not in known}
-    for id, checkpoint in known.items():
-        damages = [str(copy.damage) for copy in checkpoint.copies.values() if copy.damage]
-        if len(damages) == len(checkpoint.copies) and checkpoint.live:
-            found[id] = "; ".join(damages)
+def without_good_copy(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
+    """Return why no tier has a good copy of a live checkpoint, for each such one: "damaged: ..." if all are damaged,
+    else "could not be read: ..."."""
+    found = {}
+    for checkpoint in merge(listings):
+        problems = [copy.damage for copy in checkpoint.copies.values() if copy.damage]
+        if checkpoint.live and len(problems) == len(checkpoint.copies):
+            what = "damaged" if all(p.is_damage for p in problems) else "could not be read"
+            found[checkpoint.id] = f"{what}: {'; '.join(map(str, problems))}"
     return found
 
 
@@ -430,7 +430,9 @@ def _forget(
     stores, failed = open_stores(others, config.run, is_bounded=True)
     if peers is not None and kept_folders(peers.path):
         kept = view_kept(peers, tends=True)
-        stores[peers.name] = StoredTier(name=peers.name, run=config.run, backend=kept)
+        stores[peers.name] = StoredTier(
+            name=peers.name, run=config.run, backend=kept, has_latest=False
+        )
     try:
         ask = ask_within_bound(config, stores, BoundedCalls())
         forgotten_by, refused = TierIdentities(config, stores, folder, ask=ask).forget(

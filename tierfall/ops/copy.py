@@ -226,7 +226,7 @@ def _name_latest(
         return ()
     try:
         store.write_latest(checkpoint.id)
-    except BackendError as error:  # only a hint for people: the checkpoint is committed
+    except BackendError as error:  # the checkpoint is committed all the same
         return (f"{store.name}: could not write 'latest': {error}",)
     return ()
 

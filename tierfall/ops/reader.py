@@ -8,7 +8,7 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -352,7 +352,7 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
+def open_place(place: RunPath) -> StoredTier:
     """Open the root of a resolved path as a tier, for reading, each read with a bound."""
     backend = PosixBackend(place.root, read_only=True)
     received = LastAnswer(backend)
@@ -363,14 +363,13 @@ def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
         bytes_per_s_min=READ_BYTES_PER_S_MIN,
         last_answer_s=lambda: received.last_answer_s,
     )
-    store = StoredTier(
+    return StoredTier(
         name=str(place.root),
         run=place.run,
         backend=bounded,
-        links=backend.links,
+        names=backend.names,
         last_answer_s=lambda: received.last_answer_s,
     )
-    return store, {store.name: store.list()}
 
 
 class PathReader:
@@ -381,12 +380,11 @@ class PathReader:
         self._path = path
         self._calls = BoundedCalls()
         self.place = self._call(lambda: resolve_path(path))
-        self.store, self.listings = self._call(
-            lambda: open_place(self.place), too_late=lambda opened: opened[0].close()
-        )
+        self.store = self._call(lambda: open_place(self.place), too_late=StoredTier.close)
 
-    def opener(self) -> OpenImage:
-        return image_opener({self.store.name: self.store})
+    def look(self) -> tuple[Sequence[Listing], OpenImage]:
+        """List the run, and return how its images are opened."""
+        return [self._call(self.store.list)], image_opener({self.store.name: self.store})
 
     def advice_if_moved(self) -> str | None:
         """See ``advice_if_moved``."""

@@ -200,8 +200,8 @@ class Checkpointer:
         named: what ``skip`` names is left unchanged (``*`` matches one component: ``"optimizer.param_groups.*.lr"``),
         ``rename`` maps names in the checkpoint to names in the state, ``retype`` names optimizers and objects whose
         class has changed, and ``resize`` tensors that may have another shape: what both shapes have in common is
-        restored, with the optimizers' state of it, whose new elements are 0. Gradients of restored parameters are set
-        to None.
+        restored, with the optimizers' state of it, whose new elements are 0. A place that is None or an empty list or
+        dict takes what the checkpoint has there. Gradients of restored parameters are set to None.
 
         Returns None where every tier answered and none has a checkpoint. Raises RestoreError where the state does not
         match, where no checkpoint can be read whole, and where a tier did not answer that may have a newer one

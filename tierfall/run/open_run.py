@@ -25,7 +25,7 @@ from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.sampling.fingerprint import Fingerprint
-from tierfall.core.state.omissions import omissions
+from tierfall.core.state.omissions import omissions, unsaved_parameters
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -168,9 +168,17 @@ class OpenRun:
     ) -> SaveHandle:
         """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
         check_no_files(state)
+        omitted: list[str] = []
+
+        def walk(cache: WalkCache) -> StateView:
+            view = walk_state(state, cache)
+            if self.checks_omissions:
+                omitted.extend(unsaved_parameters(state, view))
+            return view
+
         handle = self.save(
             step,
-            lambda cache: walk_state(state, cache),
+            walk,
             metrics=metrics or {},
             tags=tags,
             at_end=at_end,
@@ -180,7 +188,7 @@ class OpenRun:
             self._last = None  # a later step is saved
         if self.checks_omissions:
             self.checks_omissions = False
-            for text in omissions(state):
+            for text in (*omitted, *omissions(state)):
                 logger.warning("%s", text)
         return handle
 

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -114,6 +115,7 @@ class OpenedTiers:
         self.warned_starts: set[Key] = set()
         self.stores: dict[str, StoredTier] = {}
         self.adopted: list[AdoptedSlot] = []
+        self._memory_problems: list[TierfallError] = []
         self._closed = False
         self._peers = peers
         self._calls = BoundedCalls()
@@ -178,7 +180,7 @@ class OpenedTiers:
             raise damaged_arena_error(error, self.host.path) from error
         if adopts:
             first = len(self.ranks.topology.local_ranks)
-            self.adopted = adopt_slots(
+            self.adopted, self._memory_problems = adopt_slots(
                 self.folder,
                 first=first,
                 name=self.host.name,
@@ -208,7 +210,23 @@ class OpenedTiers:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
             for damage in listing.damaged:
-                logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
+                if damage not in self._memory_problems:  # which were logged
+                    what = "damaged" if damage.is_damage else "that could not be read"
+                    logger.warning(
+                        "open: tier %s holds something %s: %s", listing.tier, what, damage
+                    )
+            for copy in listing.copies:
+                if copy.unread is not None or (copy.damage is not None and copy.commit is None):
+                    what = "could not be read, and is kept" if copy.unread else "is damaged"
+                    logger.warning(
+                        "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
+                    )
+            if listing.lags:
+                logger.warning(
+                    "open: the listing of tier %s leaves out checkpoints that are there: it lags behind. They are "
+                    "restored from, and no rule deletes anything in this start",
+                    listing.tier,
+                )
 
     def _has_images_of_others(self) -> bool:
         return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
@@ -223,7 +241,7 @@ class OpenedTiers:
 
     def finds_nothing(self) -> bool:
         """Return whether every tier was listed and none has a checkpoint of this run."""
-        if any(listing.error is not None for listing in self.listings):
+        if any(not each.is_damage for x in self.listings for each in x.problems):
             return False
         return all(checkpoint.tombstoned for checkpoint in merge(self.listings))
 
@@ -412,6 +430,7 @@ class OpenedTiers:
     ) -> tuple[Listing, ...]:
         """Replace the listing of memory by that of the slots ``hosts``."""
         memory = list_slots(hosts)
+        memory = replace(memory, damaged=(*memory.damaged, *self._memory_problems))
         return tuple(memory if x.tier == self.host.name else x for x in listings)
 
     def look(

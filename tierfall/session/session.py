@@ -265,13 +265,18 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """List every tier now. Copies that lack files are reported to the ledger."""
+        """List every tier now. Copies that lack files are reported to the ledger, and a listing that lags."""
         found = self.tiers.list_now()
+        if any(listing.lags for listing in found):
+            self.call_soon(self._note_lag)
         for listing in found:
             for copy in listing.copies if listing.tier != self.host.name else ():
                 if copy.damage is not None and copy.commit is not None:
-                    self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
+                    self._report_if_damaged(listing.tier, copy.id, copy.damage)
         return found
+
+    def _note_lag(self) -> None:
+        self.coordinator.ledger.lags = True
 
     def look_at(
         self, id: CheckpointId, tiers: Iterable[str], timeout_s: float
@@ -285,30 +290,39 @@ class Session:
                 found[name] = answer.error
                 continue
             copy = answer.get()
-            found[name] = copy is not None and copy.damage is None
             if copy is None:
                 why = f"{name}: {id} is not there any more: its commit record has gone"
                 self._report_damage(name, id, why, repairable=False)
             elif copy.damage is not None:
-                self._report_damage(name, id, str(copy.damage), repairable=True)
+                self._report_if_damaged(name, id, copy.damage)
+            unread = None if copy is None else copy.unread
+            found[name] = unread or (copy is not None and copy.damage is None)
         return found
 
     def new_tally(self) -> ReadTally:
-        """Return a tally for reads in this process, which reports damaged copies to the ledger."""
-        return ReadTally(found_damage=self.report_damaged)
+        """Return a tally for reads in this process, which reports to the ledger what is damaged or not read."""
+        return ReadTally(found_damage=self.report_damaged, found_unread=self.keep_unread)
 
     def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
         store = self.stores.get(tier)
-        look = {} if store is None else {tier: partial(store.is_committed, id)}
+        look = {} if store is None else {tier: partial(store.find_copy, id)}
         found = BoundedCalls().call_all(look, bounds_s(self.config), doing="look")
         try:
-            there = all(answer.get() for answer in found.values())
+            there = all(answer.get() is not None for answer in found.values())
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
         why = str(error) if there else f"{error}; its commit record has gone, too"
         self._report_damage(tier, id, why, repairable=there)
+
+    def keep_unread(self, id: CheckpointId) -> None:
+        """Keep what could not be read: for the rest of this start only a command deletes it. For any thread."""
+        self.call_soon(lambda: self.coordinator.ledger.reading.update([id]))
+
+    def _report_if_damaged(self, tier: str, id: CheckpointId, damage: TierfallError) -> None:
+        if damage.is_damage:
+            self._report_damage(tier, id, str(damage), repairable=True)
 
     def _report_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
         found = self.coordinator.found_damage
@@ -415,7 +429,9 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     ledger.load(merge(held), held)
     for entry in ledger.entries.values():
         entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
-    ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
+    seen = start.seen & written
+    ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
+    ledger.lags = any(listing.lags for listing in tiers.listings)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
     leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)

@@ -51,15 +51,15 @@ class Start:
 
     ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
     that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
-    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read. ``first``: no rank found a
-    checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``inherited``: see
-    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank
-    found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that
-    may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank
+    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``inherited``: see
+    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
+    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
+    their damage; ``starts`` how the attempts began that have committed a checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
-    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file
-    of, though they are whole there, or may be repaired.
+    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
+    though they are whole there, or may be repaired.
     """
 
     attempt: Attempt | None = None
@@ -369,7 +369,7 @@ def decide(
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
         on_few_nodes={tier: tuple(sorted(ids.items())) for tier, ids in few.items()},
-        seen=frozenset(listing.tier for listing in listings if listing.error is None),
+        seen=frozenset(x.tier for x in listings if x.unread is None),
         inherited=committed_in_memory(
             listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
         ),

@@ -77,7 +77,7 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
         sources=tuple(sorted(read, key=lambda source: -source.bytes)),
         bytes=sum(source.bytes for source in read),
         seconds=seconds,
-        fallbacks=tuple(tally.fallbacks),
+        fallbacks=restored.fallbacks,
     )
 
 

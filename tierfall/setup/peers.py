@@ -230,7 +230,8 @@ class PeerMemory:
         if not host.is_empty():
             return None
         for seen in self._open_on_keepers(time.monotonic() + timeout_s):
-            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keeper:
+            tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
+            with closing(tier) as keeper:
                 id = recover_image(host, keeper, self._shard, listings, is_ours)
                 if id is not None:
                     return id

@@ -29,6 +29,8 @@ from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,
     KeyNotFoundError,
+    LostWriteError,
+    StorageFullError,
     TierfallError,
     UnreachableError,
 )
@@ -308,7 +310,8 @@ def _store(
         set_identity_check=backend.set_identity_check
         if isinstance(backend, PosixBackend)
         else None,
-        links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
+        names=backend.names if isinstance(backend, PosixBackend) else lambda folder: (),
+        has_latest=not isinstance(tier, PeerTierConfig),
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
     )
@@ -376,7 +379,7 @@ def list_all(
 def make_durable(store: StoredTier, listing: Listing) -> Listing:
     """Make the copies that a start found on a tier durable: an earlier process may have died before its last fsync.
 
-    A copy that cannot be made durable counts as damaged, but can still be read.
+    A copy that cannot be made durable counts as damaged, or as not read, but can still be restored.
     """
     if not store.backend.traits.needs_sync or not listing.copies:
         return listing
@@ -385,13 +388,13 @@ def make_durable(store: StoredTier, listing: Listing) -> Listing:
 
 
 def mark_not_durable(tier: str, listing: Listing, error: TierfallError) -> Listing:
-    """Return the listing of a tier that has stopped answering, with all copies marked as damaged: nothing relies on
+    """Return the listing of a tier that has stopped answering, with all copies marked as not read: nothing relies on
     them."""
     logger.warning(
         "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",
         tier, error,
     )  # fmt: skip
-    why = IntegrityError(f"{tier}: it may not survive a power cut: {error}")
+    why = UnreachableError(f"{tier}: it may not survive a power cut: {error}")
     copies = (copy if copy.damage else replace(copy, damage=why) for copy in listing.copies)
     return replace(listing, copies=tuple(copies))
 
@@ -408,6 +411,8 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
             "open: tier %s: %s may not survive a power cut, so nothing relies on it there: %s",
             store.name, copy.id, error,
         )  # fmt: skip
+        may_be_lost = error.is_damage or isinstance(error, LostWriteError | StorageFullError)
+        kind = IntegrityError if may_be_lost else UnreachableError
         why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
-        return replace(copy, damage=IntegrityError(why))
+        return replace(copy, damage=kind(why))
     return copy

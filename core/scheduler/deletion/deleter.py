@@ -86,8 +86,9 @@ class Deleter:
 
     @property
     def rules_are_suspended(self) -> bool:
-        """Return whether this start has neither restored nor committed: which copies are good is not known yet."""
-        return not (self._ledger.may_delete_by_rule or self._trusted)
+        """Return whether this start has neither restored nor committed: which copies are good is not known yet; or
+        whether a listing has left out what is there."""
+        return self._ledger.lags or not (self._ledger.may_delete_by_rule or self._trusted)
 
     def trust(self) -> None:
         """Apply the rules of each tier once, as if every copy were verified, because a command says so."""
@@ -344,7 +345,9 @@ class Deleter:
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files of a copy that was never committed, in peer memory all that an earlier start left;
-        return False where that was begun before."""
+        return False where that was begun before, or where a listing has left out what is there."""
+        if self._ledger.lags:
+            return False
         entry, shard = self._ledger.entries.get(id), None
         if entry is not None and entry.shards is None:
             shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard

@@ -21,7 +21,7 @@ from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
-from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -255,7 +255,7 @@ class BackgroundVerifier:
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
-        damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
+        damage = isinstance(error, TierfallError) and error.is_damage
         body = _Verified(text=None if error is None else str(error), damaged=damage)
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 

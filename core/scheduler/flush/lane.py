@@ -28,7 +28,12 @@ from tierfall.core.scheduler.ledger.tasks import (
     Uploaded,
 )
 from tierfall.core.types.backend import part_bytes
-from tierfall.core.types.errors import FlushError, IntegrityError, StorageFullError
+from tierfall.core.types.errors import (
+    FlushError,
+    KeyNotFoundError,
+    StorageFullError,
+    TierfallError,
+)
 from tierfall.core.types.values import CheckpointId, CopyState
 
 TRIES_BEFORE_REPORT = 3
@@ -246,13 +251,20 @@ class FlushLane:
     def _exclude_source(
         self, transfer: Transfer, source: CopySource | None, error: BaseException
     ) -> bool:
-        """Exclude a source that returned wrong bytes, not one that did not respond; return whether another is left."""
+        """Exclude a source that returned wrong bytes, or may not be read while there is another, and not one that did
+        not respond; return whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
-        self._sources.exclude(transfer.entry.id, source.tier)
-        if isinstance(error, IntegrityError) and source.region is None:
-            self._hooks.found_damage(source.tier, transfer.entry.id, str(error))
-        return self._source(transfer.entry) is not None
+        id, is_damage = transfer.entry.id, _is_damage(error)
+        self._sources.exclude(id, source.tier)
+        is_gone = isinstance(error, KeyNotFoundError)
+        if is_damage and not is_gone and source.region is None:
+            self._hooks.found_damage(source.tier, id, str(error))
+        if self._source(transfer.entry) is not None:
+            return True
+        if not is_damage:
+            self._sources.readmit(id, source.tier)
+        return False
 
     # Dispatching -----------------------------------------------------------------------------------
 
@@ -438,4 +450,8 @@ class FlushLane:
 
 
 def _is_silent_source(outcome: Outcome) -> bool:
-    return outcome.side is Side.SOURCE and bool(getattr(outcome.error, "retryable", False))
+    return outcome.side is Side.SOURCE and not _is_damage(outcome.error)
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    return isinstance(error, TierfallError) and error.is_damage

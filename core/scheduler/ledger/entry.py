@@ -24,9 +24,9 @@ class LedgerEntry:
     """One checkpoint. All members that are sets or dicts are by tier.
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
-    ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
-    ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
-    ``pin_written_to``: the tiers that the pin in memory was written to.
+    ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
+    occupies ``bytes`` and bears ``marks``; a ``repairable`` one is rewritten from a good copy, any other one is kept.
+    ``leases`` counts the tasks that read a copy. ``pin_written_to``: the tiers that the pin in memory was written to.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
     ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the

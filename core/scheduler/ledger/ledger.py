@@ -40,9 +40,10 @@ class Ledger:
         be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
         tier. ``deleted`` ones bear a tombstone on some tier. ``found_pinned`` ones bear a pin that some rank found at
         open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
-        checkpoint; before, rules delete nothing. ``reading`` counts the readers of a checkpoint: meanwhile only a
-        command deletes its copies on stored tiers. ``failing`` tells why tiers accept no copies at present, and why
-        host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
+        checkpoint; before, rules delete nothing. ``lags``: a listing of this start left out what is there, and they
+        never do. ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored
+        tiers; what could not be read counts to the end. ``failing`` tells why tiers accept no copies at present, and
+        why host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
         training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.shard = shard
         self.rules = rules
@@ -61,6 +62,7 @@ class Ledger:
         self.deleted = deleted
         self.may_delete_by_rule = False
         self.evaluated_at: float = 0
+        self.lags = False
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
@@ -91,7 +93,10 @@ class Ledger:
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
                     entry.bytes[tier] = copy.bytes
-                    entry.note_damage(tier, str(copy.damage), repairable=copy.repairable)
+                    why = (
+                        f"it could not be read: {copy.unread}" if copy.unread else str(copy.damage)
+                    )
+                    entry.note_damage(tier, why, repairable=copy.repairable)
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks

@@ -62,9 +62,6 @@ class ReadableTiers:
             return fitting[-1]
         self.check_read(where, "may hold it")
         there = ", ".join(str(id) for id in list(known)[-6:]) or "none"
-        for listing in self.listings:
-            for error in listing.step_folder_errors(where.step, where.attempt):
-                there += f"; {error}"
         raise KeyNotFoundError(
             f"{where}: run {self.run!r} has no such checkpoint; there are: {there}"
         )

@@ -45,7 +45,10 @@ def keeps_any(tier: PeerTierConfig, run: str) -> bool:
     if not tier.path.exists():
         return False
     try:
-        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier))) as kept:
+        backend = view_kept(tier)
+        with closing(
+            StoredTier(name=tier.name, run=run, backend=backend, has_latest=False)
+        ) as kept:
             return bool(kept.list().copies)
     except BackendError:
         return True
