@@ -68,6 +68,7 @@ def test_latest_is_not_guessed_while_a_tier_cannot_be_read(
     cli = make_cli(disk={}, far={})
     saved(cli, [1, 2])
     shutil.rmtree(tmp_path / "disk" / "run" / "step-00000002-a0001")
+    (tmp_path / "disk" / "run" / "latest").unlink()
     shutil.move(tmp_path / "far", tmp_path / "unmounted")
     answer = cli("latest", code=1)
     assert answer.out == "1@1\n"

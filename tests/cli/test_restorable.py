@@ -70,7 +70,10 @@ def test_a_linked_step_is_passed_over_by_name(purged: Cli, tmp_path: Path) -> No
     (run / "step-00000003-a0001").symlink_to(tmp_path / "moved")
     latest = purged("latest", code=1)
     assert latest.out == "2@1\n"
-    assert "3@1 is newer, and damaged" in latest.err
+    assert "3@1 is newer, and could not be read: " in latest.err
+    asked = purged("rm", "3", code=1).err
+    assert "3@1 could not be read, and may be good: " in asked
+    assert "repeat with --yes" in asked
 
 
 def test_the_last_step_that_can_be_restored_takes_a_word_of_its_own(

@@ -169,9 +169,12 @@ def _check_deletion(
     what = "after this, no step is left that can be restored"
     if left:
         what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
-    elif not even_the_last:
+    unread = {id: c.unread for id, c in chosen.items() if c.unread is not None}
+    for id, error in unread.items():
+        what += f"; {id} could not be read, and may be good: {error}"
+    if not left and not even_the_last:
         answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
-    if yes or (left and restorable[0] not in chosen):
+    if yes or (left and restorable[0] not in chosen and not unread):
         return
     if answer.as_json or not at_terminal():
         answer.refuse(f"rm: {what}. To delete it, repeat with --yes")

@@ -146,7 +146,7 @@ def without_good_copy(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
     for checkpoint in merge(listings):
         problems = [copy.damage for copy in checkpoint.copies.values() if copy.damage]
         if checkpoint.live and len(problems) == len(checkpoint.copies):
-            what = "damaged" if all(p.is_damage for p in problems) else "could not be read"
+            what = "could not be read" if checkpoint.unread else "damaged"
             found[checkpoint.id] = f"{what}: {'; '.join(map(str, problems))}"
     return found
 
