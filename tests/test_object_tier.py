@@ -305,7 +305,7 @@ def test_throttling_is_reported_once_counted_and_waited_out(
     output = [
         r
         for r in caplog.records
-        if r.levelno >= logging.WARNING and "flush of 2@1" in r.msg % r.args
+        if r.levelno >= logging.WARNING and "flush of 2@1" in r.getMessage()
     ]
     assert len(output) == 1, [r.getMessage() for r in output]
     assert "503" in output[0].getMessage()
