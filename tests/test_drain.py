@@ -171,7 +171,7 @@ def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     assert "SIGTERM: draining for 20 s at most" in messages
     assert re.search(r"SIGTERM: in at most (20|19\.\d) s step 2@1 will be on disk\n", messages)
     assert "SIGTERM: drained\n" in messages
-    newest = "its newest checkpoint is 2@1, on host, disk; a restart continues there"
+    newest = "its newest checkpoint is 2@1, on disk; a restart continues there"
     assert messages.endswith(f"SIGTERM: run run may end now; {newest}\n")
     assert "was not told" not in messages
     assert steps_on(tmp_path / "disk") == [1, 2]

@@ -24,6 +24,7 @@ from tests.open_ranks import (
     stop_before_any_flush,
     wait_sealed,
 )
+from tests.steps import memory_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
@@ -33,7 +34,7 @@ from tierfall.core.types.errors import FencedError, LockError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
 from tierfall.session.leftovers import adopt_slots, images_in
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import run_folder
 from tierfall.tiers.host import SealedImage
 from tierfall.tiers.stored import StoredTier
 
@@ -152,7 +153,7 @@ def test_what_not_all_ranks_of_the_machine_had_sealed_is_no_checkpoint(
 def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept(
     left: Opener, tmp_path: Path
 ) -> None:
-    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    (memory_of(left.config(0)) / "slot-1.arena").unlink()
     data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
     data["tiers"][2]["shared"] = True
     drained = drain(Config.model_validate(data), None)
@@ -173,7 +174,7 @@ def test_the_machine_that_comes_last_commits_what_all_have_brought(
     data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
     data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
     config = Config.model_validate(data)
-    memory, elsewhere = tmp_path / "0/memory/run", tmp_path / "elsewhere"
+    memory, elsewhere = memory_of(config), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (memory / "slot-1.arena").rename(elsewhere / "slot-1.arena")
     assert [owed.tier for owed in drain(config, None).left] == ["far"]
@@ -200,7 +201,7 @@ def test_a_part_that_only_another_tier_has_is_brought_from_there(
     flush = data["tiers"][2].pop("flush", None)
     data["tiers"][2]["flush"] = {"every": 2}
     assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
-    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    (memory_of(left.config(0)) / "slot-1.arena").unlink()
     data["tiers"][2] |= {"flush": flush or {"every": 1}}
     assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["far"]
     assert files_on(tmp_path, "far") == WHOLE

@@ -365,7 +365,7 @@ def test_closing_leaves_the_reason_of_a_failure_as_it_was(
     with pytest.raises(FlushError, match="not for you") as after:
         handle.wait(timeout=0)
     for caught in (before, after):
-        cause = caught.value.__cause__
+        cause = caught.value.__context__
         assert cause is not None
         assert isinstance(cause.__cause__, AccessDeniedError)
 

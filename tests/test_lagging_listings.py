@@ -156,7 +156,7 @@ def test_what_was_deleted_is_not_missed(config: dict[str, Any], shelf: Shelf) ->
         report = ckpt.restore(blank())
         assert report is not None
         assert (report.step, report.fallbacks) == (4, ())
-        ckpt.delete(4)
+        ckpt.delete(4, even_the_last=True)
     assert shelf.steps() == []
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(blank()) is None

@@ -82,6 +82,7 @@ MAY_USE_PRIVATE = {
     "tierfall/integrations/lightning/__init__.py": ["trainer.fit_loop._data_fetcher"],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
+    "tierfall/setup/signal_hub.py": ["os._exit"],
 }
 """What else than ``self._name`` these files use. ``ckpt._opened`` is where integrations reach the parts of a
 Checkpointer. Lightning, accelerate and pickle have no public names for these; that of torch warns."""

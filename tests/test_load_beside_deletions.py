@@ -91,7 +91,7 @@ def test_a_step_that_was_named_says_who_deleted_it(training: Loading) -> None:
 
 def test_a_deletion_by_a_person_may_be_one_too(training: Loading) -> None:
     config, ckpt, shelf = training
-    once_read(shelf, "step-00000001-a0001/rank", lambda: ckpt.delete(1))
+    once_read(shelf, "step-00000001-a0001/rank", lambda: ckpt.delete(1, even_the_last=True))
     with pytest.raises(RestoreError, match=r"deleted meanwhile, by the rules.* or a person"):
         tierfall.load(config, step=1)
 

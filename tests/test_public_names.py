@@ -17,8 +17,9 @@ import tierfall
 from tierfall.core.types import errors
 
 FUNCTIONS = {
-    "open": "config, *, run=None, process_group=None, fresh=False",
+    "open": "config, *, run=None, process_group=None, fresh=False, replace=False",
     "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu'",
+    "close_all": "",
     "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
     "item": "value, *, changes=None, on_resize='reshard'",

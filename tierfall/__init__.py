@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierfall import errors
-    from tierfall.api import load, open
+    from tierfall.api import close_all, load, open
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
     from tierfall.core.state.item import item
@@ -58,6 +58,7 @@ __all__ = [
     "SurvivalChance",
     "TierCadence",
     "UnknownValue",
+    "close_all",
     "errors",
     "item",
     "load",
@@ -73,6 +74,7 @@ _MODULES = {
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
     "UnknownValue": "tierfall.core.tensors.builtin_codecs",
+    "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",
     "open": "tierfall.api",

@@ -21,11 +21,17 @@ from tierfall.core.load.load import LoadPlan, check_device, plan_load
 from tierfall.core.restore.candidates import naming_deletion
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import PathReader, RunReader, find_pointer
 from tierfall.run.checkpointer import Checkpointer
-from tierfall.run.open_run import damage_reporter
+from tierfall.run.open_run import (
+    damage_reporter,
+    failed_by_exception,
+    open_run_on,
+    open_runs,
+)
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.pointer import Pointer
@@ -37,18 +43,21 @@ LOAD_CHUNKS = 2
 """Chunks that ``load`` has in memory beside its result."""
 
 
+@public_call
 def open(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     run: str | None = None,
     process_group: object = None,
     fresh: bool = False,
+    replace: bool = False,
 ) -> Checkpointer:
     """Open a run for saving and restoring; use it as a context manager.
 
     ``config`` is a YAML file, a dict of the same shape, or a Config; ``run`` replaces the run's name. ``fresh``
-    abandons existing checkpoints, so that a start that restores none may save. This validates the configuration, opens
-    the tiers, takes an attempt, and adopts what an earlier start left in host memory.
+    abandons existing checkpoints, so that a start that restores none may save. ``replace`` first closes this process's
+    Checkpointer of that run, as its ``close`` does; never one of another process. This validates the configuration,
+    opens the tiers, takes an attempt, and adopts what an earlier start left in host memory.
 
     With several ranks, each calls this, and all later methods, in the same order. They connect by ``process_group``, by
     ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In the first two cases a
@@ -58,9 +67,12 @@ def open(
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
     call.
     """
-    if not isinstance(fresh, bool):
-        raise ConfigError(f"open: fresh is {fresh!r}; expected True or False")
+    for name, value in (("fresh", fresh), ("replace", replace)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"open: {name} is {value!r}; expected True or False")
     settings = load_config(config, run=run)
+    if replace and (earlier := open_run_on(settings, settings.run)) is not None:
+        earlier.close(failed_by_exception())
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
     connect = find_transport() if ranks.many else None
     if not settings.stored and ranks.topology.is_root:
@@ -72,6 +84,24 @@ def open(
     return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
 
 
+@public_call
+def close_all() -> None:
+    """Close all Checkpointers of this process, also those that no variable holds any more, as their ``close`` does.
+
+    Raises what the first ``close`` raises that fails, once all are closed.
+    """
+    failures: list[Exception] = []
+    for one in open_runs():
+        try:
+            one.close(failed_by_exception())
+        except Exception as error:
+            logger.exception("run %s could not be closed", one.run)
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+@public_call
 def load(
     config_or_path: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,

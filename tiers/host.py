@@ -19,6 +19,7 @@ from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
+    BackendError,
     CapacityError,
     ConfigError,
     IntegrityError,
@@ -331,6 +332,13 @@ class HostTier:
         return self._arena is not None and self._arena.recreate_file()
 
     # The end -----------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Delete the arena's file, whatever is in it; who has mapped it may use it until then."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BackendError(f"{self.name}: {self.path} cannot be removed: {error}") from error
 
     def close(self, *, keep: bool) -> None:
         """Close the arena; delete its file, and the images in it, unless ``keep``."""

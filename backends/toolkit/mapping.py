@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 # Python's madvise holds the interpreter lock: 32 MiB take about 10 ms.
 _FAULT_BYTES = 32 << 20

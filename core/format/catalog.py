@@ -147,6 +147,13 @@ class KnownCheckpoint:
     def live(self) -> bool:
         return not self.abandoned and not self.tombstoned
 
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why it may be good: no copy is known to be, and one could not be read."""
+        if any(copy.damage is None for copy in self.copies.values()):
+            return None
+        return next((copy.unread for copy in self.copies.values() if copy.unread), None)
+
 
 def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     """Merge listings into checkpoints, oldest first."""

@@ -300,7 +300,7 @@ def kept(make_cli: MakeCli) -> Cli:
 
 
 def arena(memory: Path) -> Path:
-    return memory / "run" / "slot-0.arena"
+    return next((memory / "run").glob("*/slot-0.arena"))
 
 
 def record_offset(memory: Path, start: bytes) -> int:

@@ -26,8 +26,13 @@ MakeCli = Callable[..., Cli]
 Train = Callable[[Cli], Trainer]
 
 
+def folder_in(memory: Path) -> Path:
+    """The one folder of host memory of the run."""
+    return next((memory / "run").iterdir())
+
+
 def status_file(memory: Path) -> Path:
-    return memory / "run" / "slot-0.status.json"
+    return folder_in(memory) / "slot-0.status.json"
 
 
 def says(cli: Cli, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
@@ -123,10 +128,10 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
     says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
     trainer.stop()
     try:
-        old = status.read_status(memory / "run", 0)
+        old = status.read_status(folder_in(memory), 0)
         assert old is not None
         output = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
-        status.write_status(memory / "run", output)
+        status.write_status(folder_in(memory), output)
         assert "its status is 1 min" in cli("watch", "--once").out
     finally:
         trainer.go_on()

@@ -14,7 +14,7 @@ from cli_kit import Cli
 
 import tierfall
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tests.steps import blank, state_of, step_in, wait_until
+from tests.steps import blank, memory_of, state_of, step_in, wait_until
 from tierfall.cli import commands
 from tierfall.core.types.errors import StepError
 from tierfall.run.checkpointer import Checkpointer
@@ -70,7 +70,10 @@ def test_a_linked_step_is_passed_over_by_name(purged: Cli, tmp_path: Path) -> No
     (run / "step-00000003-a0001").symlink_to(tmp_path / "moved")
     latest = purged("latest", code=1)
     assert latest.out == "2@1\n"
-    assert "3@1 is newer, and damaged" in latest.err
+    assert "3@1 is newer, and could not be read: " in latest.err
+    asked = purged("rm", "3", code=1).err
+    assert "3@1 could not be read, and may be good: " in asked
+    assert "repeat with --yes" in asked
 
 
 def test_the_last_step_that_can_be_restored_takes_a_word_of_its_own(
@@ -160,5 +163,5 @@ def test_memory_counts_with_the_images_of_all_ranks(tmp_path: Path, memory: Path
 
         assert on_all([lambda r=r: look(r) for r in range(2)]) == [[images()] * 2] * 2  # type: ignore[misc]
     next((tmp_path / "disk" / "run").glob("step-00000002-*/commit.json")).unlink()
-    (memory / "run" / "slot-1.arena").unlink()
+    (memory_of(cli.config) / "slot-1.arena").unlink()
     assert "no step that can be restored" in cli("latest", code=1).err

@@ -10,7 +10,7 @@ from cli_kit import Cli, Trainer
 
 import tierfall
 from tests import forked
-from tests.steps import blank, files_below, state_of, wait_until
+from tests.steps import blank, files_below, memory_of, state_of, wait_until
 
 MakeCli = Callable[..., Cli]
 
@@ -27,10 +27,10 @@ def copying(make_cli: MakeCli, tmp_path: Path) -> Iterator[Callable[[str], Cli]]
         (tmp_path / "slow").mkdir()
         slow = {"flush": {"every": 9}, "bandwidth": "500KB/s"}
         cli.configure(make_cli(disk={}, slow=slow, max_wait=max_wait).config)
-        lock = Path(cli.config["tiers"][0]["folder"]) / "run" / "slot-0.lock"
+        lock = memory_of(cli.config) / "slot-0.lock"
         words = ["-m", "tierfall", "copy", "1", "--to", "slow", "--config", str(cli.path)]
         started.append(forked.start(words))
-        wait_until(lambda: lock.read_bytes() != b"", "the copy holds the run")
+        wait_until(lambda: lock.exists() and lock.read_bytes() != b"", "the copy holds the run")
         return cli
 
     started: list[forked.Forked] = []

@@ -42,6 +42,7 @@ from tierfall.cli.usage import (
     ToTierOption,
     WithOption,
     listen_to_warnings,
+    refuse,
 )
 from tierfall.demo.__main__ import demo
 
@@ -148,9 +149,10 @@ def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOpti
     run_facts.latest(config, run, as_json)
 
 
-@app.command(short_help="List the runs on the tiers.")
+@app.command(short_help="List the runs on the tiers, and in this node's memory.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List all runs on the tiers, not only the one that the file names."""
+    """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
+    node. Without a file, it lists the memory alone."""
     from tierfall.cli import run_facts
 
     run_facts.runs(config, as_json)
@@ -386,14 +388,32 @@ def drain(
             help="Stop after this time, such as 30s or 10m; the newest copies come first.",
         ),
     ] = None,
+    every_run: Annotated[
+        bool,
+        typer.Option("--all", help="Every run that has left something in this node's memory."),
+    ] = False,
+    discard: Annotated[
+        bool,
+        typer.Option(
+            "--discard", help="Flush nothing: free the memory, once the run's name was typed."
+        ),
+    ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Flush what a dead trainer left in host memory, then free the memory."""
+    """Flush what a dead trainer left in host memory, then free the memory. With --all no file is needed: each run's
+    memory notes its own."""
     from tierfall.cli import commands
 
-    commands.drain(deadline, config, run, as_json)
+    if every_run and run is not None:
+        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
+    if discard:
+        commands.discard(every_run, config, run, as_json)
+    elif every_run:
+        commands.drain_all(deadline, config, as_json)
+    else:
+        commands.drain(deadline, config, run, as_json)
 
 
 # Looking on ------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
 from tierfall.plan.day import DayForecast, forecast_day
 from tierfall.plan.simulate import SimulatedChain, Workload
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
 

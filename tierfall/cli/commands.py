@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,6 +19,7 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
     owner_members,
@@ -26,12 +29,14 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
+from tierfall.cli.run_facts import held_members
 from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types.text import members
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
@@ -39,7 +44,9 @@ from tierfall.ops import commands
 from tierfall.ops.delete_run import delete_run, foreign_files
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
+from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader
+from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
@@ -162,9 +169,12 @@ def _check_deletion(
     what = "after this, no step is left that can be restored"
     if left:
         what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
-    elif not even_the_last:
+    unread = {id: c.unread for id, c in chosen.items() if c.unread is not None}
+    for id, error in unread.items():
+        what += f"; {id} could not be read, and may be good: {error}"
+    if not left and not even_the_last:
         answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
-    if yes or (left and restorable[0] not in chosen):
+    if yes or (left and restorable[0] not in chosen and not unread):
         return
     if answer.as_json or not at_terminal():
         answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
@@ -174,6 +184,11 @@ def _check_deletion(
 
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def is_typed(run: str) -> bool:
+    """Return whether the next line of standard input, a terminal or not, is the name of a run."""
+    return sys.stdin.readline().rstrip("\r\n") == run
 
 
 # A whole run -----------------------------------------------------------------------------------------
@@ -212,7 +227,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         for name in names:
             say(f"  {tier}: {run}/{name} stays: tierfall did not write it")
     say(f"To delete it, type the name of the run: {run}")
-    if sys.stdin.readline().rstrip("\r\n") != run:
+    if not is_typed(run):
         answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
     result = delete_run(settings)
     answer.document = {
@@ -334,23 +349,34 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
 def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
     settings = load_settings(config, run, doing="drain")
-    deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
+    deadline_s = _parse_deadline(deadline)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         if not _holds_images(reader, answer):
             _report_empty(reader, answer)
             answer.finish()
             return
+    answer.document = _drain(answer, settings, deadline_s)
+    answer.finish()
+
+
+def _parse_deadline(deadline: str | None) -> float | None:
+    return None if deadline is None else parse_option("--deadline", deadline, parse_duration)
+
+
+def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
+    """Drain a run, say what was done, and return its document."""
     forecast: list[str] = []
 
     def report_forecast(line: str) -> None:
         forecast.append(line)
-        if not as_json:  # on stderr, while the drain runs
+        if not answer.as_json:  # on stderr, while the drain runs
             typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
-    with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
+    with ProgressBar("drain", 0, shown=watched(answer.as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set, report_forecast)
-    answer.document = {
+    _report_drain(answer, settings, drained)
+    return {
         "run": settings.run,
         "done": [members(owed) for owed in drained.done],
         "left": [members(owed) for owed in drained.left],
@@ -358,8 +384,6 @@ def drain(deadline: str | None, config: str | None, run: str | None, as_json: bo
         "seconds": drained.seconds,
         "forecast": forecast,
     }
-    _report_drain(answer, settings, drained)
-    answer.finish()
 
 
 def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
@@ -419,3 +443,69 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:
         answer.problem(problem)
+
+
+def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
+    """Drain every run that has left images in this node's memory, by the file that its memory notes."""
+    deadline_s = _parse_deadline(deadline)
+    began = time.monotonic()
+    answer = CommandOutput(as_json)
+    drained: list[dict[str, Any]] = []
+    for held in _left_by_runs(answer, load_settings_if_any(config, doing="drain")):
+        if not (held.checkpoints or held.problems):
+            answer.show(f"{held}: no image in host memory")
+            continue
+        left_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
+        try:
+            drained.append(_drain(answer, held.settings(), left_s))
+        except TierfallError as error:
+            answer.problem(error)
+    answer.document = {"runs": drained}
+    answer.finish()
+
+
+def discard(every_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
+    """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
+    answer = CommandOutput(as_json)
+    if every_run:
+        found = _left_by_runs(answer, load_settings_if_any(config, doing="drain"))
+    else:
+        settings = load_settings(config, run, doing="drain")
+        found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
+    freed = [held for held in found if _discard(answer, held)]
+    answer.document = {"freed": [held_members(held) for held in freed]}
+    answer.finish()
+
+
+def _left_by_runs(
+    answer: CommandOutput, settings: Config | None, *, only: Path | None = None
+) -> list[HeldMemory]:
+    """Return what dead runs hold in memory; a living one is named."""
+    found = [held for held in held_by_runs(settings) if only in (None, held.folder)]
+    for held in found:
+        if held.owner is not None:
+            answer.problem(f"{held}: a trainer owns it ({held.owner}); nothing was done")
+    if not found:
+        answer.show("nothing is in this node's memory")
+    return [held for held in found if held.owner is None]
+
+
+def _discard(answer: CommandOutput, held: HeldMemory) -> bool:
+    """Free what a run holds, if its name is typed."""
+    steps = format_some([str(id) for id in held.checkpoints]) or "no image that can be read"
+    kept = f", {format_size(held.kept_bytes)} kept for other nodes" if held.kept_bytes else ""
+    typer.echo(
+        f"{held}: {steps}, {format_size(held.bytes)}{kept}. What no tier has of it is lost. "
+        f"To free it, type the name of the run:",
+        err=True,
+    )
+    if not is_typed(held.run):
+        answer.problem(f"drain: {held}: nothing was freed: that line was not the name of the run")
+        return False
+    try:
+        held.discard()
+    except TierfallError as error:
+        answer.problem(error)
+        return False
+    answer.show(f"{held}: {format_size(held.bytes + held.kept_bytes)} freed")
+    return True

@@ -53,7 +53,7 @@ from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import find, restorable, unread, without_good_copy
 from tierfall.ops.reader import config_of_place, find_runs
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import seen_by_one
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -78,6 +78,15 @@ def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Co
     """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
     invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
     return seen_by_one(load_settings_of_all(config, run, doing=doing), reads_images=False)
+
+
+def load_settings_if_any(
+    config: str | None, run: str | None = None, *, doing: str = ""
+) -> Config | None:
+    """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
+    if config is None and not Path(DEFAULT_CONFIG).exists():
+        return None
+    return load_settings(config, run, doing=doing)
 
 
 def load_settings_of_all(config: str | None, run: str | None, *, doing: str = "") -> Config:

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
+
+from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
     cell,
     counted,
     load_settings,
+    load_settings_if_any,
     name_other_runs,
     owner_members,
     readable_number,
@@ -38,6 +41,7 @@ from tierfall.core.types.values import (
 )
 from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
 from tierfall.ops.commands import restorable, unread, view_of
+from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds, peer_survival
@@ -254,13 +258,24 @@ def latest(config: str | None, run: str | None, as_json: bool) -> None:
 
 
 def runs(config: str | None, as_json: bool) -> None:
-    """List all runs on the tiers."""
-    settings = load_settings(config, "any")
+    """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
+    settings = load_settings_if_any(config, "any")
+    held = held_by_runs(settings)
+    answer.document = {"memory": [held_members(one) for one in held]}
+    if settings is not None:
+        answer.document = {"runs": _show_runs(answer, settings), **answer.document}
+    elif not held:
+        answer.show("nothing is in this node's memory")
+    if held:
+        answer.show(*_memory_of_node(held, below=settings is not None))
+    answer.finish()
+
+
+def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
     names, unread = find_runs(settings)
     answer.note_unread(unread)
     found = [_describe_run(answer, settings, name) for name in names]
-    answer.document = {"runs": found}
     right = ("STEPS", "LATEST", "AGE", "SIZE")
     made = table("RUN", *right, "TIERS", "", right=right)
     for one in found:
@@ -276,7 +291,35 @@ def runs(config: str | None, as_json: bool) -> None:
     if found:
         answer.show(made)
     answer.show(counted(len(found), "run", "runs") if found else "no run")
-    answer.finish()
+    return found
+
+
+def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Table | str]:
+    if below:
+        yield ""
+    right = ("STEPS", "SIZE", "FOR OTHERS")
+    made = table("IN MEMORY HERE", *right, "OWNER", "FILE", right=right)
+    for one in held:
+        made.add_row(
+            one.run,
+            str(len(one.checkpoints)),
+            format_size(one.bytes),
+            format_size(one.kept_bytes) if one.kept_bytes else "-",
+            "none lives" if one.owner is None else f"process {one.owner.pid}",
+            one.file or "-",
+        )
+    yield made
+    if any(one.owner is None for one in held):
+        yield "'tierfall drain --all' flushes what no living process owns, --discard frees it"
+
+
+def held_members(held: HeldMemory) -> dict[str, Any]:
+    """Return what a run holds in this node's memory, for a document."""
+    return {
+        **members(held, "run", "folder", "file", "bytes", "kept_bytes", "problems"),
+        "steps": [str(id) for id in held.checkpoints],
+        "owner": owner_members(held.owner),
+    }
 
 
 def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str, Any]:

@@ -42,8 +42,9 @@ from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
+from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, SLOT, bounds_s, open_stores, run_folder, tier_rules
+from tierfall.setup.tiers import ANSWER_S, SLOT, bounds_s, open_stores, tier_rules
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
@@ -145,7 +146,7 @@ def without_good_copy(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
     for checkpoint in merge(listings):
         problems = [copy.damage for copy in checkpoint.copies.values() if copy.damage]
         if checkpoint.live and len(problems) == len(checkpoint.copies):
-            what = "damaged" if all(p.is_damage for p in problems) else "could not be read"
+            what = "could not be read" if checkpoint.unread else "damaged"
             found[checkpoint.id] = f"{what}: {'; '.join(map(str, problems))}"
     return found
 
@@ -407,6 +408,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed. Raises LockError if a
     trainer of this machine is alive: it goes by what it remembers.
     """
+    config = with_own_peers(config, config.run)
     folder = prepare_folder(run_folder(config, config.run))
     lock = RunLock.acquire(
         folder / lock_name(SLOT),

@@ -6,7 +6,6 @@ this machine; whether one is alive on another is not known.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from tierfall.backends.toolkit.keys import is_unfinished
-from tierfall.config import Config, PeerTierConfig
+from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, TierfallError
 from tierfall.ops.commands import check_folders
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.setup.nodes.kept import kept_folders, parity_folder
-from tierfall.setup.tier_identity import MEMORY_NAME
+from tierfall.setup.nodes.kept import discard_kept
+from tierfall.setup.places import MEMORY_NAME, with_own_peers
 from tierfall.setup.tiers import bounds_s
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.stored import StoredTier
@@ -74,6 +73,7 @@ def delete_run(config: Config) -> DeletedRun:
     read.
     """
     check_folders(config)
+    config = with_own_peers(config, config.run)
     with ExitStack() as undo:
         tiers = OpenedTiers(
             config, run=config.run, tending=True, accept_arena=True, command="tierfall rm"
@@ -103,9 +103,9 @@ def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallEr
     if peers is not None:
         stores.pop(peers.name, None)
         try:
-            _delete_kept(peers, config.run)
-        except OSError as error:
-            failed[peers.name] = BackendError(f"{error.filename}: {error.strerror}")
+            discard_kept(peers.path, config.run)
+        except BackendError as error:
+            failed[peers.name] = error
     answers = BoundedCalls().call_all(
         {name: store.delete_run for name, store in stores.items()},
         bounds_s(config),
@@ -118,10 +118,3 @@ def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallEr
         else:
             answer.get()
     return failed
-
-
-def _delete_kept(peers: PeerTierConfig, run: str) -> None:
-    """Delete what this node keeps of the run for others."""
-    for folder in (*kept_folders(peers.path), parity_folder(peers)):
-        if (folder / run).exists():
-            shutil.rmtree(folder / run)

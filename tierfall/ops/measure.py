@@ -43,7 +43,8 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import open_writable
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.lanes import lane_limits
-from tierfall.setup.tiers import ANSWER_S, open_stores, run_folder
+from tierfall.setup.places import memory_root
+from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 
@@ -106,7 +107,7 @@ def measure(
 
 def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
     """Return the free bytes of host memory; its rate is not measured."""
-    folder = run_folder(config, config.run)
+    folder = memory_root(config) / config.run
     known = TierMeasurement(
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
     )

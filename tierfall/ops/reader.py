@@ -8,7 +8,7 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.session.leftovers import images_in, list_slots, regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import memory_root, run_folder, seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -41,7 +41,6 @@ from tierfall.setup.tiers import (
     bounds_s,
     list_all,
     open_stores,
-    run_folder,
     unattached_slot,
 )
 from tierfall.tiers.arena.arena import arena_name, lock_name
@@ -72,6 +71,22 @@ def find_owner(folder: Path) -> LockOwner | None:
     none."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
     return next((owner for owner in owners if owner is not None and not owner.command), None)
+
+
+def open_memory(
+    folder: Path, slots: Iterable[int], *, name: str, run: str
+) -> tuple[list[HostTier], TierfallError | None]:
+    """Open slots of a run's folder for reading, without locking them. Return them, and why one cannot be read."""
+    hosts: list[HostTier] = []
+    problem: TierfallError | None = None
+    for slot in slots:
+        host = unattached_slot(folder, slot, name=name, run=run)
+        hosts.append(host)
+        try:
+            host.attach(writable=False)
+        except TierfallError as error:
+            problem = error
+    return hosts, problem
 
 
 def config_of_place(place: str, run: str | None) -> Config:
@@ -107,8 +122,8 @@ def config_of_place(place: str, run: str | None) -> Config:
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
-    """Return the names of all runs on the tiers and in host memory, and the errors of the tiers that could not be
-    read."""
+    """Return the names of all runs on the tiers, and of these tiers in host memory, and the errors of the tiers that
+    could not be read."""
     stores, errors = open_stores(config, config.run, read_only=True)
     folders = {
         tier.name: None if isinstance(tier, PeerTierConfig) else tier.folder
@@ -116,7 +131,7 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     }
     names = set[str]()
     try:
-        names = _runs_in_memory(run_folder(config, config.run).parent)
+        names = _runs_in_memory(config)
     except TierfallError as error:
         errors[config.host.name] = error
     try:
@@ -136,9 +151,12 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     return sorted(names), errors
 
 
-def _runs_in_memory(folder: Path) -> set[str]:
-    below = _folders_in(folder) if folder.exists() else []
-    return {run.name for run in below if any(run.glob(_ARENAS)) or find_owner(run)}
+def _runs_in_memory(config: Config) -> set[str]:
+    """Return the runs of these tiers in host memory; other projects may have other ones there."""
+    root = memory_root(config)
+    names = [folder.name for folder in _folders_in(root)] if root.exists() else []
+    folders = {name: run_folder(config, name) for name in names}
+    return {name for name, run in folders.items() if any(run.glob(_ARENAS)) or find_owner(run)}
 
 
 def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
@@ -172,20 +190,14 @@ class RunReader:
         self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
         self._calls = BoundedCalls()
         self._folder = folder
-        self._host_error: TierfallError | None = None
         self._hosts = self._attach()
 
     def _attach(self) -> list[HostTier]:
         """Open the memory of every rank on this node."""
-        self._host_error = None
-        hosts = []
-        for slot in sorted({SLOT, *known_slots(self._folder)}):
-            host = unattached_slot(self._folder, slot, name=self.config.host.name, run=self.run)
-            hosts.append(host)
-            try:
-                host.attach(writable=False)
-            except TierfallError as error:
-                self._host_error = error
+        slots = sorted({SLOT, *known_slots(self._folder)})
+        hosts, self._host_error = open_memory(
+            self._folder, slots, name=self.config.host.name, run=self.run
+        )
         return hosts
 
     @property

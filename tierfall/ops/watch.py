@@ -18,7 +18,7 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import TierfallError
 from tierfall.ops.reader import known_slots
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import run_folder
 from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name

@@ -32,7 +32,8 @@ from tierfall.ops.commands import check_folders
 from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.bounded_tiers import close_stores
-from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores, run_folder
+from tierfall.setup.places import run_folder
+from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier

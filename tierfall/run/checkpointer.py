@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,13 +29,14 @@ from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
+from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
 from tierfall.run import group_commands
-from tierfall.run.open_run import OpenRun
+from tierfall.run.open_run import OpenRun, failed_by_exception
 from tierfall.session import statistics
 from tierfall.setup import pointer
 from tierfall.setup.lineage import as_step
@@ -46,6 +46,12 @@ from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreRepor
 logger = logging.getLogger("tierfall")
 
 
+@public_class(
+    alone=(
+        *("save", "maybe_save", "restore", "load", "begin", "drain", "close"),
+        *("pin", "unpin", "delete", "prune"),
+    )
+)
 class Checkpointer:
     """Saves and restores one training run. Made by ``tierfall.open``; a context manager.
 
@@ -102,6 +108,17 @@ class Checkpointer:
         CapacityError where a tier cannot hold one checkpoint, FencedError where a newer attempt of the run exists, and
         under ``on_error: raise`` what failed since the last call.
         """
+        return self._save(step, state, metrics, tags, block=block)
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        *,
+        block: bool,
+    ) -> SaveHandle:
         handle = self._opened.save_state(step, state, metrics, tags)
         if block:
             with self._session.waiting_for_copies(f"save of step {step}"):
@@ -128,7 +145,7 @@ class Checkpointer:
         self._saver.counts.steps.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
-            handle = self.save(step, state, metrics=metrics, tags=tags, block=block)
+            handle = self._save(step, state, metrics, tags, block=block)
         if handle is not None:
             self._session.status.training = statistics.cadence_metrics(
                 self._cadence.report(), self._cadence.ettr()
@@ -429,11 +446,12 @@ class Checkpointer:
         ``tierfall drain``, flushes it. It logs (INFO; WARNING after an exception) which checkpoint is the newest and
         where its copies are. Raises, under ``on_error: raise``, what failed.
         """
-        self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
+        self._opened.close(failed_by_exception())
 
     def __enter__(self) -> Self:
         return self
 
+    @public_call
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -101,6 +101,7 @@ def agree_on_end(
             decide,
             ClosingDecision,
             timeout_s=timeout_s,
+            is_last=True,
             leave=copied,
         )
     except RanksError as error:

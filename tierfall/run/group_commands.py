@@ -246,7 +246,7 @@ def finish_commands(session: Session, left_s: Callable[[], float]) -> bool:
     if not ranks.many:
         return True
     try:
-        ranks.meet("close", timeout_s=max(1.0, left_s()))
+        ranks.meet("close", timeout_s=max(1.0, left_s()), is_last=True)
     except RanksError as error:
         logger.warning(
             "close: rank %d does not wait for the others: %s", ranks.topology.rank, error

@@ -51,7 +51,7 @@ class MemoryFiles:
         self._call = call
         self._call_soon = call_soon
         self._one_repair = threading.Lock()
-        self._state = threading.Lock()
+        self._state = threading.RLock()  # a signal handler may ask while its thread is in here
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._logged: str | None = None

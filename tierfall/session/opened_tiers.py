@@ -37,7 +37,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory, is_ours, places_elsewhere
+from tierfall.session.adopt import check_memory, is_ours
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -47,8 +47,9 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.nodes.kept import discard_kept
 from tierfall.setup.peers import PeerMemory
+from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -61,7 +62,6 @@ from tierfall.setup.tiers import (
     mark_not_durable,
     open_stores,
     patience_s,
-    run_folder,
 )
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
@@ -160,7 +160,6 @@ class OpenedTiers:
                 self.stores,
                 self.listings,
                 run=run,
-                elsewhere=places_elsewhere(self.identities, run),
                 may_be_unknown=accept_arena
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),
@@ -342,6 +341,8 @@ class OpenedTiers:
                 owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
                 leads=self.ranks.topology.is_leader,
             )
+        else:
+            self.identities.note_attempt(attempt)
         self.attempt = attempt
         return True
 
@@ -456,6 +457,14 @@ class OpenedTiers:
         return image_opener(stores, self.host.name, regions)
 
     # The end -----------------------------------------------------------------------------------------
+
+    def discard_memory(self) -> None:
+        """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
+        needs any more: the process ends now."""
+        for host in self.hosts():
+            host.discard()
+        if self.config.peers is not None and self.ranks.topology.is_leader:
+            discard_kept(self.config.peers.path, self.run)
 
     def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
         """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host

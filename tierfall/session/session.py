@@ -22,6 +22,8 @@ from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.holds import Holds
+from tierfall.core.runtime.messages import wait_for_messages
+from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -50,6 +52,8 @@ T = TypeVar("T")
 Listener = Callable[[RankMessage], None]
 CHECK_S = 0.5
 """Seconds after which a wait for the coordinator checks whether it still runs."""
+NESTED_S = 2.0
+"""Seconds for which a call within another one of its thread waits for the coordinator."""
 ABANDON_S = 1.0
 
 
@@ -176,7 +180,11 @@ class Session:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the coordinator's thread and return its value; raises what it raised."""
+        """Run a function on the coordinator's thread and return its value; raises what it raised.
+
+        Within another public call of this thread, as in a signal handler, the coordinator may wait for what this thread
+        has locked: TierfallError then.
+        """
         done = InterruptibleEvent()
         answer: list[Any] = []
 
@@ -185,7 +193,11 @@ class Session:
             done.set()
 
         self.coordinator.post(LedgerQuery(function=function, on_answer=on_answer))
-        self.wait(done)
+        if not self.wait(done, NESTED_S if is_within_another() else None):
+            raise TierfallError(
+                f"the coordinator gave no answer within {NESTED_S:g} s: this call was made within another one of this "
+                "thread, as by a signal handler, which holds what the coordinator waits for. Make it after that one"
+            )
         value, error = answer
         if error is not None:
             raise error
@@ -361,6 +373,7 @@ class Session:
             self.journal.close()
             self.callbacks.close(CLOSE_S)
             self._release(keep=keep, timeout_s=left_s())
+            wait_for_messages()
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""

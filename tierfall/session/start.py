@@ -331,7 +331,7 @@ def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> It
     except BaseException as error:
         with suppress(TierfallError):  # it has the same reason: this rank raises its own error
             message = StartMessage(error=str(error) or repr(error))
-            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s)
+            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s, is_last=True)
         raise
 
 

@@ -39,7 +39,6 @@ from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
 from tierfall.setup.nodes.kept import view_kept
 from tierfall.setup.peers import PeerMemory
-from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
@@ -134,12 +133,6 @@ def reporters(config: Config, ranks: Ranks) -> dict[str, int]:
     """Return, per stored tier, the rank that reports its listing to this rank."""
     leader = ranks.topology.local_ranks[0]
     return {tier.name: 0 if is_shared(tier) else leader for tier in config.stored}
-
-
-def run_folder(config: Config, run: str) -> Path:
-    """Return the folder of the run's arenas and locks on this machine."""
-    base = Path(config.host.folder) if config.host.folder else default_folder()
-    return base / run
 
 
 def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:

@@ -49,7 +49,7 @@ __all__ = [
     "room_for_arena",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 LARGE_PAGE_BYTES = 2 << 20
 ALIGNED_BYTES_MIN = 16 * LARGE_PAGE_BYTES
