@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,21 @@ def test_drain_and_close_wait_for_room_that_a_person_makes_in_a_full_tier(
             ckpt.close()
         person.join()
     assert steps_on(tmp_path / "small") == [3, 4]
+
+
+def test_a_close_promises_nothing_of_a_tier_whose_last_try_failed(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tierfall")
+    ckpt = tierfall.open(make_config(max_wait="30s"))
+    ckpt.save(1, state_of(1), block=True)
+    shutil.move(tmp_path / "disk", tmp_path / "away")
+    ckpt.save(2, state_of(2))
+    wait_until(lambda: "flush of 2@1 to disk failed" in caplog.text, "the first try fails")
+    shutil.move(tmp_path / "away", tmp_path / "disk")
+    ckpt.close()
+    assert "step 2@1 may arrive on disk" in caplog.text
+    assert steps_on(tmp_path / "disk") == [1, 2]
 
 
 def test_a_copy_that_never_fits_keeps_no_close_waiting(
