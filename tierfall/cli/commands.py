@@ -144,7 +144,7 @@ def _describe_result(
     where = ", ".join(result.done)
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
-    when = "after its next commit there"
+    when = "after its next commit there, or within a minute if that waits for room"
     trainer = f"the trainer (process {owner.pid})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
