@@ -63,7 +63,7 @@ class Limited(Wrapper):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
         if self._reads is not None:
-            self._reads.acquire(view.nbytes)
+            self._reads.acquire(view.nbytes, whole=True)
         with self.slot():
             self._inner.read_into(key, offset, view)
 

@@ -305,13 +305,10 @@ class Coordinator(Components):
         )
 
     def _may_be_copied(self, entry: LedgerEntry) -> bool:
-        """Return whether some tier may receive a copy now; before a deadline, also one that accepts none at present,
-        unless it lacks room by its capacity."""
-        without: Set[str] = self.ledger.failing.keys()
-        if self.drain_schedule.has_deadline:
-            lanes = self.lanes.values()
-            without = {lane.tier for lane in lanes if lane.lacks_room and not lane.disk_full}
-        owed = entry.owed - without
+        """Return whether some tier may receive a copy now; before a deadline, also one that accepts none at present."""
+        owed: Set[str] = entry.owed
+        if not self.drain_schedule.has_deadline:
+            owed = owed - self.ledger.failing.keys()
         return any(not self.drain_schedule.is_held_back(entry.id, tier) for tier in owed)
 
     def owed_copies(self) -> tuple[tuple[CheckpointId, str], ...]:

@@ -135,9 +135,9 @@ def test_writers_share_the_rate_and_readers_have_their_own() -> None:
     put(limited, "run/b", bytes(4 * SLICE))
     assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
     get(limited, "run/a")
-    assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
+    assert clock.now_s == pytest.approx(100 + 11 * SLICE / RATE), "the first one waits, too"
     get(limited, "run/b")
-    assert clock.now_s == pytest.approx(100 + 11 * SLICE / RATE)
+    assert clock.now_s == pytest.approx(100 + 15 * SLICE / RATE)
 
 
 def test_a_read_is_one_call() -> None:

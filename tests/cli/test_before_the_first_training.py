@@ -23,7 +23,49 @@ def test_ls_and_check_say_so_and_create_nothing(make_cli: MakeCli, tmp_path: Pat
         assert answer.err == ""
     (_, disk) = cli.json("ls")["tiers"]
     assert (disk["not_created"], disk["error"]) == (True, None)
+    assert disk["place"] == str(tmp_path / "disk")
     assert not (tmp_path / "disk").exists()
+
+
+def test_nothing_is_to_do_then_and_nothing_is_created(make_cli: MakeCli, tmp_path: Path) -> None:
+    cli = make_cli(disk={}, far={})
+    before = sorted(tmp_path.rglob("*"))
+    for words in (
+        ["runs"],
+        ["verify"],
+        ["prune", "--dry-run"],
+        ["prune"],
+        ["drain"],
+        ["drain", "--deadline", "5s"],
+    ):
+        assert cli(*words).err == ""
+    for command in ("pin", "rm"):
+        assert "step 1 is not there" in cli(command, "1", code=1).err
+    answer = cli("forget", "disk")
+    assert "disk is not created yet" in answer.out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not list(Path(cli.config["tiers"][0]["folder"]).iterdir()), "host memory neither"
+
+
+def test_forget_creates_no_folder_of_a_tier(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={})
+    saved(cli, [1])
+    cli.configure(make_cli(disk={}, far={}, new={}).config)
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    assert "far is forgotten by disk" in cli("forget", "far").out
+    assert not (tmp_path / "far").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_runs_names_a_tier_that_a_run_of_this_machine_remembers(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli()
+    saved(cli, [1])
+    shutil.move(tmp_path / "disk", tmp_path / "unmounted")
+    assert "tier disk could not be read" in cli("runs", code=1).err
 
 
 def test_a_tier_that_is_new_in_the_file_is_not_created_yet(

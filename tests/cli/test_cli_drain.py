@@ -189,10 +189,7 @@ def test_a_run_without_anything_in_memory_has_nothing_to_drain(
 ) -> None:
     cli = make_cli()
     nothing = {"run": "run", "done": [], "left": [], "memory_kept": False}
-    document = cli.json("drain", code=1)
-    (problem,) = document["problems"]
-    assert document == {**nothing, "ok": False, "problems": [problem]}
-    assert problem.startswith("tier disk could not be read: ")
+    assert cli.json("drain") == {**nothing, "ok": True, "problems": []}
     assert files_below(memory) == {}
     assert not (tmp_path / "disk").exists()
     (tmp_path / "disk").mkdir()

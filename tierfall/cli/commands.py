@@ -144,7 +144,7 @@ def _describe_result(
     where = ", ".join(result.done)
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
-    when = "after its next commit there"
+    when = "after its next commit there, or within a minute if that waits for room"
     trainer = f"the trainer (process {owner.pid})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
@@ -214,6 +214,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
         if not is_there and not any(store.read_tier() for store in reader.stores.values()):
             refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
+        commands.check_folders(settings)
         places = {name: store.place for name, store in reader.stores.items()}
         places[reader.host.name] = str(reader.host.path.parent)
     warn_of(elsewhere)
@@ -258,7 +259,7 @@ def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> 
             f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
             "nothing was changed. --dry-run shows what it will do"
         )
-    if dry_run:
+    if dry_run or not any(x.copies for x in listings):  # opening for writing creates folders
         planned = commands.plan_prune(settings, listings)
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
@@ -320,12 +321,13 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
     with RunReader(settings) as reader:
         owner = reader.owner()
+        new = reader.list_with_new()[1]
     if owner is not None:
         refuse(
             f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing was "
             "changed. Forget it once the trainer has ended"
         )
-    forgotten_by, failed = commands.forget(settings, tier)
+    forgotten_by, failed = ((), {}) if tier in new else commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,
         "tier": tier,
@@ -336,6 +338,8 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
         answer.show(
             f"{tier} is forgotten by {', '.join(forgotten_by)}: an empty folder there counts as a new tier"
         )
+    elif tier in new:
+        answer.show(f"{tier} is not created yet, and nothing remembers it: nothing was changed")
     elif not failed:
         answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():

@@ -244,7 +244,7 @@ def import_(
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         owner = reader.owner()
-        new = reader.not_created(reader.list())
+        new = reader.list_with_new()[1]
     if owner is not None:
         refuse(
             f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "

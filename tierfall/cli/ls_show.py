@@ -139,10 +139,11 @@ def _show_step(
 def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[str, Any]:
     store = reader.stores.get(listing.tier)
     kind = next(tier.kind for tier in reader.config.chain if tier.name == listing.tier)
+    places = {tier.name: tier.place for tier in reader.config.stored}
     return {
         "name": listing.tier,
         "kind": str(kind),
-        "place": store.place if store else str(reader.host.path),
+        "place": store.place if store else places.get(listing.tier, str(reader.host.path)),
         "not_created": listing.tier in facts.not_created,
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),

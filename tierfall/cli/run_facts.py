@@ -70,9 +70,7 @@ class RunFacts:
 
     @classmethod
     def gather(cls, reader: RunReader) -> Self:
-        read = reader.list()
-        new = reader.not_created(read)
-        listings = tuple(Listing(tier=x.tier) if x.tier in new else x for x in read)
+        listings, new = reader.list_with_new()
         known = merge(listings)
         rules = tier_rules(reader.config, read_too=True)
         safety = to_view(rules, known, wall_time_s=time.time())

@@ -161,7 +161,7 @@ def import_state(
         raise ConfigError("import: the configuration has no stored tier that may be written")
     size = plan_layout(read.view).image_bytes
     with RunReader(config) as reader:
-        listings = reader.list_as_at_open()
+        listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
     _check_room(config, listings, size)
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
@@ -208,18 +209,22 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
+    if missing := _missing_folders(config):
+        named = ", ".join(f"tier {name}: {folder}" for name, folder in missing.items())
+        raise UnreachableError(
+            f"nothing was changed, since a folder is missing ({named}): mount or restore it. A new tier's folder is "
+            "created by the first training, or by hand"
+        )
+
+
+def _missing_folders(config: Config) -> dict[str, Path]:
     folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
     answers = BoundedCalls().call_all(
         {name: partial(_is_missing, folder) for name, folder in folders.items()},
         bounds_s(config),
         doing="open",
     )
-    missing = [f"tier {name}: {folder}" for name, folder in folders.items() if answers[name].value]
-    if missing:
-        raise UnreachableError(
-            f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it. A new "
-            "tier's folder is created by the first training, or by hand"
-        )
+    return {name: folder for name, folder in folders.items() if answers[name].value}
 
 
 def _is_missing(path: Path) -> bool:
@@ -427,7 +432,8 @@ def _forget(
 ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
     peers = config.peers
     others = config.without(peers.name) if peers is not None else config
-    stores, failed = open_stores(others, config.run, is_bounded=True)
+    there = others.reading_only(_missing_folders(others))  # opening for writing creates a folder
+    stores, failed = open_stores(there, config.run, is_bounded=True)
     if peers is not None and kept_folders(peers.path):
         kept = view_kept(peers, tends=True)
         stores[peers.name] = StoredTier(
@@ -435,10 +441,13 @@ def _forget(
         )
     try:
         ask = ask_within_bound(config, stores, BoundedCalls())
-        forgotten_by, refused = TierIdentities(config, stores, folder, ask=ask).forget(
-            tier, wall_time_s=time.time()
-        )
+        identities = TierIdentities(config, stores, folder, ask=ask)
+        forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
     finally:
         close_stores(stores, ANSWER_S)
     failed.pop(tier, None)  # the tier itself need not answer
-    return forgotten_by, {**failed, **refused}
+    return forgotten_by, {
+        name: error
+        for name, error in {**failed, **refused}.items()
+        if identities.is_remembered(name) or not isinstance(error, NoFolderError)
+    }

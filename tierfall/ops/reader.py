@@ -148,7 +148,20 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
             errors[name] = answer.error
         else:
             names |= answer.get()
+    for name in _not_created(config, names) if errors else ():
+        errors.pop(name, None)
     return sorted(names), errors
+
+
+def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
+    """Return the tiers whose folder is missing, and that no run remembers: none of these, none of this machine."""
+    root = memory_root(config)
+    known = {config.run, *runs, *(f.name for f in (_folders_in(root) if root.exists() else ()))}
+    new = {tier.name for tier in config.stored}
+    for run in known:
+        with RunReader(config.model_copy(update={"run": run})) as reader:
+            new &= {*reader.list_with_new()[1]}
+    return new
 
 
 def _runs_in_memory(config: Config) -> set[str]:
@@ -219,17 +232,17 @@ class RunReader:
         return find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
-        listings, missing = self.list_with_missing()
-        return tuple(
-            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
-            for x in listings
-        )
+        """List all tiers; those that are not created yet are empty: ``open`` creates them."""
+        return self.list_with_new()[0]
 
-    def list_as_at_open(self) -> tuple[Listing, ...]:
-        """Return the same, but tiers that are not created yet count as empty: ``open`` creates them."""
-        listings = self.list()
+    def list_with_new(self) -> tuple[tuple[Listing, ...], Sequence[str]]:
+        """Return the same, and the tiers that are not created yet."""
+        listings, missing = self.list_with_missing()
         new = self.not_created(listings)
-        return tuple(Listing(tier=x.tier) if x.tier in new else x for x in listings)
+        errors = {**dict.fromkeys(new), **missing}
+        return tuple(
+            Listing(tier=x.tier, error=errors[x.tier]) if x.tier in errors else x for x in listings
+        ), new
 
     def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
         """Return the tiers whose folder is missing, and that nothing remembers: no run has used them."""

@@ -107,7 +107,7 @@ def check_run(
                 copies, more = _check_memory(reader, listing, scope, verifier)
                 found += copies
                 findings += more
-            else:
+            elif listing.tier in reader.stores:  # else it is not created yet
                 copies, more = _check_stored(reader, listing, scope, verifier)
                 found += copies
                 findings += more

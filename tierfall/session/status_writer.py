@@ -299,7 +299,14 @@ class StatusWriter:
         )
 
     def _bytes_per_s(self, tier: str) -> float | None:
-        return self._coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
+        """Return the rate to a tier; None in the first copy until more of it is written than is being written: only
+        whole chunks are counted."""
+        rates, lane = self._coordinator.rates, self._coordinator.lanes.get(tier)
+        if lane is not None and lane.active is not None and not rates.stretches(tier):
+            transfer = lane.active
+            if transfer.done_bytes * len(transfer.runs) < _done(lane)[1] * transfer.in_flight:
+                return None
+        return rates.arriving_bytes_per_s(tier, time.monotonic())
 
     def _transfer(self, lane: FlushLane) -> TransferStatus:
         assert lane.active is not None
@@ -348,8 +355,7 @@ def _done(lane: FlushLane) -> tuple[int, int]:
     geometry = transfer.entry.geometry
     if geometry is None:
         return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
-    total = geometry.image_bytes
-    return total * transfer.done // len(transfer.runs) if transfer.runs else 0, total
+    return transfer.done_bytes, geometry.image_bytes
 
 
 def _checkpoint(

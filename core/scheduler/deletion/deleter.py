@@ -361,7 +361,6 @@ class Deleter:
         if task.id in self._leaving[task.tier] or (self._cancelled and task.unfinished):
             return False
         self._leaving[task.tier].add(task.id)
-        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
         self._hooks.dispatch(task)
         return True
 

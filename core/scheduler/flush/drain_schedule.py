@@ -154,9 +154,14 @@ class DrainSchedule:
         return bool(known - owed) or any(id not in abandoned for id, _ in owed - known)
 
     def _view(self) -> View:
-        """Return the ledger's view with the bytes that have arrived of each copy."""
+        """Return the ledger's view with the bytes that have arrived of each copy. A lane that failed may fail again."""
         view = self._ledger.view()
-        return replace(view, checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints))
+        delayed = {name for name, lane in self._lanes.items() if lane.failing_since_s is not None}
+        return replace(
+            view,
+            failing=view.failing | delayed,
+            checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints),
+        )
 
     def _with_arrived(self, checkpoint: CheckpointView) -> CheckpointView:
         arrived: dict[str, int] = {}

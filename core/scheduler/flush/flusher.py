@@ -217,6 +217,9 @@ class Flusher:
         lane.succeeded(entry)
         self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
+        self._conditions.end(
+            (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
+        )
         self._emitter.committed(lane.tier, id, stored_bytes)
         self._emitter.counters.commits[lane.tier] += 1
         self.durable[id, lane.tier] = None
@@ -361,7 +364,10 @@ class Flusher:
         if entry.handle is not None:
             entry.handle.on_tier_failed(tier, error)
         self.errors.append(error)
-        logger.error("%s", error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
 
     def on_task_error(self, error: BaseException | None) -> None:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
