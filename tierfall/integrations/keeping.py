@@ -33,7 +33,7 @@ def keeps_all(ckpt: Checkpointer) -> bool:
 def missing_for(ckpt: Checkpointer, best: Best) -> str:
     """Return what the configuration lacks so that a tier keeps the best checkpoints; empty if it lacks nothing."""
     stored = _stored(ckpt)
-    has = any(tier.flush.every == 1 and _covers(tier.retain.best, best) for tier in stored)
+    has = any(tier.flush.every == 1 and _covers(tier.retain, best) for tier in stored)
     if has or keeps_all(ckpt):
         return ""
     words = best.model_dump(mode="json", exclude={"count"} if best.count == 1 else None)
@@ -46,7 +46,10 @@ def missing_for(ckpt: Checkpointer, best: Best) -> str:
     return f"`{line}` in `retain`{every} of tier {tier.name}"
 
 
-def _covers(kept: BestSection | None, best: Best) -> bool:
+def _covers(retain: RetainSection, best: Best) -> bool:
+    kept = retain.best
+    if best.metric == "step" and best.mode is Direction.MAX and (retain.last or 0) >= best.count:
+        return True
     if kept is None or (kept.metric, kept.mode) != (best.metric, best.mode):
         return False
     return kept.count >= best.count

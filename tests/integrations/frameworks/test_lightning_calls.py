@@ -224,6 +224,33 @@ def test_a_metric_that_no_evaluation_logs_is_warned_of_and_not_before_the_first_
     assert caplog.text.count(f'no checkpoint has the metric "{metric}"') == missed
 
 
+@pytest.mark.parametrize(
+    ("monitor", "mode", "retain"),
+    [
+        ("step", "max", {"last": 2}),
+        ("step", "min", {"last": 1, "best": {"metric": "step", "count": 2}}),
+        ("epoch", "max", {"last": 1, "best": {"metric": "epoch", "mode": "max", "count": 2}}),
+    ],
+)
+def test_top_k_by_step_or_epoch_is_kept(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monitor: str,
+    mode: str,
+    retain: dict[str, Any],
+) -> None:
+    """No module logs these: ModelCheckpoint has them by itself."""
+    found = config(tmp_path)
+    found["tiers"][1]["retain"] = retain
+    saves = ModelCheckpoint(tmp_path, "{step}", monitor=monitor, mode=mode, save_top_k=2)
+    trainer(TierfallIO(found), saves, max_epochs=3).fit(Module())
+    assert "save_top_k" not in caplog.text
+    with tierfall.open(found) as ckpt:
+        kept = {info.step for info in ckpt.checkpoints() if "disk" in info.tiers}
+    pointed = {int(path.stem.removeprefix("step=")) for path in tmp_path.glob("step=*")}
+    assert kept == pointed == ({4, 8} if mode == "min" else {8, 12})
+
+
 def test_the_entry_point_says_nothing_in_a_program_without_the_plugin(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
