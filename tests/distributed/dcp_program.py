@@ -33,11 +33,11 @@ def train(
     """Load the newest step, train so many more, and save each by DCP; return a digest of the whole model and its
     optimizer's moments."""
     if WORLD > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo" if how == "thread" else "gloo")
     torch.use_deterministic_algorithms(True)
     model = make_model(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    group = dist.new_group(backend="gloo") if how == "beside" else None
+    group = dist.new_group(backend="gloo") if how in ("beside", "lazy") else None
     with tierfall.open(program.config(folder, run="one", **changes), process_group=group) as ckpt:
         first = _load(ckpt, model, optimizer)
         for step in range(first, first + steps):

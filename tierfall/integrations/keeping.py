@@ -24,6 +24,10 @@ class Best(BestSection):
         """``mode`` is ``min`` or ``max``."""
         return cls(metric=metric, mode=Direction(mode), count=count)
 
+    def is_newest(self) -> bool:
+        """Return whether these are the newest: ``last`` of ``retain`` keeps them."""
+        return self.metric == "step" and self.mode is Direction.MAX
+
 
 def keeps_all(ckpt: Checkpointer) -> bool:
     """Return whether a tier gets every checkpoint, and has no ``retain``."""
@@ -33,20 +37,24 @@ def keeps_all(ckpt: Checkpointer) -> bool:
 def missing_for(ckpt: Checkpointer, best: Best) -> str:
     """Return what the configuration lacks so that a tier keeps the best checkpoints; empty if it lacks nothing."""
     stored = _stored(ckpt)
-    has = any(tier.flush.every == 1 and _covers(tier.retain.best, best) for tier in stored)
+    has = any(tier.flush.every == 1 and _covers(tier.retain, best) for tier in stored)
     if has or keeps_all(ckpt):
         return ""
     words = best.model_dump(mode="json", exclude={"count"} if best.count == 1 else None)
     line = yaml.safe_dump({"best": words}, default_flow_style=True, sort_keys=False, width=math.inf)
-    line = line.strip()[1:-1]
+    line = f"last: {best.count}" if best.is_newest() else line.strip()[1:-1]
     if not stored:
-        return f"a tier of kind file with `retain: {{last: 1, {line}}}`"
-    tier = min(stored, key=lambda each: each.flush.every)
+        line = line if best.is_newest() else f"last: 1, {line}"
+        return f"a tier of kind file with `retain: {{{line}}}`"
+    tier = min(stored, key=lambda each: (each.flush.every, each.retain.best is not None))
     every = "" if tier.flush.every == 1 else ", and `flush: {every: 1}`"
     return f"`{line}` in `retain`{every} of tier {tier.name}"
 
 
-def _covers(kept: BestSection | None, best: Best) -> bool:
+def _covers(retain: RetainSection, best: Best) -> bool:
+    kept = retain.best
+    if best.is_newest() and (retain.last or 0) >= best.count:
+        return True
     if kept is None or (kept.metric, kept.mode) != (best.metric, best.mode):
         return False
     return kept.count >= best.count

@@ -130,5 +130,4 @@ def metrics_at(step: int, log: list[dict[str, Any]]) -> dict[str, Any]:
     named = (entry for entry in reversed(log) if "step" in entry)
     entries = [*itertools.takewhile(lambda entry: entry["step"] == step, named)]
     logged = ((k, x) for entry in reversed(entries) for k, x in entry.items() if k != "step")
-    numbers = ((k, x) for k, x in logged if isinstance(x, int | float))
-    return {k: x for k, x in numbers if not isinstance(x, bool)}
+    return {k: x for k, x in logged if isinstance(x, int | float)}

@@ -224,6 +224,60 @@ def test_a_metric_that_no_evaluation_logs_is_warned_of_and_not_before_the_first_
     assert caplog.text.count(f'no checkpoint has the metric "{metric}"') == missed
 
 
+def test_top_k_by_two_metrics_needs_two_tiers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = config(tmp_path)
+    found["tiers"][1]["retain"] = {"last": 1, "best": {"metric": "val_loss"}}
+
+    def fit(run: str) -> list[str]:
+        one = ModelCheckpoint(tmp_path / run / "1", monitor="val_loss", save_top_k=1)
+        two = ModelCheckpoint(tmp_path / run / "2", monitor="loss", save_top_k=1)
+        made = trainer(TierfallIO(found | {"run": run}), one, max_epochs=1)
+        newest = ModelCheckpoint(tmp_path / run / "3", monitor="step", mode="max", save_top_k=2)
+        made.callbacks += [two, newest]
+        made.fit(Module())
+        return [r.getMessage() for r in caplog.records if "save_top_k" in r.getMessage()]
+
+    text, newest = fit("on-one-tier")
+    assert "by step, and no tier keeps these: write `last: 2` in `retain` of tier disk" in newest
+    assert "by loss" in text
+    assert "has one `best`: each monitor needs a tier of its own" in text
+    more = {"name": "more", "kind": "file", "path": str(tmp_path / "more"), "retain": {"last": 1}}
+    found["tiers"].append(more)
+    assert "`best: {metric: loss, mode: min}` in `retain` of tier more" in fit("without-best")[2]
+    more["retain"] = {"last": 2, "best": {"metric": "loss"}}
+    caplog.clear()
+    assert fit("on-two-tiers") == []
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "retain"),
+    [
+        ("step", "max", {"last": 2}),
+        ("step", "min", {"last": 1, "best": {"metric": "step", "count": 2}}),
+        ("epoch", "max", {"last": 1, "best": {"metric": "epoch", "mode": "max", "count": 2}}),
+    ],
+)
+def test_top_k_by_step_or_epoch_is_kept(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monitor: str,
+    mode: str,
+    retain: dict[str, Any],
+) -> None:
+    """No module logs these: ModelCheckpoint has them by itself."""
+    found = config(tmp_path)
+    found["tiers"][1]["retain"] = retain
+    saves = ModelCheckpoint(tmp_path, "{step}", monitor=monitor, mode=mode, save_top_k=2)
+    trainer(TierfallIO(found), saves, max_epochs=3).fit(Module())
+    assert "save_top_k" not in caplog.text
+    with tierfall.open(found) as ckpt:
+        kept = {info.step for info in ckpt.checkpoints() if "disk" in info.tiers}
+    pointed = {int(path.stem.removeprefix("step=")) for path in tmp_path.glob("step=*")}
+    assert kept == pointed == ({4, 8} if mode == "min" else {8, 12})
+
+
 def test_the_entry_point_says_nothing_in_a_program_without_the_plugin(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

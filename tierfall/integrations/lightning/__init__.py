@@ -134,7 +134,9 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
                 return
             if step != self._tried:
                 found = self._trainer.callback_metrics.items()
-                metrics = {name: x for name, x in found if torch.numel(x) == 1}
+                logged = {name: x for name, x in found if torch.numel(x) == 1}
+                # ModelCheckpoint's own names for `monitor`.
+                metrics = {"epoch": self._trainer.current_epoch, "step": step, **logged}
                 handle = self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
                 self._tried = step
                 self._step = self._step if handle.outcome == "skipped" else step

@@ -23,6 +23,7 @@ def check(trainer: Any, ckpt: Checkpointer) -> None:
         keeping.note_evaluation(ckpt, math.inf)
     if not trainer.is_global_zero:
         return
+    wanted: list[keeping.Best] = []
     for saves in trainer.checkpoint_callbacks:
         if not isinstance(saves, ModelCheckpoint) or saves.save_top_k == 0:
             continue
@@ -32,11 +33,14 @@ def check(trainer: Any, ckpt: Checkpointer) -> None:
                     "save_top_k=-1 leaves a path for each checkpoint, and no tier keeps all: remove `retain` of a tier"
                 )
         elif saves.monitor is not None:
-            best = keeping.Best.by(saves.monitor, saves.mode, saves.save_top_k)
-            if missing := keeping.missing_for(ckpt, best):
-                logger.warning(
-                    "save_top_k=%d leaves paths to the best checkpoints by %s, and no tier keeps these: write %s",
-                    saves.save_top_k,
-                    saves.monitor,
-                    missing,
-                )
+            wanted.append(keeping.Best.by(saves.monitor, saves.mode, saves.save_top_k))
+    several = len({(best.metric, best.mode) for best in wanted if not best.is_newest()}) > 1
+    for best in wanted:
+        if missing := keeping.missing_for(ckpt, best):
+            logger.warning(
+                "save_top_k=%d leaves paths to the best checkpoints by %s, and no tier keeps these: write %s%s",
+                best.count,
+                best.metric,
+                missing,
+                ". `retain` has one `best`: each monitor needs a tier of its own" * several,
+            )
