@@ -24,7 +24,7 @@ from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PORT = re.compile(r"[^:]*:[0-9]+")

@@ -100,7 +100,7 @@ class Objects:
         def make_room() -> None:
             nonlocal step
             if step:
-                ckpt.delete(step)
+                ckpt.delete(step, even_the_last=True)
                 ckpt.drain()
             step += 1
 

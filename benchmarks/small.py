@@ -53,7 +53,7 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
         def make_room() -> None:
             nonlocal step
             if step:
-                ckpt.delete(step)
+                ckpt.delete(step, even_the_last=True)
                 ckpt.drain()
             optimizer.step()
             step += 1
@@ -132,7 +132,7 @@ def _until_barrier(
     def make_room() -> None:
         nonlocal step
         if step:
-            ckpt.delete(step)
+            ckpt.delete(step, even_the_last=True)
             ckpt.drain()
         optimizer.step()
         step += 1

@@ -109,7 +109,7 @@ class Suite:
 
         def make_room() -> None:
             self._work.update()
-            ckpt.delete(self._step)
+            ckpt.delete(self._step, even_the_last=True)
             ckpt.drain()
             self._step += 1
 

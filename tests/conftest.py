@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler
 
 import tierfall
 from tests.core.ranks.threads import network
@@ -23,6 +24,7 @@ from tests.object_store import SeaweedFS
 from tests.steps import state_of
 from tierfall.backends.wrappers import retry
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.runtime.messages import wait_for_messages
 
 SHARED = Path("/dev/shm")
 FIRST = (
@@ -60,6 +62,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class LogOfAllThreads(pytest.LogCaptureFixture):
+    """``caplog`` with what tierfall's threads have logged so far, which another thread handles."""
+
+    @property
+    def handler(self) -> LogCaptureHandler:
+        wait_for_messages()
+        return super().handler
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    found = LogOfAllThreads(request.node, _ispytest=True)
+    yield found
+    found._finalize()
 
 
 @pytest.fixture
@@ -126,8 +144,8 @@ def state(make_state: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
-    monkeypatch.setattr("tierfall.core.scheduler.flush.lane.FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("tierfall.core.scheduler.flush.flusher.LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr("tierfall.core.runtime.retries.FIRST_S", 0.01)
+    monkeypatch.setattr("tierfall.core.runtime.retries.LONGEST_S", 0.05)
     real = retry.wrap
     monkeypatch.setattr(
         "tierfall.setup.tiers.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)

@@ -13,6 +13,7 @@ import torch
 
 import tierfall
 from tierfall.run import open_run
+from tierfall.setup.places import run_folder
 
 ELEMENTS = 20_000
 
@@ -48,6 +49,12 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def memory_of(config: Mapping[str, Any]) -> Path:
+    """Return the folder of the host memory of a run on this machine, whether there is one yet or not."""
+    made = tierfall.Config.model_validate(config)
+    return run_folder(made, made.run)
 
 
 def open_elsewhere(config: Mapping[str, Any]) -> tierfall.Checkpointer:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, state_of, step_in, steps_on
+from tests.steps import blank, memory_of, state_of, step_in, steps_on
 from tierfall.config import load_config
 from tierfall.core.types.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
     config = make_config(disk={"flush": {"every": 2}})
     leave_in_memory(config, 1)
     damage(record(tmp_path, 1))
-    (memory / "run" / "tiers.json").unlink()  # by which this machine knows the tiers
+    (memory_of(config) / "tiers.json").unlink()  # by which this machine knows the tiers
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
     for output in (str(next(memory.rglob("*.arena"))), "1@1", "a0001.json", "tierfall drain"):
@@ -108,7 +108,7 @@ def test_a_drain_leaves_memory_where_a_newer_record_is_damaged(
 ) -> None:
     leave_in_memory(make_config(disk={"flush": {"every": 2}}), 1)
     record(tmp_path, 2).write_bytes(b"")
-    with pytest.raises(IntegrityError, match=r"a0002\.json.*newer start.*remove that file"):
+    with pytest.raises(IntegrityError, match=r"a0002\.json.*newer start.*start the training here"):
         drain(load_config(make_config()), 30.0)
     assert list(memory.rglob("*.arena"))
     record(tmp_path, 2).unlink()
@@ -138,7 +138,10 @@ def test_a_tier_that_does_not_accept_the_record_at_open_gets_it_before_the_first
     with monkeypatch.context() as patch:
         patch.setattr(StoredTier, "create_attempt", refuse)
         ckpt = tierfall.open(make_config())
-    assert "tier disk did not accept the attempt's record: on purpose" in caplog.text
+    assert (
+        "tier disk did not accept the attempt's record, which comes before its first copy there: on purpose"
+        in caplog.text
+    )
     assert not record(tmp_path, 1).exists()
     with ckpt:
         assert ckpt.save(1, state_of(1), block=True).outcome == "saved"

@@ -568,8 +568,8 @@ def test_a_tier_that_is_down_reports_on_the_handle_and_keeps_trying(
         assert handle.outcome is SaveOutcome.FAILED
         assert isinstance(handle.exception(), FlushError)
         causes: list[BaseException] = [caught.value]
-        while causes[-1].__cause__ is not None:
-            causes.append(causes[-1].__cause__)
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
         assert isinstance(causes[-1], UnreachableError)
         down.down = False
         wait_until(lambda: handle.outcome is SaveOutcome.SAVED, "the copy arrives after all")

@@ -411,6 +411,7 @@ def test_what_was_left_behind_on_one_node_alone_stays_so_for_all_ranks(
         close_all(ckpts)
     for disk in nodes.disks():
         shutil.rmtree(disk / "run" / "step-00000002-a0002")
+        (disk / "run" / "latest").unlink()
     for disk in nodes.disks()[1:]:
         shutil.rmtree(disk / "run" / "lineage")
     with network(["a", "a", "b"]) as last:

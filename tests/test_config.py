@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -676,12 +677,41 @@ def test_a_broken_file_says_line_and_column(load: Load) -> None:
             "tiers.yaml:1:6: not valid YAML: could not determine a constructor",
         ),
         ("run: !!int x", "tiers.yaml: cannot be read as YAML"),
+        ("? [run]\n: x", "tiers.yaml:1:3: not valid YAML: a key that is a list or a mapping"),
         ("1: x\nrun: x\ntiers: ./c", r"tiers.yaml:1: \[1\]: unknown key"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(load: Load, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         load(text)
+
+
+def _nested(line: str, repeated: str, times: int) -> str:
+    """Lines of which each has the one before several times, by its alias."""
+    lines = (
+        line.format(n=n, aliases=", ".join([repeated.format(n=n - 1)] * times))
+        for n in range(1, 40)
+    )
+    return "run: r\ntiers: ./c\na0: &a0 {x: 1}\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _nested("a{n}: &a{n} [{aliases}]", "*a{n}", 9),
+        _nested("a{n}: &a{n} {{<<: [{aliases}]}}", "*a{n}", 2),
+        _nested("a{n}: &a{n} {{? [{aliases}] : 1}}", "*a{n}", 2),
+        "run: r\ntiers: [" + "1, " * 20_000 + "1]",
+    ],
+    ids=["values", "merges", "keys", "no alias"],
+)
+def test_a_file_of_very_many_values_is_refused_at_once(load: Load, text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(
+        ConfigError, match=r"tiers.yaml:\d+:\d+: not valid YAML: (more than 10000|a key that)"
+    ):
+        load(text)
+    assert time.process_time() - began < 10
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -695,7 +725,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -
     with pytest.raises(ConfigError, match="not text in UTF-8"):
         load_config(tmp_path / "latin.yaml")
     (tmp_path / "big.yaml").write_bytes(b"#" * (1 << 21))
-    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+    with pytest.raises(ConfigError, match="larger than 128 KiB"):
         load_config(tmp_path / "big.yaml")
     with pytest.raises(
         ConfigError, match=r"expected the path of a YAML file, a dict or a tierfall.Config, got int"

@@ -189,7 +189,7 @@ def test_each_chunk_comes_from_a_copy_that_is_good(
 ) -> None:
     """The image in memory is damaged in one place, the one on disk in another."""
     config = make_saved(host={"on_close": "keep"})
-    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*.arena")
+    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*/*.arena")
     data = arena.read_bytes()
     image = (step_folder(tmp_path / "disk") / IMAGE).read_bytes()
     flip(arena, data.index(image[:65_536]) + 70_000)
@@ -528,7 +528,7 @@ def test_small_chunks_go_to_an_object_store_in_parts_that_it_takes(
     )
     done = run_copy(config, tier="store")
     assert set(done.sources) == {"host"}
-    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*.arena")
+    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*/*.arena")
     arena.unlink()
     shutil.rmtree(tmp_path / "disk")
     assert step_in(tierfall.load(config, step=1)) == 1

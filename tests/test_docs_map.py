@@ -149,7 +149,7 @@ NOT_OURS = {
     "swap_tensors",
     "keep_vars",
 } | {
-    *("get_optimizer_state_dict", "layer"),
+    *("get_optimizer_state_dict", "layer", "load_from_checkpoint"),
 }
 """Names of torch, Python and the system, and an example."""
 

@@ -36,6 +36,7 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
             "restore",
             "wait_captured",
             "pin",
+            "delete",
             "prune",
             "drain",
             "close",
@@ -49,7 +50,7 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
         for name in ("captured", "wait", "done", "add_done_callback")
     },
 }
-THE_SAME = {"maybe_save": "save", "unpin": "pin", "delete": "pin"}
+THE_SAME = {"maybe_save": "save", "unpin": "pin"}
 REPORTS = (
     tierfall.CheckpointInfo,
     tierfall.DrainReport,

@@ -24,6 +24,7 @@ from tests.open_ranks import (
     stop_before_any_flush,
     wait_sealed,
 )
+from tests.steps import memory_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
@@ -33,7 +34,7 @@ from tierfall.core.types.errors import FencedError, LockError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
 from tierfall.session.leftovers import adopt_slots, images_in
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import run_folder
 from tierfall.tiers.host import SealedImage
 from tierfall.tiers.stored import StoredTier
 
@@ -44,7 +45,7 @@ FIRST = CheckpointId(1, 1)
 def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage]]:
     """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
     folder = run_folder(config, config.run)
-    slots = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
+    slots, _ = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
     try:
         yield [image for id, image in images_in(slot.host for slot in slots) if id == FIRST]
     finally:
@@ -152,7 +153,7 @@ def test_what_not_all_ranks_of_the_machine_had_sealed_is_no_checkpoint(
 def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept(
     left: Opener, tmp_path: Path
 ) -> None:
-    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    (memory_of(left.config(0)) / "slot-1.arena").unlink()
     data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
     data["tiers"][2]["shared"] = True
     drained = drain(Config.model_validate(data), None)
@@ -173,7 +174,7 @@ def test_the_machine_that_comes_last_commits_what_all_have_brought(
     data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
     data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
     config = Config.model_validate(data)
-    memory, elsewhere = tmp_path / "0/memory/run", tmp_path / "elsewhere"
+    memory, elsewhere = memory_of(config), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (memory / "slot-1.arena").rename(elsewhere / "slot-1.arena")
     assert [owed.tier for owed in drain(config, None).left] == ["far"]
@@ -200,10 +201,35 @@ def test_a_part_that_only_another_tier_has_is_brought_from_there(
     flush = data["tiers"][2].pop("flush", None)
     data["tiers"][2]["flush"] = {"every": 2}
     assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
-    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    (memory_of(left.config(0)) / "slot-1.arena").unlink()
     data["tiers"][2] |= {"flush": flush or {"every": 1}}
     assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["far"]
     assert files_on(tmp_path, "far") == WHOLE
+
+
+def test_memory_is_kept_while_a_copy_that_may_have_the_rest_could_not_be_read(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0).model_dump(mode="json", exclude_none=True)
+    data["tiers"][1]["shared"] = data["tiers"][2]["shared"] = True
+    config = Config.model_validate(data)
+    data["tiers"][0]["on_close"] = "keep"
+    data["tiers"][2]["flush"] = {"every": 2}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
+    with owned_memory(config, first=1) as memory:
+        for image in memory:
+            image.region.release()
+    record = next((tmp_path / "0/nvme").rglob("commit.json"))
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(tmp_path / "elsewhere")
+    drained = drain(config, SOON_S)
+    assert drained.memory_kept
+    assert (
+        "1@1: 1 of its images are not in memory; what could not be read may" in drained.problems[0]
+    )
+    record.unlink()
+    (tmp_path / "elsewhere").rename(record)
+    assert [owed.tier for owed in drain(config, SOON_S).done] == ["far"]
 
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:
@@ -312,7 +338,7 @@ def test_orders_reach_the_memory_of_every_rank_of_the_machine(left: Opener, tmp_
     assert command(left, "unpin", "1").exit_code == 0
     with owned_memory(left.config(0)) as memory:
         assert [i.marks for i in memory] == [set(), set()]
-    done = command(left, "rm", "1", "--yes")
+    done = command(left, "rm", "1", "--yes", "--even-the-last")
     assert done.exit_code == 0, done.output
     assert not list(tmp_path.rglob("*.arena"))
 
@@ -331,7 +357,7 @@ def test_an_order_that_a_tier_refuses_leaves_the_memory_of_all_ranks(
         return real(self, key, **options)
 
     monkeypatch.setattr(PosixBackend, "create", create)
-    assert command(left, "rm", "1", "--yes").exit_code == 1
+    assert command(left, "rm", "1", "--yes", "--even-the-last").exit_code == 1
     with owned_memory(left.config(0)) as memory:
         assert len(memory) == 2
     assert files_on(tmp_path, "nvme")[:1] == ["commit.json"]

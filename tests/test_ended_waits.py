@@ -145,7 +145,7 @@ def test_an_order_that_waits_for_a_reader_says_so(
         ckpt.save(1, state_of(1))
         assert held.arrived.wait(PATIENCE_S)
         with pytest.raises(TierfallError, match=r"delete of 1@1: .*still being read, written"):
-            ckpt.delete(1)
+            ckpt.delete(1, even_the_last=True)
         held.opened.set()
         ckpt.drain()
         assert steps_on(tmp_path / "disk") == []
@@ -365,7 +365,7 @@ def test_closing_leaves_the_reason_of_a_failure_as_it_was(
     with pytest.raises(FlushError, match="not for you") as after:
         handle.wait(timeout=0)
     for caught in (before, after):
-        cause = caught.value.__cause__
+        cause = caught.value.__context__
         assert cause is not None
         assert isinstance(cause.__cause__, AccessDeniedError)
 

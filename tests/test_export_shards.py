@@ -112,15 +112,6 @@ def test_what_fits_into_one_file_has_no_index(config: Config, out: Path) -> None
     assert_model(safetensors.torch.load_file(out / "model.safetensors"))
 
 
-def test_all_of_a_step_is_divided_too(config: Config, out: Path) -> None:
-    export_from(config, "raw", to=out, max_shard_bytes=5 * KB)
-    found, files = by_hand(out, "run-step-00000001")
-    assert torch.equal(found["model.0.weight"], model_of()[0].weight)
-    first = out / files[min(files, key=lambda name: files[name])]
-    with safetensors.safe_open(first, "pt") as file:
-        assert json.loads(file.metadata()["tierfall.named_values"])["epoch"] == [3, []]
-
-
 def test_shards_of_several_ranks_are_whole(tmp_path: Path, out: Path) -> None:
     config = config_of(tmp_path)
     save_on_ranks(config, 2, [1], lambda rank, step: {"model": model_of()})
@@ -149,10 +140,15 @@ def test_shards_of_another_dtype_are_measured_in_it(config: Config, out: Path) -
     assert [file.name for file in out.iterdir()] == ["model.0.safetensors"]
 
 
-def test_a_dtype_needs_a_part_and_safetensors(config: Config, out: Path) -> None:
-    with pytest.raises(ConfigError, match="--dtype needs --only"):
-        export_from(config, "raw", to=out, dtype=torch.bfloat16)
-    for words in ({"dtype": torch.bfloat16}, {"max_shard_bytes": 5}, {"beside": (ROOT / "x",)}):
+def test_a_dtype_shards_and_files_need_a_part_and_safetensors(config: Config, out: Path) -> None:
+    every: tuple[dict[str, Any], ...] = (
+        {"dtype": torch.bfloat16},
+        {"max_shard_bytes": 5},
+        {"beside": (ROOT / "x",)},
+    )
+    for words in every:
+        with pytest.raises(ConfigError, match="--dtype and --with need --only"):
+            export_from(config, "raw", to=out, **words)
         with pytest.raises(ConfigError, match="are for --format safetensors, not torch"):
             export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=("model",), **words)
     assert not out.exists()

@@ -51,13 +51,13 @@ def test_sizes_are_those_of_adam_in_mixed_precision() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("125M", 125_000_000), ("7B", 7 * 10**9), ("1.5e9", 1_500_000_000), ("12", 12)],
+    [("125M", 125_000_000), ("7B", 7 * 10**9), ("1.5e9", 1_500_000_000), ("12000", 12_000)],
 )
 def test_parameters_are_written_as_people_do(text: str, count: int) -> None:
     assert parse_parameters(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "big", "0", "-1", "7G", "1e99", "7 B B"])
+@pytest.mark.parametrize("text", ["", "big", "0", "-1", "7", "9999", "7G", "1e99", "7 B B"])
 def test_other_parameters_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a number of parameters such as 125M"):
         parse_parameters(text)

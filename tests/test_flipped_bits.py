@@ -58,7 +58,7 @@ def flips(folder: Path, trials: int) -> Iterator[tuple[str, int]]:
 
 @TRIALS
 def test_a_check_finds_every_flipped_bit(step_folder: Path, trials: int) -> None:
-    store, _ = open_place(resolve_path(step_folder))
+    store = open_place(resolve_path(step_folder))
     id = CheckpointId(1, 1)
     missed = []
     with CopyVerifier() as verifier:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 import tierfall
 from tests.media import Medium
+from tests.memory_store import MemoryStore
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.writer import PosixWriter
@@ -122,18 +124,17 @@ def test_a_full_disk_is_reported_when_it_begins_and_when_it_ends(
         assert "Kept: 30@1, 20@1." in begin
         assert "No space left on device" in begin
         assert steps_on(disk) == [70, 80, 90]
-        assert texts(logging.INFO) == []
         subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
         for step in range(100, 150, 10):
             ckpt.save(step, state_of(step, elements=BIG), block=True)
-        (end,) = texts(logging.INFO)
+        begin_again, end = texts(logging.WARNING)
+        assert begin_again == begin
         assert "tier disk is not full any more" in end
         assert "Deleted before: 10@1, 20@1, 30@1, 40@1 and 2 more" in end
-        assert texts(logging.WARNING) == [begin]
         subprocess.run(["mount", "-o", "remount,size=3500k", str(disk)], check=True)
         ckpt.save(150, state_of(150, elements=BIG), block=True)
-        assert len(texts(logging.WARNING)) == 2
-        assert "Deleted: 70@1" in texts(logging.WARNING)[1]
+        assert len(texts(logging.WARNING)) == 3
+        assert "Deleted: 70@1" in texts(logging.WARNING)[2]
 
 
 @pytest.mark.parametrize("compress", [None, {"codec": "zstd"}], ids=["raw", "zstd"])
@@ -258,6 +259,62 @@ def test_a_tier_too_small_for_one_image_names_both_numbers(
         ):
             ckpt.save(1, state_of(1))
         assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_an_image_that_outgrows_a_tier_in_mid_run_is_left_out_there_alone(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(small={"capacity": "250KiB"}, large={}, host={"capacity": "1MiB"})
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        grown = ckpt.save(3, state_of(3, elements=BIG))
+        grown.wait("large")
+        with pytest.raises(CapacityError, match=r"flush of 3@1 to small: .*256000 bytes.*left out"):
+            grown.wait("small")
+        assert isinstance(grown.exception(), CapacityError)
+        assert str(grown.exception()) in [r.getMessage() for r in caplog.records]
+        ckpt.save(4, state_of(4), block=True).wait("small")
+        beyond_memory = ckpt.save(5, state_of(5, elements=10 * BIG))
+        assert beyond_memory.outcome == "skipped"
+        assert "save of step 5 is skipped: tier host: " in caplog.text
+        ckpt.save(6, state_of(6), block=True).wait("small")
+    assert steps_on(tmp_path / "large") == [1, 2, 3, 4, 6]
+    assert steps_on(tmp_path / "small")[-1] == 6
+    assert 3 not in steps_on(tmp_path / "small")
+
+
+def test_an_image_that_outgrows_a_tier_is_raised_where_that_is_asked_for(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(small={"capacity": "250KiB"}, large={}, on_error="raise")
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.save(2, state_of(2, elements=BIG)).wait("large")
+        with pytest.raises(CapacityError, match="flush of 2@1 to small"):
+            ckpt.save(3, state_of(3))
+    assert steps_on(tmp_path / "large") == [1, 2]
+
+
+def test_memory_holds_as_many_images_as_its_capacity_says(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2.2 MiB each, in 16 MiB. What the error says of the room that is left is less than what the image needs."""
+    store, flow = MemoryStore(monkeypatch), threading.Event()
+    config = make_config(host={"capacity": "16MiB", "when_full": "skip"})
+    config["tiers"] = [config["tiers"][0], store.tier()]
+    with tierfall.open(config) as ckpt:
+        store.refuse = lambda call, key: None if flow.wait(60) else TimeoutError()
+        saved = [ckpt.save(step, state_of(step, elements=550_000)) for step in range(1, 9)]
+        assert [handle.outcome == "skipped" for handle in saved] == [False] * 7 + [True]
+        error = str(saved[-1].exception())
+        flow.set()
+    found = re.search(
+        r"has room for (\S+) (\S+) in one piece, of 16 MiB; .* needs (\S+) MiB", error
+    )
+    assert found, error
+    left_mib = float(found[1]) / {"MiB": 1, "KiB": 1024, "bytes": 1 << 20}[found[2]]
+    assert left_mib < float(found[3])
 
 
 def test_full_memory_skips_the_save_and_training_goes_on(

@@ -54,13 +54,6 @@ def _to_folder(path: Path) -> None:
     path.mkdir()
 
 
-def _to_link(path: Path) -> None:
-    """The very bytes, but by a link out of the tier."""
-    target = path.parents[3] / f"outside-{path.name}"
-    path.rename(target)
-    path.symlink_to(target)
-
-
 def _to_older(path: Path) -> None:
     path.write_bytes((path.parents[1] / "step-00000001-a0001" / path.name).read_bytes())
 
@@ -71,7 +64,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": lambda path: os.truncate(path, 0),
     "scrambled": _scramble,
     "folder": _to_folder,
-    "link": _to_link,
     "of another step": _to_older,
 }
 
@@ -89,12 +81,6 @@ def test_a_damaged_file_gives_way_to_the_step_before(
     damage: str, file: str, make_config: MakeConfig, run_folder: Path, newest: Path
 ) -> None:
     DAMAGES[damage](newest / file)
-    if file == COMMIT and damage in ("folder", "link"):
-        # Without a commit record there is no such step.
-        with pytest.raises(RestoreError, match="step 2"):
-            tierfall.load(newest)
-        assert step_in(tierfall.load(run_folder)) == 1
-        return
     output = must_be_refused(make_config, run_folder, newest)
     assert "2@1" in output
 

@@ -162,7 +162,7 @@ def test_a_tier_that_refuses_the_index_takes_the_checkpoint(
 def test_a_tier_that_does_not_answer_is_asked_again(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
-    monkeypatch.setattr("tierfall.core.scheduler.group.pending_commits.AGAIN_S", 0.01)
+    monkeypatch.setattr("tierfall.core.runtime.retries.FIRST_S", 0.01)
     tries: list[str] = []
     real = PosixBackend.create
 

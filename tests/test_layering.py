@@ -73,6 +73,8 @@ FOLDERS = (
 FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
 ADAPTER_LINES_MAX = 150
 MAY_USE_PRIVATE = {
+    "tierfall/export/torch_file.py": ["getattr(value, '_untyped_storage', value)"],
+    "tierfall/imports/dcp_metadata.py": ["pickle._Unpickler"],
     "tierfall/integrations/accelerate.py": [
         f"accelerator.{name}"
         for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")
@@ -80,9 +82,10 @@ MAY_USE_PRIVATE = {
     "tierfall/integrations/lightning/__init__.py": ["trainer.fit_loop._data_fetcher"],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
+    "tierfall/setup/signal_hub.py": ["os._exit"],
 }
 """What else than ``self._name`` these files use. ``ckpt._opened`` is where integrations reach the parts of a
-Checkpointer. Lightning and accelerate have no public names for these."""
+Checkpointer. Lightning, accelerate and pickle have no public names for these; that of torch warns."""
 
 MAY_IMPORT_THE_PACKAGE = (
     "tierfall.integrations.path",

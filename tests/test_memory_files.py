@@ -16,19 +16,19 @@ import tierfall
 from tests import forked
 from tests.core.ranks.threads import network
 from tests.open_ranks import Opener, close_all, kill_all, wait_sealed
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, memory_of, state_of, step_in, steps_on, wait_until
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.events import TierFailing, TierRecovered
 from tierfall.core.types.values import LossClass
-from tierfall.ops.reader import left_in_memory
-from tierfall.setup.tier_identity import MEMORY_NAME
+from tierfall.ops.reader import RunReader
+from tierfall.setup.places import MEMORY_NAME
 from tierfall.tiers.arena.arena import Arena
 
 MakeConfig = Callable[..., dict[str, Any]]
 HOLD = """
 import fcntl, pathlib, sys
 path = pathlib.Path(sys.argv[1])
-path.parent.mkdir(exist_ok=True)
+path.parent.mkdir(parents=True, exist_ok=True)
 lock = path.open("a")
 try:
     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,12 +63,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def arena(memory: Path) -> Path:
-    return memory / "run" / "slot-0.arena"
+def arena(config: dict[str, Any]) -> Path:
+    return memory_of(config) / "slot-0.arena"
 
 
-def lock(memory: Path) -> Path:
-    return memory / "run" / "slot-0.lock"
+def lock(config: dict[str, Any]) -> Path:
+    return memory_of(config) / "slot-0.lock"
 
 
 def survives(ckpt: tierfall.Checkpointer) -> int | None:
@@ -77,9 +77,10 @@ def survives(ckpt: tierfall.Checkpointer) -> int | None:
 
 def in_memory(config: dict[str, Any]) -> int:
     """How many images a start after a kill would find."""
-    count, problems = left_in_memory(tierfall.Config.model_validate(config))
-    assert problems == []
-    return count
+    with RunReader(tierfall.Config.model_validate(config)) as reader:
+        memory = reader.memory()
+    assert memory.damaged == ()
+    return len(memory.copies)
 
 
 def test_a_removed_folder_is_noticed_reported_once_and_made_anew(
@@ -90,7 +91,7 @@ def test_a_removed_folder_is_noticed_reported_once_and_made_anew(
         ckpt.save(1, state_of(1)).captured()
         ckpt.save(2, state_of(2)).captured()
         remove(memory / "run")
-        wait_until(arena(memory).exists, "the file is made anew")
+        wait_until(arena(config).exists, "the file is made anew")
         wait_until(lambda: survives(ckpt) == 2, "what lies in memory outlives the process")
         assert in_memory(config) == 2
         assert len(warnings("was removed")) == 1
@@ -114,9 +115,10 @@ def test_what_the_machine_remembers_of_the_tiers_comes_back(
     make_config: MakeConfig, memory: Path
 ) -> None:
     """By that a start notices that a tier is not mounted."""
-    with tierfall.open(make_config()) as ckpt:
+    config = make_config()
+    with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
-        file = memory / "run" / MEMORY_NAME
+        file = memory_of(config) / MEMORY_NAME
         remembered = file.read_bytes()
         remove(memory / "run")
         assert ckpt._session.memory.repair(10.0)
@@ -125,12 +127,13 @@ def test_what_the_machine_remembers_of_the_tiers_comes_back(
 
 @pytest.mark.usefixtures("sleepy")
 def test_what_is_reported_of_losses_is_true_at_once(make_config: MakeConfig, memory: Path) -> None:
-    with tierfall.open(make_config(disk={"flush": {"every": 2}})) as ckpt:
+    config = make_config(disk={"flush": {"every": 2}})
+    with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
         ckpt.save(2, state_of(2), block=True)
         ckpt.save(3, state_of(3)).captured()
         assert survives(ckpt) == 3
-        arena(memory).unlink()
+        arena(config).unlink()
         assert survives(ckpt) == 2  # on disk
         assert ckpt.checkpoints()[-1].tiers == {"host": "sealed"}  # it can be restored still
         state = blank()
@@ -180,8 +183,8 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
     ckpt.save(1, state_of(1)).captured()
     ckpt.save(2, state_of(2), block=True)
     ckpt.save(3, state_of(3)).captured()
-    arena(memory).unlink()
-    arena(memory).write_bytes(b"somebody else's")
+    arena(config).unlink()
+    arena(config).write_bytes(b"somebody else's")
     if on_error == "raise":
         with pytest.raises(FlushError, match="lost, as no other tier has it: 1@1, 3@1: host"):
             ckpt.close()
@@ -195,21 +198,22 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
         len(warnings("cannot be made anew at present")) == 2
     )  # when it was found, and what it meant
     assert warnings("the next start or 'tierfall drain' finishes it") == []
-    assert arena(memory).read_bytes() == b"somebody else's"
+    assert arena(config).read_bytes() == b"somebody else's"
     assert steps_on(tmp_path / "disk") == [2]
 
 
 def test_a_second_start_is_refused_although_the_lock_was_removed(
     make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:
-    with tierfall.open(make_config()) as ckpt:
+    config = make_config()
+    with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
-        lock(memory).unlink()
+        lock(config).unlink()
         wait_until(lambda: bool(warnings("slot-0.lock was removed")), "that is said")
-        assert forked.run(["-c", HOLD, str(lock(memory))]).stdout == "refused\n"
+        assert forked.run(["-c", HOLD, str(lock(config))]).stdout == "refused\n"
         ckpt.save(2, state_of(2), block=True)
         assert survives(ckpt) == 2
-    assert not arena(memory).exists()
+    assert not arena(config).exists()
 
 
 @pytest.mark.usefixtures("sleepy")
@@ -221,7 +225,7 @@ def test_another_process_that_took_the_place_keeps_its_files(
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     remove(memory / "run")
-    with forked.start(["-c", HOLD, str(lock(memory)), "with an arena"]) as two:
+    with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
         assert two.stdout.readline() == b"held\n"
         assert not ckpt._session.memory.repair(10.0)
         assert survives(ckpt) is None
@@ -229,8 +233,8 @@ def test_another_process_that_took_the_place_keeps_its_files(
         ckpt.close()
         assert f"process {two.pid}" in warnings("cannot be made anew")[0]
         assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
-        assert arena(memory).read_bytes() == b"theirs"
-        assert lock(memory).exists()
+        assert arena(config).read_bytes() == b"theirs"
+        assert lock(config).exists()
 
 
 @pytest.mark.usefixtures("sleepy")
@@ -238,13 +242,14 @@ def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
     make_config: MakeConfig, memory: Path, tmp_path: Path
 ) -> None:
     """Only the lock was removed, and a second start took it before that was noticed: memory is the other's now."""
-    ckpt = tierfall.open(make_config())
+    config = make_config()
+    ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1), block=True)
-    lock(memory).unlink()
-    with forked.start(["-c", HOLD, str(lock(memory))]) as two:
+    lock(config).unlink()
+    with forked.start(["-c", HOLD, str(lock(config))]) as two:
         assert two.stdout.readline() == b"held\n"
         ckpt.close()
-        assert arena(memory).exists()
+        assert arena(config).exists()
     assert steps_on(tmp_path / "disk") == [1]
 
 
@@ -273,7 +278,7 @@ def test_growth_waits_for_a_file_that_is_half_made(
     config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
-        arena(memory).unlink()
+        arena(config).unlink()
         assert ckpt._session.host.unlock_pages()
         assert ckpt._session.host.recreate_file()
         ckpt.save(2, state_of(2, elements=2_000_000)).captured()

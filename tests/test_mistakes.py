@@ -22,7 +22,7 @@ from tierfall.core.types.errors import ConfigError, TierfallError
 REMEDIES = re.compile(
     "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|first|must be|"
     "there are|not known|nearest|leave it out|save |close it|open another|is not a device|has a codec|register_codec|"
-    "is not one of|names no|holds no|only=|wait.timeout|put the object itself"
+    "is not one of|names no|holds no|only=|resize=|wait.timeout|put the object itself"
 )
 YAML = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
 

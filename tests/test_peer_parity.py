@@ -10,8 +10,8 @@ import pytest
 
 from tests.test_peer_placement import config_of, met, refusals
 from tierfall.core.ranks.domains import node_name
-from tierfall.setup.nodes.kept import seen_by_one
 from tierfall.setup.peers import PeerMemory
+from tierfall.setup.places import run_folder, seen_by_one
 
 
 def group_of(group: int, losses: int = 1) -> dict[str, int]:
@@ -77,8 +77,9 @@ def test_nodes_that_share_a_folder_are_refused(tmp_path: Path, kept: dict[str, A
 
 
 def test_a_folder_of_parity_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "peers-1").mkdir(mode=0o700)
-    (tmp_path / "peers-1/parity").touch()
+    kept = tmp_path / "peers-1" / run_folder(config_of(tmp_path, 1), "run").name
+    kept.mkdir(parents=True, mode=0o700)
+    (kept / "parity").touch()
     (text,) = refusals(tmp_path, 2, parity=group_of(2))
     assert "rank 1: tier peers: folder" in text
 
@@ -88,7 +89,9 @@ def test_the_id_of_a_nodes_memory_stays(tmp_path: Path) -> None:
     for _ in range(2):
         with met(tmp_path, 2, parity=group_of(2)) as found:
             assert all(isinstance(one, PeerMemory) for one in found), found
-            ids.append([(tmp_path / f"peers-{n}/memory-id").read_text() for n in range(2)])
+            ids.append(
+                [next(tmp_path.glob(f"peers-{n}/*/memory-id")).read_text() for n in range(2)]
+            )
     assert ids[0] == ids[1]
     assert ids[0][0] != ids[0][1]
 
@@ -96,5 +99,5 @@ def test_the_id_of_a_nodes_memory_stays(tmp_path: Path) -> None:
 def test_a_process_that_does_not_meet_the_others_leaves_the_tier_out(tmp_path: Path) -> None:
     """Parity without the other nodes says nothing."""
     config = config_of(tmp_path, 0, parity=group_of(2))
-    (tmp_path / "peers-0").mkdir()
+    (tmp_path / "peers-0" / run_folder(config, "run").name).mkdir(parents=True)
     assert seen_by_one(config).peers is None

@@ -18,6 +18,7 @@ from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
 from tierfall.setup.nodes import address
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
+from tierfall.setup.places import run_folder
 from tierfall.tiers.arena.folder import RoomReport
 
 
@@ -168,11 +169,12 @@ def test_memory_that_the_capacity_exceeds_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is kept there already is part of the capacity."""
-    (tmp_path / "peers-1").mkdir(mode=0o700)
-    (tmp_path / "peers-1/kept").write_bytes(bytes(1 << 20))
+    kept = tmp_path / "peers-1" / run_folder(config_of(tmp_path, 1), "run").name
+    kept.mkdir(parents=True, mode=0o700)
+    (kept / "kept").write_bytes(bytes(1 << 20))
 
     def room(folder: Path) -> RoomReport:
-        free = 1 << 20 if folder.name == "peers-1" else 1 << 30
+        free = 1 << 20 if folder == kept else 1 << 30
         return RoomReport(
             folder=folder, file_system_free_bytes=free, memory_free_bytes=None, in_memory=True
         )

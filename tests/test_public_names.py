@@ -17,8 +17,9 @@ import tierfall
 from tierfall.core.types import errors
 
 FUNCTIONS = {
-    "open": "config, *, run=None, process_group=None, fresh=False",
-    "load": "config_or_path, *, step=None, attempt=None, map_location='cpu'",
+    "open": "config, *, run=None, process_group=None, fresh=False, replace=False",
+    "load": "config_or_path, *, step=None, attempt=None, only=None, map_location='cpu'",
+    "close_all": "",
     "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
     "item": "value, *, changes=None, on_resize='reshard'",
@@ -36,7 +37,7 @@ CHECKPOINTER = {
     "checkpoints": "self",
     "pin": "self, step, *, attempt=None",
     "unpin": "self, step, *, attempt=None",
-    "delete": "self, step, *, attempt=None",
+    "delete": "self, step, *, attempt=None, even_the_last=False",
     "prune": "self, *, dry_run=False",
     "drain": "self, deadline=None",
     "close": "self",
@@ -76,6 +77,7 @@ VALUES = {
     "SaveStats": set(),
     "ShardSource": set(),
     "Pointer": {"run", "step", "attempt", "tiers"},
+    "UnknownValue": {"name", "value", "reason"},
     "Fallback": set(),
 }
 OTHERS = {"Checkpointer", "Config", "SaveHandle", "errors"}

@@ -364,8 +364,9 @@ def test_state_of_each_rank_that_others_hold_otherwise_is_named_when_their_numbe
     close_all(opened)
     with network(["a", "a"]) as two:
         fewer = open_all(tmp_path, two)
-        fresh = [{"model": replica(9, seed=2)["model"]} for _ in range(2)]
+        fresh = [replica(9, seed=2) for _ in range(2)]
         outcomes = restore_all(fewer, fresh)
         assert all(isinstance(one, TierfallError) for one in outcomes), outcomes
         assert "model." in str(outcomes[0])
+        assert "on_resize=" in str(outcomes[0])
         close_all(fewer)

@@ -39,7 +39,7 @@ def test_a_run_its_handles_and_reports_are_shown_as_sentences(make_config: MakeC
         assert " on host, disk; " in repr(info)
         assert repr(info).endswith("tags good; loss 1.5>")
         damaged = replace(info, damage={"disk": "gone"}, owed=("far",), pinned=True)
-        assert "owed to far; damaged on disk; pinned" in repr(damaged)
+        assert "owed to far; not good on disk; pinned" in repr(damaged)
         shown = str(ckpt.statistics())
         assert "  saves         1 (0 lazy)\n" in shown
         assert "  survives      step 10 a lost process, " in shown

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
-from tests.steps import wait_until
+from tests.steps import memory_of, wait_until
 from tests.stuck_tier import StuckTier
 from tierfall.cli.app import app
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
@@ -88,7 +88,7 @@ def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_nam
     for rank, image in enumerate(images):
         assert image.name == f"rank-{rank:05}-of-00002.safetensors", "each where its node is"
         assert tierfall.load(image)["w"].tolist() == [float(rank)] * 4
-    assert not list(tmp_path.glob("*/memory/run/*.arena"))
+    assert not list(tmp_path.glob("*/memory/run/*/*.arena"))
 
 
 class WithShared(Opener):
@@ -128,8 +128,8 @@ def test_memory_that_cannot_be_read_stays_and_the_rest_is_adopted(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     stop_before_any_flush(opener, monkeypatch)
-    memory = tmp_path / "0/memory/run"
-    shutil.copy(tmp_path / "1/memory/run/slot-0.arena", memory / "slot-1.arena")
+    memory, other = (memory_of(opener.config(rank)) for rank in (0, 1))
+    shutil.copy(other / "slot-0.arena", memory / "slot-1.arena")
     (memory / "slot-2.arena").write_bytes(b"nothing of ours")
     with Checkpointer(opener.config(0), run="run") as alone:
         assert "slot-2.arena" in caplog.text
@@ -147,8 +147,8 @@ def test_a_slot_that_a_living_process_owns_is_not_adopted(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_before_any_flush(opener, monkeypatch)
-    memory = tmp_path / "0/memory/run"
-    shutil.copy(tmp_path / "1/memory/run/slot-0.arena", memory / "slot-1.arena")
+    memory, other = (memory_of(opener.config(rank)) for rank in (0, 1))
+    shutil.copy(other / "slot-0.arena", memory / "slot-1.arena")
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(memory / "slot-1.lock")],

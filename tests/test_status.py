@@ -17,7 +17,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all, wait_sealed
 from tests.rank_kit import config_of
-from tests.steps import state_of, wait_until
+from tests.steps import memory_of, state_of, wait_until
 from tierfall.config import load_config
 from tierfall.ops.watch import Watcher
 from tierfall.run.checkpointer import Checkpointer
@@ -32,11 +32,16 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_writer, "EVERY_S", 0.02)
 
 
+def folder_in(memory: Path) -> Path:
+    """The one folder of host memory of the run."""
+    return next((memory / "run").iterdir())
+
+
 def read(memory: Path) -> status.Status:
     found: list[status.Status] = []
 
     def look() -> bool:
-        output = status.read_status(memory / "run", 0)
+        output = status.read_status(folder_in(memory), 0)
         found[:] = [] if output is None else [output]
         return bool(found)
 
@@ -102,7 +107,7 @@ def test_memory_that_is_full_costs_the_status_alone_and_is_reported_once(
             ckpt.save(step, state_of(step), block=True)
         wait_until(lambda: "is not written" in caplog.text, "it is said")
         assert read(memory).checkpoints_known == 0, "the last whole one stays"
-        assert [p.name for p in (memory / "run").glob("*.new")] == []
+        assert [p.name for p in folder_in(memory).glob("*.new")] == []
         full.clear()
         ckpt.save(4, state_of(4), block=True)
         wait_until(lambda: read(memory).checkpoints_known == 4, "it goes on")
@@ -133,7 +138,7 @@ def _fail(timeout: float | None) -> None:
 
 def test_what_a_killed_rank_reported_goes_with_its_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    folder = tmp_path / "memory" / "run"
+    folder = memory_of(config)
     with network(["a", "a"]) as ranks:
         opened: list[Any] = on_all(
             [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
@@ -158,11 +163,11 @@ def test_what_a_killed_process_reported_is_replaced_by_the_next_start(
     with tierfall.open(make_config()):
         wait_until(lambda: read(memory).attempt == 1, "the first status")
         output = read(memory)
-    status.write_status(memory / "run", output.model_copy(update={"slot": 0}))
+    status.write_status(folder_in(memory), output.model_copy(update={"slot": 0}))
     with tierfall.open(make_config()) as ckpt:
         ckpt.restore(state_of(0))
         wait_until(lambda: read(memory).attempt == 2, "the next start's own")
-    assert status.read_status(memory / "run", 0) is None
+    assert status.read_status(folder_in(memory), 0) is None
 
 
 # Several ranks ---------------------------------------------------------------------------------------
@@ -194,7 +199,7 @@ def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -
         assert glimpse.live is not None
         assert (glimpse.live.rank, glimpse.live.world_size) == (0, 2)
         assert on_all([one.close for one in opened]) == [None, None]  # type: ignore[attr-defined]
-        assert [status.read_status(tmp_path / "memory" / "run", slot) for slot in (0, 1)] == [
+        assert [status.read_status(memory_of(config), slot) for slot in (0, 1)] == [
             None,
             None,
         ]
@@ -208,8 +213,8 @@ def test_where_rank_0_is_elsewhere_this_nodes_first_rank_is_shown(
         wait_until(lambda: read(memory).attempt == 1, "the first status")
         output = read(memory)
         other = output.model_copy(update={"slot": 1, "rank": 8, "world_size": 16, "pid": 1})
-        status.write_status(memory / "run", other)
-        (memory / "run" / "slot-1.lock").touch(0o600)
+        status.write_status(folder_in(memory), other)
+        (folder_in(memory) / "slot-1.lock").touch(0o600)
         with Watcher(load_config(config), run="run") as watcher:
             glimpse = watcher.take_snapshot()
         assert [(slot.number, slot.alive) for slot in glimpse.slots] == [(0, True), (1, False)]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tierfall import errors
-    from tierfall.api import load, open
+    from tierfall.api import close_all, load, open
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
     from tierfall.core.state.item import item
+    from tierfall.core.tensors.builtin_codecs import UnknownValue
     from tierfall.core.tensors.value_codec import register_codec
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
@@ -56,6 +57,8 @@ __all__ = [
     "Statistics",
     "SurvivalChance",
     "TierCadence",
+    "UnknownValue",
+    "close_all",
     "errors",
     "item",
     "load",
@@ -70,6 +73,8 @@ _MODULES = {
     "Pointer": "tierfall.setup.pointer",
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
+    "UnknownValue": "tierfall.core.tensors.builtin_codecs",
+    "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",
     "open": "tierfall.api",

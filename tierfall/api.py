@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,23 @@ from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import Listing
-from tierfall.core.load.load import check_device, plan_load
-from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.load import LoadPlan, check_device, plan_load
+from tierfall.core.restore.candidates import naming_deletion
+from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import PathReader, RunReader, find_pointer
 from tierfall.run.checkpointer import Checkpointer
-from tierfall.run.open_run import damage_reporter
+from tierfall.run.open_run import (
+    damage_reporter,
+    failed_by_exception,
+    open_run_on,
+    open_runs,
+)
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.pointer import Pointer
@@ -34,18 +43,21 @@ LOAD_CHUNKS = 2
 """Chunks that ``load`` has in memory beside its result."""
 
 
+@public_call
 def open(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     run: str | None = None,
     process_group: object = None,
     fresh: bool = False,
+    replace: bool = False,
 ) -> Checkpointer:
     """Open a run for saving and restoring; use it as a context manager.
 
     ``config`` is a YAML file, a dict of the same shape, or a Config; ``run`` replaces the run's name. ``fresh``
-    abandons existing checkpoints, so that a start that restores none may save. This validates the configuration, opens
-    the tiers, takes an attempt, and adopts what an earlier start left in host memory.
+    abandons existing checkpoints, so that a start that restores none may save. ``replace`` first closes this process's
+    Checkpointer of that run, as its ``close`` does; never one of another process. This validates the configuration,
+    opens the tiers, takes an attempt, and adopts what an earlier start left in host memory.
 
     With several ranks, each calls this, and all later methods, in the same order. They connect by ``process_group``, by
     ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In the first two cases a
@@ -55,9 +67,12 @@ def open(
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
     call.
     """
-    if not isinstance(fresh, bool):
-        raise ConfigError(f"open: fresh is {fresh!r}; expected True or False")
+    for name, value in (("fresh", fresh), ("replace", replace)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"open: {name} is {value!r}; expected True or False")
     settings = load_config(config, run=run)
+    if replace and (earlier := open_run_on(settings, settings.run)) is not None:
+        earlier.close(failed_by_exception())
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
     connect = find_transport() if ranks.many else None
     if not settings.stored and ranks.topology.is_root:
@@ -69,23 +84,50 @@ def open(
     return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
 
 
+@public_call
+def close_all() -> None:
+    """Close all Checkpointers of this process, also those that no variable holds any more, as their ``close`` does.
+
+    Raises what the first ``close`` raises that fails, once all are closed.
+    """
+    failures: list[Exception] = []
+    for one in open_runs():
+        try:
+            one.close(failed_by_exception())
+        except Exception as error:
+            logger.exception("run %s could not be closed", one.run)
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+@public_call
 def load(
     config_or_path: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     step: int | None = None,
     attempt: int | None = None,
+    only: Sequence[str] | None = None,
     map_location: str | torch.device = "cpu",
 ) -> dict[str, Any]:
     """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, without a training loop.
 
     ``config_or_path`` is a configuration, of which all tiers are read, host memory too; or a path: a .yaml file, a
     tier's root with one run in it, a run's folder, a step's folder, a shard, or a folder with a pointer
-    (``Checkpointer.write_pointer``). Every chunk is verified; nothing is unpickled. The images of several ranks are
-    merged; of values that differ between ranks, rank 0's are returned. A tier that answers nothing for ``max_wait``
-    gives way to another one, or ends the load; for a path, that is a minute.
+    (``Checkpointer.write_pointer``). ``only`` are dotted names: these parts are read, as by ``Checkpointer.load``.
+
+    Every chunk is verified; nothing is unpickled. A value whose class this process has not imported, or that has no
+    codec here, is an ``UnknownValue``. The images of several ranks are merged; of values that differ between ranks,
+    rank 0's are returned. A tier that answers nothing for ``max_wait`` gives way to another one, or ends the load; for
+    a path, that is a minute.
 
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
+    choices = Choices.of(only=only)
+
+    def plan(header: ImageHeader) -> LoadPlan:
+        return plan_load(header, map_location=map_location, choices=choices)
+
     request = RestoreRequest(
         step=None if step is None else as_step(step, doing="load"),
         attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
@@ -97,18 +139,18 @@ def load(
     if isinstance(config_or_path, str | os.PathLike):
         path = Path(config_or_path).expanduser()
         if (pointer := find_pointer(path)) is not None:
-            return _load_pointer(path, pointer, request, map_location)
+            return _load_pointer(path, pointer, request, plan)
         if path.suffix not in _YAML:
-            return _load_path(path, request, map_location)
-    return _load_config(load_config(config_or_path), request, map_location)
+            return _load_path(path, request, plan)
+    return _load_config(load_config(config_or_path), request, plan)
 
 
 def _load_pointer(
-    path: Path, pointer: Pointer, request: RestoreRequest, map_location: str | torch.device
+    path: Path, pointer: Pointer, request: RestoreRequest, plan: MakePlan
 ) -> dict[str, Any]:
     request = _within(pointer.checkpoint, request, path)
     try:
-        return _load_config(pointer.config(), request, map_location)
+        return _load_config(pointer.config(), request, plan)
     except RestoreError as error:
         raise RestoreError(
             f"load: {path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
@@ -116,33 +158,26 @@ def _load_pointer(
         ) from error
 
 
-def _load_config(
-    config: Config, request: RestoreRequest, map_location: str | torch.device
-) -> dict[str, Any]:
+def _load_config(config: Config, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
-        what = config.run
-        return _load(reader.list(), request, reader.opener(), map_location, SHARD, what, tally)
+
+        def look() -> tuple[Sequence[Listing], OpenImage]:
+            reader.reopen_memory()
+            return reader.list(), reader.opener()
+
+        return _load(look, request, plan, SHARD, config.run, tally)
 
 
-def _load_path(
-    path: Path, request: RestoreRequest, map_location: str | torch.device
-) -> dict[str, Any]:
+def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
     reader = PathReader(path)
     place, store = reader.place, reader.store
     try:
         if place.checkpoint is not None:
             request = _within(place.checkpoint, request, path)
-        return _load(
-            list(reader.listings.values()),
-            request,
-            reader.opener(),
-            map_location,
-            place.shard or SHARD,
-            str(path),
-            ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place})),
-        )
+        tally = ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place}))
+        return _load(reader.look, request, plan, place.shard or SHARD, str(path), tally)
     except RestoreError as error:
         if isinstance(error.__cause__, UnreachableError):
             raise
@@ -170,24 +205,28 @@ def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> Re
 
 
 def _load(
-    listings: Sequence[Listing],
+    look: Callable[[], tuple[Sequence[Listing], OpenImage]],
     request: RestoreRequest,
-    open_image: OpenImage,
-    map_location: str | torch.device,
+    plan: MakePlan,
     shard: Shard,
     what: str,
     tally: ReadTally,
 ) -> dict[str, Any]:
-    restored = restore(
-        listings,
-        request,
-        open_image=open_image,
-        make_plan=lambda header: plan_load(header, map_location=map_location),
-        shard=shard,
-        chunks_max=LOAD_CHUNKS,
-        resize=ResizeRules(values_of=0),
-        tally=tally,
-    )
+    """Load from what ``look`` lists, and how it opens images. A trainer may delete a checkpoint that is being read: if
+    no step was named, what is newest then is loaded."""
+    listings, open_image = look()
+    with naming_deletion(request, listings, lambda: look()[0]):
+        restored = restore(
+            listings,
+            request,
+            open_image=open_image,
+            make_plan=plan,
+            shard=shard,
+            chunks_max=LOAD_CHUNKS,
+            resize=ResizeRules(values_of=0),
+            tally=tally,
+            look_again=look,
+        )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")
     restored.plan.finish()

@@ -21,6 +21,7 @@ from tierfall.core.types.errors import (
     StepError,
     StorageFullError,
     TierfallError,
+    TruncatedError,
     UnreachableError,
 )
 
@@ -45,5 +46,6 @@ __all__ = [
     "StepError",
     "StorageFullError",
     "TierfallError",
+    "TruncatedError",
     "UnreachableError",
 ]

@@ -25,6 +25,7 @@ from tierfall.core.types.errors import (
     TierfallError,
 )
 from tierfall.core.types.lineage import AttemptStart, Key
+from tierfall.core.types.text import without_secrets
 from tierfall.tiers.documents import Documents
 
 logger = logging.getLogger("tierfall")
@@ -113,7 +114,7 @@ class Fence:
             logger.warning(
                 "tier %s: the record of attempt %d is gone from %s: were files of run %s deleted there while it "
                 "trains? Checkpoints that were deleted are lost there; new ones are written to it",
-                self._tier, attempt.number, self._backend.place, self._run,
+                self._tier, attempt.number, without_secrets(self._backend.place), self._run,
             )  # fmt: skip
             self._on_emptied()
         try:

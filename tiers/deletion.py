@@ -6,6 +6,7 @@ Each request that deletes comes after a fence check. Files that tierfall did not
 from __future__ import annotations
 
 import logging
+from itertools import groupby
 
 from tierfall.core.format.records import Attempt, Commit, prevents_deletion
 from tierfall.core.types import keys
@@ -100,6 +101,16 @@ class TierDeletions:
             check()
             self._backend.discard_unfinished(prefix)
 
+    def delete_run(self) -> None:
+        """Delete all that tierfall has written of the run; what names a checkpoint goes first, the tier's id last."""
+        prefix = f"{self._run}/"
+        found = [stored.key.removeprefix(prefix) for stored in self._backend.scan(prefix)]
+        own = sorted(filter(keys.is_run_file, found), key=_order_of_deletion)
+        for _, names in groupby(own, _order_of_deletion):
+            delete_all(self._backend, [prefix + name for name in names])
+        if own:
+            self._backend.discard_unfinished(prefix)
+
     def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before."""
         checkpoint = commit.lineage.checkpoint
@@ -134,3 +145,11 @@ class TierDeletions:
                 "%s: how attempt %d began is not recorded: %s",
                 self._tier, checkpoint.attempt, error,
             )  # fmt: skip
+
+
+def _order_of_deletion(name: str) -> int:
+    """A kill in between leaves no hint at a checkpoint, and no checkpoint without its files."""
+    folder, _, leaf = name.rpartition("/")
+    if name == keys.LATEST_NAME or folder == keys.LINEAGE_FOLDER:
+        return 0
+    return 1 if leaf == keys.COMMIT_NAME else 3 if name == keys.TIER_NAME else 2

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
+    BackendError,
     CapacityError,
     ConfigError,
     IntegrityError,
@@ -85,6 +87,7 @@ class HostTier:
         self._largest_image_bytes = 0
         self._refused_bytes = 0
         """The capacity that the last failed growth asked for."""
+        self._conditions = Conditions()
         self._guard = threading.Lock()
         self._arena: Arena | None = None
 
@@ -99,6 +102,10 @@ class HostTier:
     @property
     def free_bytes(self) -> int:
         return self._arena.free_bytes if self._arena else 0
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._arena.largest_free_bytes if self._arena else 0
 
     # Images of an earlier start ----------------------------------------------------------------------
 
@@ -245,12 +252,13 @@ class HostTier:
                     raise
                 self._arena.grow(need, self._progress)
             self._refused_bytes = capacity_bytes
-            logger.warning(
-                "%s: continues with %s of memory: %s",
-                self.name,
-                format_size(self._arena.capacity_bytes),
-                error,
-            )
+            self._conditions.report(
+                self.name, logging.WARNING, "%s: continues with %s of memory: %s",
+                self.name, format_size(self._arena.capacity_bytes), error,
+            )  # fmt: skip
+        else:
+            size = format_size(self._arena.capacity_bytes)
+            self._conditions.end(self.name, "%s: has %s of memory now", self.name, size)
 
     def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> Region:
         """Allocate an arena, of which there is none yet, with room for this image alone: the first save makes it as
@@ -333,6 +341,13 @@ class HostTier:
         return self._arena is not None and self._arena.recreate_file()
 
     # The end -----------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Delete the arena's file, whatever is in it; who has mapped it may use it until then."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BackendError(f"{self.name}: {self.path} cannot be removed: {error}") from error
 
     def close(self, *, keep: bool) -> None:
         """Close the arena; delete its file, and the images in it, unless ``keep``."""

@@ -2,14 +2,18 @@
 
 A checkpoint is a step folder with a commit record. A commit record is read once and cached while listings show it
 unchanged; a record that is damaged or could not be read is read again by the next listing.
+
+A listing proves neither that something is there nor that it is not: one that lags, or leaves out what it may not read,
+looks like any other. So each record that should exist, and each file that a record names, is asked for by key before it
+counts as absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import without_index, wrong_files
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, parse_commit
@@ -20,7 +24,6 @@ from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     KeyNotFoundError,
-    NotSupportedError,
     TierfallError,
 )
 from tierfall.core.types.lineage import AttemptStart
@@ -28,9 +31,10 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import LineageRecords, start_from_name
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.marks import Marks, marks_among
+from tierfall.tiers.run_files import LatestHint, TierMarker
 
-CommitResult = Commit | IntegrityError | NotSupportedError | None
-"""A commit record, why it cannot be used, or None where it was deleted after the listing."""
+CommitResult = Commit | TierfallError | None
+"""A commit record, why it cannot be used, or None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,18 @@ class _Scan:
     attempts: tuple[int, ...]
     starts: tuple[AttemptStart, ...]
 
+    @property
+    def records(self) -> dict[CheckpointId, StoredObject]:
+        """The commit records."""
+        folders = self.folders.items()
+        return {id: files[keys.COMMIT_NAME] for id, files in folders if keys.COMMIT_NAME in files}
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The checkpoint that the newest attempt with a lineage record started from."""
+        newest = max(self.starts, key=lambda start: start.attempt, default=None)
+        return None if newest is None else newest.started_from
+
 
 class TierCatalog:
     """Lists one run on one tier. May be used by several threads."""
@@ -50,19 +66,23 @@ class TierCatalog:
         documents: Documents,
         marks: Marks,
         lineage: LineageRecords,
+        latest: LatestHint,
+        marker: TierMarker,
         *,
-        links: Callable[[str], Iterable[str]],
+        names: Callable[[str], Iterable[str]],
         parallel: int,
     ) -> None:
-        """``links`` returns the names of the symbolic links in a folder, which scans leave out. ``parallel`` bounds
-        concurrent requests."""
+        """``names`` returns all names directly in a folder, also those that scans leave out, such as links; none where
+        the medium has no folders. ``parallel`` bounds concurrent requests."""
         self._tier = documents.tier
         self._run = documents.run
         self._backend = documents.backend
         self._documents = documents
         self._marks = marks
         self._lineage = lineage
-        self._links = links
+        self._latest = latest
+        self._marker = marker
+        self._names = names
         self._parallel = parallel
         self._cache: dict[CheckpointId, tuple[tuple[int, str], Commit]] = {}
         self._synced: set[CheckpointId] = set()
@@ -71,44 +91,44 @@ class TierCatalog:
         """List the run. Raises the error of a tier that does not answer."""
         self._marks.begin()  # before the scan, so that a mark written during it is not missed
         scan = self._scan()
-        folders = scan.folders
-        commits = self._read_commits(
-            {
-                checkpoint: files[keys.COMMIT_NAME]
-                for checkpoint, files in folders.items()
-                if keys.COMMIT_NAME in files
-            }
-        )
+        latest = self._read_latest(scan)
+        folders, commits = scan.folders, self._read_commits(scan, latest)
+        unlisted = {id for id, found in commits.items() if isinstance(found, Commit)}
+        lags = False
+        if unlisted := unlisted - scan.records.keys():
+            # A checkpoint that was committed during the scan can be left out, too: scan again.
+            again = self._scan()
+            lags = not unlisted <= again.records.keys()
+            folders = {**folders, **{id: again.folders.get(id, {}) for id in unlisted}}
         copies = [
-            self._with_damage(_found(checkpoint, folders[checkpoint], commit), folders[checkpoint])
-            for checkpoint, commit in commits.items()
+            _found(id, folders.get(id, {}), commit)
+            for id, commit in commits.items()
             if commit is not None
         ]
-        if any(copy.commit is not None and copy.damage is not None for copy in copies):
-            # A checkpoint that was committed during the scan can appear without some of its files: scan again.
-            again = self._scan().folders
-            copies = [self._with_damage(c, again[c.id]) for c in copies if c.id in again]
-            folders = {**folders, **again}
-        copies = [self._with_damage_mark(copy, folders[copy.id]) for copy in copies]
+        copies = [*self._examine(copies, folders)]
+        if (gone := self._named_in_vain(latest, scan, commits)) is not None:
+            copies.append(gone)
         return Listing(
             tier=self._tier,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             unfinished={
                 checkpoint: _bytes(files.values())
                 for checkpoint, files in folders.items()
-                if keys.COMMIT_NAME not in files
+                if files and "" not in files and commits.get(checkpoint) is None
             },
             attempts=scan.attempts,
             starts=scan.starts,
-            damaged=tuple(self._not_folders([id for id, files in folders.items() if "" in files])),
+            lags=lags,
         )
 
     def find(self, checkpoint: CheckpointId) -> FoundCopy | None:
         """Read one copy as ``list`` reads all; None where it has no commit record."""
-        copy = self._find(checkpoint)
-        if copy is None or copy.damage is not None:  # it may be in the middle of its commit
-            copy = self._find(checkpoint)
-        return copy
+        files = {file.key: file for file in self.files(checkpoint)}
+        commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
+        if commit is None:
+            self._marker.confirm_absence(self._no_record(checkpoint))
+            return None
+        return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         return read_twice(lambda: self._read_commit(checkpoint, None))
@@ -117,13 +137,20 @@ class TierCatalog:
         """Ask the backend whether a commit record exists."""
         return self._documents.exists(self._key(checkpoint, keys.COMMIT_NAME))
 
-    def files(self, checkpoint: CheckpointId) -> tuple[StoredObject, ...]:
-        """List all files of a step folder, by their names in it."""
+    def files(
+        self, checkpoint: CheckpointId, commit: Commit | None = None
+    ) -> tuple[StoredObject, ...]:
+        """List all files of a step folder, by their names in it. The store is asked by key for those that ``commit``
+        names and the listing does not show."""
         prefix = keys.step_prefix(self._run, checkpoint)
-        return tuple(
+        found = [
             replace(stored, key=stored.key.removeprefix(prefix))
             for stored in self._backend.scan(prefix)
-        )
+        ]
+        if commit is not None:
+            missing = {file.name for file in commit.files} - {file.key for file in found}
+            found += self._by_key(checkpoint, sorted(missing))
+        return tuple(found)
 
     def sync_commit(self, checkpoint: CheckpointId) -> None:
         """Make an existing commit record durable, once: its writer may have failed, or died, between publishing it and
@@ -150,7 +177,8 @@ class TierCatalog:
         folders: dict[CheckpointId, dict[str, StoredObject]] = {}
         attempts: list[int] = []
         starts: list[AttemptStart] = []
-        for stored in self._backend.scan(f"{self._run}/"):
+        names = tuple(self._names(self._run))
+        for stored in self._objects(names):
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
             if folder == keys.ATTEMPTS_FOLDER and (number := keys.parse_attempt(rest)):
                 attempts.append(number)
@@ -159,81 +187,179 @@ class TierCatalog:
                 self._lineage.note(start.key)
             elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
+        for name in names:
+            if checkpoint := keys.parse_step_folder(name):
+                folders.setdefault(checkpoint, {})
         return _Scan(folders, tuple(sorted(attempts)), tuple(starts))
 
-    def _find(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        files = {file.key: file for file in self.files(checkpoint)}
-        listed = files.get(keys.COMMIT_NAME)
-        commit = None if listed is None else self._cached_commit(checkpoint, listed)
-        if commit is None:
-            return None
-        copy = self._with_damage(_found(checkpoint, files, commit), files)
-        return self._with_damage_mark(copy, files)
+    def _objects(self, names: Iterable[str]) -> Iterable[StoredObject]:
+        """Return the objects of the run, without those in step folders that cannot be listed."""
+        prefix = f"{self._run}/"
+        try:
+            return list(self._backend.scan(prefix))
+        except BackendError as error:
+            failure = error
+        steps = [name for name in names if keys.parse_step_folder(name)]
+        found: list[StoredObject] = []
+        for name in names if steps else ():
+            try:
+                found += self._backend.scan(f"{prefix}{name}/")
+            except BackendError:  # the record of a step is asked for by key, which tells why
+                if name not in steps:
+                    raise failure from None
+        if not found:
+            raise failure
+        return found
 
-    def _not_folders(self, files: Iterable[CheckpointId]) -> Iterator[StepFolderError]:
-        """Report files, and symbolic links, that have the name of a step folder; scans do not follow links."""
-        advice = dict.fromkeys(files, "is a file where the folder of a step is to be: move it away")
-        for name in self._links(self._run):
-            if checkpoint := keys.parse_step_folder(name):
-                advice[checkpoint] = (
-                    "is a symbolic link where the folder of a step is to be, and none is followed below the tier's "
-                    "folder, so that the step is not read: put the folder itself there, or remove the link"
-                )
-        for checkpoint, problem in sorted(advice.items()):
-            path = f"{self._run}/{keys.step_folder(checkpoint)}"
-            yield StepFolderError(f"{self._tier}: {path} {problem}", checkpoint)
+    def _read_latest(self, scan: _Scan) -> CheckpointId | None:
+        """Read which checkpoint is to be there. None also if that may not be read, as of a link that a person made,
+        while the scan shows checkpoints."""
+        try:
+            return self._latest.read()
+        except BackendError as error:
+            if error.retryable or not scan.records:
+                raise
+            return None
+
+    def _named_in_vain(
+        self,
+        latest: CheckpointId | None,
+        scan: _Scan,
+        commits: Mapping[CheckpointId, CommitResult],
+    ) -> FoundCopy | None:
+        """Return the checkpoint that ``latest`` names, as a damaged copy, if it has no commit record: whoever deletes
+        one has ``latest`` name another one before, so that this one was not deleted by tierfall."""
+        if latest is None or commits.get(latest) is not None or self._read_latest(scan) != latest:
+            return None
+        error = self._no_record(latest)
+        self._marker.confirm_absence(error)
+        return FoundCopy(id=latest, state=CopyState.COMMITTED, bytes=0, commit=None, damage=error)
+
+    def _no_record(self, checkpoint: CheckpointId) -> KeyNotFoundError:
+        what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
+        return KeyNotFoundError(
+            f"{what}: it is not there. If the step's folder was moved, or is not mounted, bring it back. If a person "
+            f"deleted it, 'tierfall verify --tier {self._tier} --repair' has {keys.LATEST_NAME!r} name another one"
+        )
 
     # Damage --------------------------------------------------------------------------------------
 
-    def _with_damage(self, copy: FoundCopy, files: Mapping[str, StoredObject]) -> FoundCopy:
-        """Compare a folder's file names and sizes with its commit record. A copy is whole without its index, which can
-        be rebuilt from the manifests."""
+    def _examine(
+        self,
+        copies: Iterable[FoundCopy],
+        folders: Mapping[CheckpointId, Mapping[str, StoredObject]],
+    ) -> Iterable[FoundCopy]:
+        """Note the damage of copies; leave out those that were deleted meanwhile."""
+        copies = tuple(copies)
+        suspect = [c for c in copies if c.commit and _suspects(c.commit, folders.get(c.id, {}))]
+
+        def examine(copy: FoundCopy) -> FoundCopy | None:
+            return self._with_damage(copy, folders.get(copy.id, {}))
+
+        asked = run_in_parallel(examine, suspect, parallel=self._parallel)  # these take requests
+        examined = dict(zip((copy.id for copy in suspect), asked, strict=True))
+        found = (examined[c.id] if c.id in examined else examine(c) for c in copies)
+        return (copy for copy in found if copy is not None)
+
+    def _with_damage(self, copy: FoundCopy, files: Mapping[str, StoredObject]) -> FoundCopy | None:
+        """Note what is wrong with a copy, by its files and its damage mark; None if it was deleted meanwhile."""
         if copy.commit is None:
             return copy
-        sizes = {name: stored.bytes for name, stored in files.items()}
-        wrong = list(wrong_files(without_index(copy.commit), sizes))
-        if not wrong:
-            return replace(copy, damage=None)
-        name, problem = wrong[0]
-        more = f"; {len(wrong) - 1} more of its files are not whole" if wrong[1:] else ""
-        what = self._documents.what(self._key(copy.id, name))
-        return replace(copy, damage=IntegrityError(f"{what}: {problem}{more}"))
+        damage: TierfallError | None
+        try:
+            damage = self._wrong_file(copy.commit, files)
+            if damage is not None and not self.is_committed(copy.id):
+                return None
+        except TierfallError as error:
+            damage = error
+        if damage is None and (why := self._marks.damage_of(copy.commit, files)) is not None:
+            damage = IntegrityError(f"{self._tier}: {why}")
+        return replace(copy, damage=damage)
 
-    def _with_damage_mark(self, copy: FoundCopy, files: Iterable[str]) -> FoundCopy:
-        """Report a copy as damaged that any reader has marked so."""
-        if copy.commit is None or copy.damage is not None:
-            return copy
-        why = self._marks.damage_of(copy.commit, files)
-        return copy if why is None else replace(copy, damage=IntegrityError(f"{self._tier}: {why}"))
+    def _wrong_file(
+        self, commit: Commit, files: Mapping[str, StoredObject]
+    ) -> IntegrityError | None:
+        """Compare a folder's file names and sizes with its commit record; return what is wrong. A copy is whole without
+        its index, which can be rebuilt from the manifests.
+
+        What the listing does not show right is asked for by key, one file first: if that is wrong, so is the copy.
+        Raises the error of a file that could not be looked at.
+        """
+        checkpoint, named = commit.lineage.checkpoint, without_index(commit)
+        sizes = _sizes(files)
+        suspects = _suspects(commit, files)
+        for group in (suspects[:1], suspects[1:]):
+            sizes = {name: size for name, size in sizes.items() if name not in group}
+            sizes |= {file.key: file.bytes for file in self._by_key(checkpoint, group)}
+            wrong = [
+                (name, problem) for name, problem in wrong_files(named, sizes) if name in group
+            ]
+            if not wrong:
+                continue
+            name, problem = wrong[0]
+            what = self._documents.what(self._key(checkpoint, name))
+            more = f"; {len(suspects) - 1} more of its files are not whole" if suspects[1:] else ""
+            return IntegrityError(f"{what}: {problem}{more}")
+        return None
+
+    def _by_key(self, checkpoint: CheckpointId, names: Iterable[str]) -> Sequence[StoredObject]:
+        """Ask the store for files of a checkpoint; return those that are there, by their names in the folder.
+
+        Raises the error of a file that could not be looked at.
+        """
+
+        def stat(name: str) -> StoredObject | None:
+            try:
+                return replace(self._backend.stat(self._key(checkpoint, name)), key=name)
+            except KeyNotFoundError as error:
+                self._marker.confirm_absence(error)
+                return None
+
+        asked = run_in_parallel(stat, names, parallel=self._parallel)
+        return [found for found in asked if found is not None]
 
     # Commit records ------------------------------------------------------------------------------
 
     def _read_commits(
-        self, listed: Mapping[CheckpointId, StoredObject]
+        self, scan: _Scan, latest: CheckpointId | None
     ) -> dict[CheckpointId, CommitResult]:
-        """Return the commit records of a listing, and read those that are not cached, several at a time."""
+        """Return the commit records of a scan, and read those that are not cached, several at a time. Those that it
+        does not show are asked for by key: of its other step folders, and what ``latest`` and the lineage name.
+
+        Raises the error of a tier that gave up answering: no record of it could be read.
+        """
+        listed = scan.records
         cached = {
             id: commit
             for id, (version, commit) in list(self._cache.items())
             if id in listed and version == _version(listed[id])
         }
-        new = [id for id in listed if id not in cached]
-        found = dict(
-            zip(
-                new,
-                run_in_parallel(
-                    lambda id: self._try_read(id, listed[id].bytes), new, parallel=self._parallel
-                ),
-                strict=True,
-            )
+        named = {id for id in (latest, scan.origin) if id is not None}
+        new = sorted((scan.folders.keys() | named) - cached.keys())
+        sizes = [listed[id].bytes if id in listed else None for id in new]
+        read = run_in_parallel(
+            lambda asked: self._try_read(*asked),
+            zip(new, sizes, strict=True),
+            parallel=self._parallel,
         )
-        read = {id: commit for id, commit in found.items() if isinstance(commit, Commit)}
-        self._cache = {
-            id: (_version(listed[id]), commit) for id, commit in {**cached, **read}.items()
-        }
-        return {id: cached[id] if id in cached else found[id] for id in listed}
+        found = dict(zip(new, read, strict=True))
+        good = {id: commit for id, commit in found.items() if isinstance(commit, Commit)}
+        silent = [x for x in found.values() if isinstance(x, TierfallError) and x.retryable]
+        if silent and not (good or cached):
+            raise silent[0]
+        for id, files in scan.folders.items():
+            if "" in files and found.get(id) is None and id not in cached:
+                path = f"{self._run}/{keys.step_folder(id)}"
+                found[id] = IntegrityError(
+                    f"{self._tier}: {path} is a file where the folder of a step is to be: move it away"
+                )
+        kept = {**cached, **{id: commit for id, commit in good.items() if id in listed}}
+        self._cache = {id: (_version(listed[id]), commit) for id, commit in kept.items()}
+        return {**found, **cached}
 
-    def _cached_commit(self, id: CheckpointId, listed: StoredObject) -> CommitResult:
+    def _cached_commit(self, id: CheckpointId, listed: StoredObject | None) -> CommitResult:
+        if listed is None:
+            return self._try_read(id, None)
         version, commit = self._cache.get(id, (None, None))
         if commit is not None and version == _version(listed):
             return commit
@@ -242,23 +368,21 @@ class TierCatalog:
             self._cache[id] = (_version(listed), found)
         return found
 
-    def _try_read(self, id: CheckpointId, size_bytes: int) -> CommitResult:
+    def _try_read(self, id: CheckpointId, size_bytes: int | None) -> CommitResult:
         try:
             return self._read_listed(id, size_bytes)
         except KeyNotFoundError:
             return None
-        except (IntegrityError, NotSupportedError) as error:
+        except TierfallError as error:
             return error
 
-    def _read_listed(self, id: CheckpointId, size_bytes: int) -> Commit:
+    def _read_listed(self, id: CheckpointId, size_bytes: int | None) -> Commit:
         """Read a record by its listed size. One that has another size, or is damaged, may have been replaced since the
         listing: it is read again by its present size."""
         try:
             return self._read_commit(id, size_bytes)
-        except KeyNotFoundError:
-            raise
-        except (IntegrityError, BackendError) as error:
-            if isinstance(error, BackendError) and error.retryable:
+        except TierfallError as error:
+            if isinstance(error, KeyNotFoundError) or not error.is_damage:
                 raise
         return self._read_commit(id, None)
 
@@ -278,16 +402,27 @@ class TierCatalog:
 
 
 def _found(
-    checkpoint: CheckpointId, files: dict[str, StoredObject], commit: CommitResult
+    checkpoint: CheckpointId, files: Mapping[str, StoredObject], commit: CommitResult
 ) -> FoundCopy:
+    record = commit if isinstance(commit, Commit) else None
+    listed = _bytes(files.values())
     return FoundCopy(
         id=checkpoint,
         state=CopyState.COMMITTED,
-        bytes=_bytes(files.values()),
-        commit=commit if isinstance(commit, Commit) else None,
+        bytes=record.stored_bytes if record and keys.COMMIT_NAME not in files else listed,
+        commit=record,
         damage=commit if isinstance(commit, TierfallError) else None,
         marks=marks_among(files),
     )
+
+
+def _suspects(commit: Commit, files: Mapping[str, StoredObject]) -> Sequence[str]:
+    """Return the files that a listing shows as missing or of another size, but for the index."""
+    return [name for name, _ in wrong_files(without_index(commit), _sizes(files))]
+
+
+def _sizes(files: Mapping[str, StoredObject]) -> dict[str, int]:
+    return {name: stored.bytes for name, stored in files.items()}
 
 
 def _bytes(files: Iterable[StoredObject]) -> int:

@@ -1,5 +1,5 @@
-"""The two small files of a run beside its checkpoints: the tier record, which identifies the tier, and ``latest``, a
-hint for people."""
+"""The two small files of a run beside its checkpoints: the tier record, which identifies the tier, and ``latest``,
+which names the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.tier_record import TierRecord, parse_tier_record
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -20,36 +21,56 @@ from tierfall.core.types.errors import (
     KeyExistsError,
     KeyNotFoundError,
     StorageFullError,
+    TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
-
-logger = logging.getLogger("tierfall")
 
 SetIdentityCheck = Callable[[str, Callable[[bytes], bool]], None]
 
 
 class TierMarker:
-    """The tier record of one run on one tier."""
+    """The tier record of one run on one tier; ``last`` is the one that was read or written last."""
 
-    def __init__(self, documents: Documents, set_identity_check: SetIdentityCheck | None) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        set_identity_check: SetIdentityCheck | None,
+        last: TierRecord | None,
+    ) -> None:
         self._documents = documents
         self._set_identity_check = set_identity_check
         self._key = f"{documents.run}/{keys.TIER_NAME}"
-        self._last: TierRecord | None = None
+        self.last = last
 
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
         try:
             try:
-                self._last = self._read_once()
+                self.last = self._read_once()
             except (
                 IntegrityError
             ):  # another rank may have replaced it between the stat and the read
-                self._last = read_twice(self._read_once)
+                self.last = read_twice(self._read_once)
         except KeyNotFoundError:
             return None
-        return self._last
+        return self.last
+
+    def confirm_absence(self, error: KeyNotFoundError) -> None:
+        """Raise UnreachableError if the tier record cannot be read: the answer that a key is absent (``error``) then
+        says nothing of the tier. On a tier that never had a record, the answer stands."""
+        known = self.last
+        try:
+            if self.read() is not None or known is None:
+                return
+            why = "it is gone, too"
+        except TierfallError as unread:
+            why = str(unread)
+        raise UnreachableError(
+            f"{error}; and {self._documents.what(self._key)}, which tells this tier from others, could not be read: "
+            f"{why}"
+        ) from error
 
     def _read_once(self) -> TierRecord:
         return parse_tier_record(
@@ -70,15 +91,15 @@ class TierMarker:
                     f"to be there: move away what is there in {self._documents.backend.place}"
                 ) from error
             return found
-        self._last = record
+        self.last = record
         return record
 
     def recreate(self) -> None:
         """Create the record again that was read or written last, where it was deleted. One that exists is kept: it may
         be of a start that found the tier empty."""
-        if self._last is not None:
+        if self.last is not None:
             with suppress(KeyExistsError):
-                self._documents.create(self._key, self._last.encode())
+                self._documents.create(self._key, self.last.encode())
 
     def expect(self, id: str) -> None:
         """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""
@@ -103,17 +124,24 @@ class TierMarker:
 
 
 class LatestHint:
-    """The file ``latest``, which names the newest checkpoint for people. Restores read the commit records instead."""
+    """The file ``latest``, which names the newest checkpoint, for people and for listings: what it names is asked for
+    by key where a listing does not show it. A tier that is not ``kept`` has none."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: Documents, *, kept: bool) -> None:
         self._documents = documents
         self._key = f"{documents.run}/{keys.LATEST_NAME}"
+        self._conditions = Conditions()
+        self._kept = kept
 
     def write(self, checkpoint: CheckpointId) -> None:
-        self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
+        if self._kept:
+            self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
+            self._conditions.end(self._key, "%s: 'latest' is written again", self._documents.tier)
 
     def read(self) -> CheckpointId | None:
         """Read it; None where it is missing or names no checkpoint."""
+        if not self._kept:
+            return None
         try:
             text = self._documents.read(self._key)
         except KeyNotFoundError:
@@ -142,7 +170,8 @@ class LatestHint:
             if self.read() is None and is_committed(checkpoint):
                 self.write(checkpoint)
         except BackendError as error:
-            logger.warning(
+            self._conditions.report(
+                self._key, logging.WARNING,
                 "%s: 'latest' is missing until the next commit there: it could not be written: %s",
                 self._documents.tier, error,
             )  # fmt: skip

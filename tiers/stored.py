@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of, without_index
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
 from tierfall.core.format.tier_record import TierRecord
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend, StoredObject
@@ -57,15 +59,18 @@ class StoredTier:
         packing: Packing | None = None,
         pace: RateLimiter | None = None,
         set_identity_check: SetIdentityCheck | None = None,
-        links: Callable[[str], Iterable[str]] = lambda folder: (),
+        names: Callable[[str], Iterable[str]] = lambda folder: (),
+        has_latest: bool = True,
+        record: TierRecord | None = None,
         read_only: str = "",
         last_answer_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
         ``pace`` limits the rate of writes to ``backend``. ``set_identity_check`` is the method of that name of a
-        backend whose folder can be mounted anew. ``links`` returns the names of the symbolic links in a folder, which
-        scans leave out. ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
+        backend whose folder can be mounted anew. ``names`` returns the names in a folder, those that scans leave out
+        included. ``has_latest``: the file ``latest`` is kept. ``record`` is the tier record, where it was read before.
+        ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
         ``last_answer_s`` returns when the medium last answered, on the monotonic clock.
         """
         self.name = name
@@ -80,12 +85,19 @@ class StoredTier:
         documents = Documents(name, run, backend)
         self._documents = documents
         self._marks = Marks(documents, parallel=parallel)
-        self._marker = TierMarker(documents, set_identity_check)
-        self._latest = LatestHint(documents)
+        self._marker = TierMarker(documents, set_identity_check, record)
+        self._latest = LatestHint(documents, kept=has_latest)
+        self._conditions = Conditions()
         self._fence = Fence(documents, self._marker.recreate)
         self._lineage = LineageRecords(documents, self._fence)
         self._catalog = TierCatalog(
-            documents, self._marks, self._lineage, links=links, parallel=parallel
+            documents,
+            self._marks,
+            self._lineage,
+            self._latest,
+            self._marker,
+            names=names,
+            parallel=parallel,
         )
         self._deletions = TierDeletions(
             documents, self._catalog, self._marks, self._fence, self._lineage, self._latest
@@ -119,19 +131,23 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record."""
+        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read."""
         return self._catalog.find(checkpoint)
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
         """Whether a checkpoint is committed here: one request."""
         return self._catalog.is_committed(checkpoint)
 
-    def files(self, checkpoint: CheckpointId) -> tuple[StoredObject, ...]:
-        """List all files of a step folder, by their names in it."""
-        return self._catalog.files(checkpoint)
+    def files(
+        self, checkpoint: CheckpointId, commit: Commit | None = None
+    ) -> tuple[StoredObject, ...]:
+        """List all files of a step folder, by their names in it. The store is asked by key for those that ``commit``
+        names and the listing does not show."""
+        return self._catalog.files(checkpoint, commit)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
-        return self._catalog.read_commit(checkpoint)
+        with self._confirming_absence():
+            return self._catalog.read_commit(checkpoint)
 
     def sync_commit(self, checkpoint: CheckpointId) -> None:
         """Make an existing commit record durable; see ``TierCatalog.sync_commit``."""
@@ -140,15 +156,18 @@ class StoredTier:
     # Files of a checkpoint -----------------------------------------------------------------------
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
-        return self._documents.read(self._key(checkpoint, keys.manifest_name(shard)))
+        with self._confirming_absence():
+            return self._documents.read(self._key(checkpoint, keys.manifest_name(shard)))
 
     def read_index(self, checkpoint: CheckpointId) -> bytes:
         """Read the merged tensor index of all ranks."""
-        return self._documents.read(self._key(checkpoint, keys.INDEX_NAME))
+        with self._confirming_absence():
+            return self._documents.read(self._key(checkpoint, keys.INDEX_NAME))
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the frame table of a packed image."""
-        return self._documents.read(self._key(checkpoint, keys.stored_name(shard)))
+        with self._confirming_absence():
+            return self._documents.read(self._key(checkpoint, keys.stored_name(shard)))
 
     def read_into(
         self,
@@ -160,7 +179,9 @@ class StoredTier:
         codec: Codec = Codec.NONE,
     ) -> None:
         """Fill ``view`` from ``offset`` of the file of a shard's image, which ``codec`` has packed."""
-        self.backend.read_into(self._key(checkpoint, keys.shard_name(shard, codec)), offset, view)
+        key = self._key(checkpoint, keys.shard_name(shard, codec))
+        with self._confirming_absence():
+            self.backend.read_into(key, offset, view)
 
     def read_cached(
         self,
@@ -175,7 +196,17 @@ class StoredTier:
         """Fill ``views`` with ``offset`` to ``end`` of that file if it is in the page cache; False, with nothing read,
         if it is not."""
         key = self._key(checkpoint, keys.shard_name(shard, codec))
-        return self.backend.read_cached(key, offset, end, views)
+        with self._confirming_absence():
+            return self.backend.read_cached(key, offset, end, views)
+
+    @contextmanager
+    def _confirming_absence(self) -> Iterator[None]:
+        """Let the answer that a file of a checkpoint is absent stand only while the tier's id can be read."""
+        try:
+            yield
+        except KeyNotFoundError as error:
+            self._marker.confirm_absence(error)
+            raise
 
     @property
     def cache_never_waits(self) -> bool:
@@ -251,9 +282,10 @@ class StoredTier:
         try:
             self.record_lineage(commit, attempt)
         except BackendError as error:  # a deletion of this attempt's checkpoints records it first
-            logger.warning(
+            self._conditions.report(
+                checkpoint.attempt, logging.WARNING,
                 "%s: how attempt %d began is not recorded yet: %s",
-                self.name, commit.lineage.checkpoint.attempt, error,
+                self.name, checkpoint.attempt, error,
             )  # fmt: skip
 
     def _create_commit(self, commit: Commit, attempt: Attempt) -> None:
@@ -284,9 +316,11 @@ class StoredTier:
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """Record how the attempt of a committed checkpoint began; see ``LineageRecords.create``."""
         self._lineage.create(commit, writer)
+        number = commit.lineage.checkpoint.attempt
+        self._conditions.end(number, "%s: how attempt %d began is recorded", self.name, number)
 
     def write_latest(self, checkpoint: CheckpointId) -> None:
-        """Write the hint ``latest`` for people."""
+        """Write ``latest``, which names the newest checkpoint."""
         self._latest.write(checkpoint)
 
     def read_latest(self) -> CheckpointId | None:
@@ -296,6 +330,11 @@ class StoredTier:
         self._latest.delete()
 
     # Identity ------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> TierRecord | None:
+        """The tier record that was read or written last."""
+        return self._marker.last
 
     def read_tier(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
@@ -438,6 +477,10 @@ class StoredTier:
     def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before. Raises FencedError."""
         self._deletions.delete_other_codecs(commit, attempt=attempt)
+
+    def delete_run(self) -> None:
+        """Delete all that tierfall has written of the run, its id included; for a person's command."""
+        self._deletions.delete_run()
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what writers of earlier starts left unpublished; return how many. Raises FencedError where ``attempt``

@@ -22,7 +22,7 @@ from tierfall.backends.conformance.kit import (
     refused,
 )
 from tierfall.core.types.backend import Backend, Publish, StoredObject, backend_fault
-from tierfall.core.types.errors import BackendError, KeyInvalidError, KeyNotFoundError
+from tierfall.core.types.errors import KeyInvalidError, KeyNotFoundError, TruncatedError
 
 ODD_KEYS = (
     "run-1/x",
@@ -101,7 +101,7 @@ def cached_bytes_are_the_object(bench: Bench) -> None:
 
 
 def reading_past_the_end_raises(bench: Bench) -> None:
-    """Reading beyond the end of an object raises BackendError, and not KeyNotFoundError."""
+    """Reading beyond the end of an object raises TruncatedError."""
     with bench.backend() as backend:
         data = pattern(400_000, seed=5)
         put(backend, "run/key", data)
@@ -109,11 +109,10 @@ def reading_past_the_end_raises(bench: Bench) -> None:
         cases = (("run/key", 0, 400_001), ("run/key", 399_999, 2), ("run/key", 400_000, 1))
         for key, offset, size in (*cases, ("run/key", 1 << 40, 1), ("run/empty", 0, 1)):
             error = refused(
-                BackendError,
+                TruncatedError,
                 partial(read, backend, key, offset, size),
                 f"reading {size} bytes at {offset} of {key}",
             )
-            assert not isinstance(error, KeyNotFoundError), "a short object is reported as missing"
             assert not error.retryable, "the error of a short object is retryable"
 
 

@@ -111,8 +111,12 @@ class FsspecClient:
 
     def head(self, key: str, what: str) -> ObjectInfo:
         entry = self._call(self._system.info, key, what)
+        if entry["type"] == "directory":
+            raise KeyNotFoundError(f"{what}: it is a folder; there is no such object")
         if entry["type"] != "file":
-            raise KeyNotFoundError(f"{what}: it is a folder or a special file; there is no object")
+            raise AccessDeniedError(
+                f"{what}: it is a link or a special file, which are not used; put the file itself there"
+            )
         return ObjectInfo(bytes=int(entry["size"]), etag="")
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:

@@ -102,7 +102,8 @@ class ObjectStoreBackend(BackendBase):
             return
         filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
-            raise self._short_read(what, offset, offset + data.nbytes, offset + filled)
+            length = self._client.head(self._full(key), what).bytes
+            raise self._short_read(what, offset, offset + data.nbytes, length)
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)

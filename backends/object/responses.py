@@ -20,6 +20,7 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     StorageFullError,
     TierfallError,
+    TruncatedError,
     UnreachableError,
 )
 
@@ -35,6 +36,7 @@ _MAY_PASS = (UnreachableError, "nothing is known about what is stored; try again
 _FULL = (StorageFullError, "free space there, or raise the quota")
 _TAKEN = (KeyExistsError, "the key is taken")
 
+_ARCHIVED = (AccessDeniedError, "the object is in an archive class; restore it from there first")
 _ABSENT = (KeyNotFoundError, "there is no such object")
 _BUCKET = (BackendError, "there is no such bucket; make it, or name another")
 
@@ -50,6 +52,8 @@ _BY_CODE: dict[str, tuple[type[BackendError], str]] = {
     "ConditionalRequestConflict": _MAY_PASS,
     "NoSuchUpload": (UploadGoneError, "the unfinished upload is gone; write a new object"),
     "EntityTooSmall": (BackendError, "a part that is not the last was below part_bytes_min"),
+    "InvalidObjectState": _ARCHIVED,
+    "BlobArchived": _ARCHIVED,
     "ExpiredToken": (AccessDeniedError, "the token has expired; renew it"),
     "InvalidToken": _KEYS,
     "RequestTimeTooSkewed": (AccessDeniedError, "this machine's clock is wrong; set it"),
@@ -73,7 +77,7 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
     408: _MAY_PASS,
     409: (ConflictError, "it is in conflict with what is there"),
     412: _TAKEN,
-    416: (BackendError, "the object ends before; it was cut short, or another was expected"),
+    416: (TruncatedError, "the object ends before; it was cut short, or another was expected"),
     429: _MAY_PASS,
     501: (BackendError, "the store does not know this request"),
     507: _FULL,

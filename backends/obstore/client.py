@@ -42,6 +42,9 @@ _PART_BYTES = 16 * 1024 * 1024
 _AT_ONCE = 4
 
 _STATUS = re.compile(r"status code: ([0-9]{3})\b")
+_SHORT = re.compile(
+    r"object was only [0-9]+ bytes long"
+)  # of stores that obstore reads without HTTP
 _SILENCE = re.compile(r"Generic (S3|GCS|MicrosoftAzure) error")
 
 
@@ -203,6 +206,8 @@ def store_error(error: Exception, what: str) -> BackendError:
     reason = text.splitlines()[0].rpartition(" - ")[2]
     if "redirect without LOCATION" in reason:
         return answer_error(301, "", what)
+    if _SHORT.search(text):
+        return answer_error(416, "", what)
     if isinstance(error, exceptions.GenericError) and _SILENCE.match(text):
         return silence_error(reason, what)
     return BackendError(f"{what}: {reason}")

@@ -15,7 +15,12 @@ from tierfall.backends.parity.coding import add_product, rebuild_factors
 from tierfall.backends.parity.sets import ParitySet, parity_key
 from tierfall.backends.parity.stripes import ImagePiece
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import BackendError, KeyNotFoundError, UnreachableError
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyNotFoundError,
+    TruncatedError,
+    UnreachableError,
+)
 
 LOST_FOR_S = 30.0
 """A node that does not answer is asked again after so many seconds."""
@@ -147,7 +152,9 @@ class SetReader:
             f"{'parity' if is_parity else 'image'} of {self._set.images[each].node}: {reason}"
             for (each, is_parity), reason in reasons.items()
         )
-        make = UnreachableError if any(e.retryable for e in reasons.values()) else BackendError
+        unread = [error for error in reasons.values() if not error.is_damage]
+        silent = any(error.retryable for error in unread)
+        make = UnreachableError if silent else BackendError if unread else TruncatedError
         return make(
             f"{self._set.image_key(member)} cannot be rebuilt: its parity survives the loss of "
             f"{self._set.geometry.losses} of {self._set.geometry.members} nodes, but these are lost: {text}"

@@ -33,6 +33,7 @@ from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import (
     BackendError,
     KeyNotFoundError,
+    TruncatedError,
     UnreachableError,
 )
 from tierfall.core.types.keys import (
@@ -137,7 +138,7 @@ class ParityBackend(Wrapper):
         target, reader = flat(view, writable=True), self._reader(key)
         size = reader.found.images[reader.member].bytes
         if offset < 0 or offset + target.nbytes > size:
-            raise BackendError(
+            raise TruncatedError(
                 f"{describe('read', key, self.place)}: bytes {offset} to {offset + target.nbytes} were asked for, but "
                 f"it ends at {size}"
             )

@@ -13,10 +13,10 @@ from tierfall.core.format.commit_files import shards_of, unite_records
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.types.backend import Backend, Publish, StoredObject
 from tierfall.core.types.errors import (
-    BackendError,
     IntegrityError,
     KeyNotFoundError,
     NotSupportedError,
+    TruncatedError,
 )
 from tierfall.core.types.keys import parse_shard
 
@@ -54,7 +54,7 @@ class UnitedRecords:
         data = self._unite(key, found)
         if not 0 <= offset <= offset + view.nbytes <= len(data):
             what = describe("read", key, found[0][0].place)
-            raise BackendError(
+            raise TruncatedError(
                 f"{what}: bytes {offset} to {offset + view.nbytes} were asked for, but it ends at {len(data)}"
             )
         view.cast("B")[:] = data[offset : offset + view.nbytes]

@@ -25,7 +25,6 @@ from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer, 
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
-    KeyNotFoundError,
     UnreachableError,
 )
 from tierfall.core.types.keys import (
@@ -192,12 +191,12 @@ class PeerView(Wrapper):
 
     def _ask(self, key: str, call: Callable[[Backend], T]) -> T:
         """Return the answer of the first side that has the key. Raises KeyNotFoundError only if all have answered."""
-        failure: KeyNotFoundError | UnreachableError | None = None
+        failure: BackendError | None = None
         for side in self._sides(check_key(key)):
             try:
                 return call(side)
-            except (KeyNotFoundError, UnreachableError) as error:
-                if failure is None or error.retryable:
+            except BackendError as error:
+                if failure is None or not error.is_damage:
                     failure = error
         assert failure is not None
         raise failure

@@ -121,12 +121,11 @@ class PosixBackend(BackendBase):
         data = flat(view, writable=True)
         if offset < 0:
             raise BackendError(f"{self._what('read', key)}: the offset {offset} is negative")
-        with self._lookup("read", key), self._opened(key) as (file, status):
+        with self._lookup("read", key), self._opened(key) as (file, _):
             block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
-            count = read_whole(file, data, offset, block_bytes=block_bytes)
-        if count < data.nbytes:
-            end = offset + data.nbytes
-            raise self._short_read(self._what("read", key), offset, end, status.st_size)
+            if read_whole(file, data, offset, block_bytes=block_bytes) < data.nbytes:
+                end, length = offset + data.nbytes, os.fstat(file).st_size
+                raise self._short_read(self._what("read", key), offset, end, length)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         """See ``Backend``. False where the backend is read-only: inspection reads the medium."""
@@ -137,8 +136,8 @@ class PosixBackend(BackendBase):
             for view in views:
                 data = flat(view, writable=True)
                 if self._read_cached(file, data, offset) < data.nbytes:
-                    what = self._what("read", key)
-                    raise self._short_read(what, offset, offset + data.nbytes, status.st_size)
+                    end, length = offset + data.nbytes, os.fstat(file).st_size
+                    raise self._short_read(self._what("read", key), offset, end, length)
                 offset += data.nbytes
         return True
 
@@ -154,10 +153,10 @@ class PosixBackend(BackendBase):
         check_prefix(prefix)
         return self._scan(prefix)
 
-    def links(self, folder: str) -> list[str]:
-        """Return the names of the symbolic links in a folder, which ``scan`` leaves out and no call follows."""
+    def names(self, folder: str) -> list[str]:
+        """Return all names in a folder, also those that ``scan`` leaves out, such as symbolic links."""
         with suppress(KeyNotFoundError), self._lookup("list", check_key(folder)):
-            return self._folders.links(folder)
+            return self._folders.names(folder)
         return []
 
     def delete(self, key: str) -> None:

@@ -214,10 +214,10 @@ class Folders:
                     found.append(entry)
         return found
 
-    def links(self, folder: str) -> list[str]:
-        """Return the names of the symbolic links in a folder."""
-        with self.opened(folder) as descriptor, os.scandir(descriptor) as names:
-            return sorted(each.name for each in names if each.is_symlink())
+    def names(self, folder: str) -> list[str]:
+        """Return all names in a folder, whatever they are of."""
+        with self.opened(folder) as descriptor:
+            return os.listdir(descriptor)
 
     def _open_path(self, folder: str, enter: Callable[[int, str, str], int]) -> int:
         descriptor = os.dup(self._root)
@@ -267,7 +267,7 @@ class Folders:
     def _refuse_link(self, parent: int, part: str, path: str) -> None:
         if stat.S_ISLNK(os.stat(part, dir_fd=parent, follow_symlinks=False).st_mode):
             raise AccessDeniedError(
-                f"{self.path / path}: is a symbolic link, and none is followed below the tier's folder; "
+                f"{self.path / path} is a symbolic link, and none is followed below the tier's folder; "
                 "put the folder itself there, or make its target a tier of its own"
             )
 

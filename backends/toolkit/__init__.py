@@ -28,6 +28,7 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     LostWriteError,
     StorageFullError,
+    TruncatedError,
     UnreachableError,
 )
 
@@ -50,6 +51,7 @@ __all__ = [
     "StoredObject",
     "SyncedBackend",
     "Traits",
+    "TruncatedError",
     "UnreachableError",
     "Writer",
     "aligned_block",

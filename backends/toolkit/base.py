@@ -14,7 +14,12 @@ from typing import ClassVar, Self
 
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.backend import Publish, Traits
-from tierfall.core.types.errors import AccessDeniedError, BackendError
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    TruncatedError,
+    UnreachableError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +232,10 @@ class BackendBase:
             raise AccessDeniedError(f"{what}: it was opened for reading only; open it for writing")
 
     def _short_read(self, what: str, offset: int, end: int, length: int) -> BackendError:
-        """Make the error of a read that goes beyond the end of its object."""
-        return BackendError(
+        """Make the error of a read that got too few bytes of an object of ``length`` bytes."""
+        if 0 <= offset < end <= length:
+            return UnreachableError(f"{what}: fewer bytes came than were asked for; try again")
+        return TruncatedError(
             f"{what}: bytes {offset} to {end} were asked for, but it ends at {length}; it was cut short, or another "
             "object was expected"
         )

@@ -23,7 +23,12 @@ from tierfall.backends.toolkit.store import (
 )
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish, StoredObject, Traits
-from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyExistsError,
+    KeyNotFoundError,
+    TruncatedError,
+)
 
 
 class KeyValueBackend(BackendBase):
@@ -75,7 +80,7 @@ class KeyValueBackend(BackendBase):
             previous = pieces
             value, pieces = self.values.find(key, what)
             if pieces == previous:
-                raise BackendError(f"{what}: it is damaged: its piece {missing!r} is not there")
+                raise TruncatedError(f"{what}: it is damaged: its piece {missing!r} is not there")
 
     def stat(self, key: str) -> StoredObject:
         value, pieces = self.values.find(key, self._what("stat", check_key(key)))

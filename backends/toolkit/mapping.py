@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 # MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23

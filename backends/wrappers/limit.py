@@ -1,14 +1,13 @@
 """Limits of the bytes a second, and of concurrent calls.
 
 A large write is passed on slice by slice, so that a slow tier advances evenly. Idle time earns no credit: a burst after
-a pause would disturb training. Reads and writes have separate limits, like the two directions of a link.
+a pause would disturb training. Reads and writes have separate limits: a restore does not disturb training.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,29 +21,25 @@ SLICE_BYTES_MIN = 256 * 1024
 
 
 class Limited(Wrapper):
-    """Limits ``inner`` to ``bytes_per_second`` in each direction and ``max_parallel`` concurrent calls (None: no
+    """Limits ``inner`` by the rates of ``writes`` and ``reads``, and to ``max_parallel`` concurrent calls (None: no
     limit)."""
 
     def __init__(
         self,
         inner: Backend,
         *,
-        bytes_per_second: int | None,
-        max_parallel: int | None = None,
         writes: RateLimiter | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        reads: RateLimiter | None = None,
+        max_parallel: int | None = None,
     ) -> None:
-        """``writes`` is the caller's limiter for writes, in place of ``bytes_per_second``."""
-        for name, value in (("bytes_per_second", bytes_per_second), ("max_parallel", max_parallel)):
-            if value is not None and value < 1:
-                raise ValueError(f"Limited: {name} is {value}; expected 1 or more, or None")
+        if max_parallel is not None and max_parallel < 1:
+            raise ValueError(
+                f"Limited: max_parallel is {max_parallel}; expected 1 or more, or None"
+            )
         super().__init__(inner)
         self._slots = threading.BoundedSemaphore(max_parallel) if max_parallel else None
         self._max_parallel = max_parallel
-        own = RateLimiter(bytes_per_second, clock, sleep) if bytes_per_second else None
-        self._writes = own if writes is None else writes
-        self._reads = RateLimiter(bytes_per_second, clock, sleep) if bytes_per_second else None
+        self._writes, self._reads = writes, reads
 
     @property
     def traits(self) -> Traits:
@@ -68,7 +63,7 @@ class Limited(Wrapper):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
         if self._reads is not None:
-            self._reads.acquire(view.nbytes)
+            self._reads.acquire(view.nbytes, whole=True)
         with self.slot():
             self._inner.read_into(key, offset, view)
 

@@ -170,31 +170,22 @@ class _RetryingWriter(WriterWrapper):
 def wrap(
     inner: Backend,
     *,
-    bandwidth: int | None = None,
-    max_parallel: int | None = None,
     writes: RateLimiter | None = None,
+    reads: RateLimiter | None = None,
+    max_parallel: int | None = None,
     tries: int = 5,
     first_wait_s: float = 0.2,
     longest_wait_s: float = 10.0,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> Backend:
-    """Return ``inner`` as a tier uses it: limited to ``bandwidth`` bytes a second in each direction and
-    ``max_parallel`` concurrent calls (None: no limit), and with up to ``tries`` tries. ``writes`` limits writes in
-    place of ``bandwidth``.
+    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads`` and to ``max_parallel``
+    concurrent calls (None: no limit), and with up to ``tries`` tries.
 
     The limit is inside of the retry: the bytes of every try count, and a waiting retry occupies no call."""
     backend = inner
-    if bandwidth is not None or max_parallel is not None or writes is not None:
-        backend = Limited(
-            backend,
-            bytes_per_second=bandwidth,
-            max_parallel=max_parallel,
-            writes=writes,
-            clock=clock,
-            sleep=sleep,
-        )
+    if (writes, reads, max_parallel) != (None, None, None):
+        backend = Limited(backend, writes=writes, reads=reads, max_parallel=max_parallel)
     return Retrying(
         backend,
         tries=tries,

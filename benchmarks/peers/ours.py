@@ -77,7 +77,7 @@ class Tierfall(System):
     def forget(self) -> None:
         if self._step:
             shutil.rmtree(self.place.folder / AGAIN, ignore_errors=True)
-            self._ckpt.delete(self._step)
+            self._ckpt.delete(self._step, even_the_last=True)
             self._ckpt.drain()
 
     def close(self) -> None:

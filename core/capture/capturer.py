@@ -24,6 +24,7 @@ from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.runtime.holds import Holds
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.threads import HelperThreads
 from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
@@ -236,6 +237,7 @@ class Capturer:
         finally:
             handle.add_blocked(time.monotonic() - began)
 
+    @public_call
     def _at_barrier(self, in_order: bool = True) -> None:
         """The step hook; never raises, since the capture thread reports failures."""
         try:

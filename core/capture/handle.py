@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.runtime.callbacks import CallbackThread, check_callback
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
 from tierfall.core.types.units import as_seconds, format_duration, format_size
@@ -68,7 +69,7 @@ class SaveHandle:
         self._clock = clock
         self._began = clock()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask while its thread is in here
         self._waiting: list[InterruptibleEvent] = []
         self._captured = False
         self._failure: BaseException | None = None
@@ -99,12 +100,14 @@ class SaveHandle:
         return self._tiers
 
     @property
+    @public_call
     def outcome(self) -> SaveOutcome:
         """``pending`` until the last tier of this step has it (``saved``), or the save was given up."""
         with self._lock:
             return self._outcome
 
     @property
+    @public_call
     def stats(self) -> SaveStats:
         with self._lock:
             return replace(
@@ -114,11 +117,13 @@ class SaveHandle:
                 durable_s=dict(self._durable_s),
             )
 
+    @public_call
     def exception(self) -> BaseException | None:
         """Why this save was given up, or why a tier did not get it; None if there was no error."""
         with self._lock:
             return self._failure or next(iter(self._failed.values()), None)
 
+    @public_call
     def captured(self, timeout: float | None = None) -> None:
         """Wait until the image is sealed in host memory. Raises the error that prevented it, or TimeoutError after
         ``timeout`` seconds."""
@@ -127,6 +132,7 @@ class SaveHandle:
             if self._failure is not None and not self._captured:
                 raise _copy_of(self._failure)
 
+    @public_call
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
         """Wait until the step is committed on ``tier`` (default: the last one that it is flushed to).
 
@@ -140,12 +146,14 @@ class SaveHandle:
                 return
             raise _copy_of(self._failed.get(name) or self._failure)
 
+    @public_call
     def done(self, tier: str | None = None) -> bool:
         """Whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
         name = self._resolve(tier)
         with self._lock:
             return name in self._done
 
+    @public_call
     def add_done_callback(
         self, fn: Callable[[SaveHandle], object], tier: str | None = None
     ) -> None:

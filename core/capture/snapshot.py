@@ -71,6 +71,11 @@ class HostMemory(Protocol):
     @property
     def free_bytes(self) -> int: ...
 
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest image, with its records, that ``allocate`` would find room for."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaShare:

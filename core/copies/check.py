@@ -61,7 +61,9 @@ class CheckableStore(ReadableStore, Protocol):
 
     def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
-    def files(self, checkpoint: CheckpointId) -> tuple[StoredObject, ...]: ...
+    def files(
+        self, checkpoint: CheckpointId, commit: Commit | None = None
+    ) -> tuple[StoredObject, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +142,8 @@ class CopyCheck:
     # A copy on a stored tier -------------------------------------------------------------------------
 
     def stored(self, store: CheckableStore) -> None:
-        sizes = {stored.key: stored.bytes for stored in store.files(self._id)}
         self._commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(self._id))
+        sizes = {stored.key: stored.bytes for stored in store.files(self._id, self._commit)}
         if self._commit is not None:
             self._check_names(self._commit, sizes)
             self._foreign = tuple(
@@ -285,7 +287,7 @@ class CopyCheck:
             mark = store.read_mark(self._id, leaf)
         except KeyNotFoundError:
             return  # removed meanwhile, as by an unpin
-        except (IntegrityError, NotSupportedError) as error:
+        except TierfallError as error:
             self._record_error(name, error)
             return
         if (mark.name, mark.checkpoint) != (leaf, self._id):
@@ -344,8 +346,8 @@ class CopyCheck:
             start, end = manifest.chunk_range(index)
             self._record(name, f"bytes {start} to {end} do not match their digest", index)
             return
-        except IntegrityError as error:
-            self._record(name, self._describe_error(name, error), index)
+        except TierfallError as error:
+            self._record_error(name, error, index)
             return
         if index == 0:
             self._try(
@@ -362,7 +364,7 @@ class CopyCheck:
             return read()
         except KeyNotFoundError:
             self._record(file, "it is missing", chunk)
-        except (IntegrityError, NotSupportedError) as error:
+        except TierfallError as error:
             self._record_error(file, error, chunk)
         return None
 
@@ -374,10 +376,11 @@ class CopyCheck:
                 return text.partition(lead)[2]
         return text
 
-    def _record_error(
-        self, file: str, error: IntegrityError | NotSupportedError, chunk: int | None = None
-    ) -> None:
+    def _record_error(self, file: str, error: TierfallError, chunk: int | None = None) -> None:
+        """Record damage, and what a newer version wrote; raise any other error: the rest was not read."""
         newer = isinstance(error, NotSupportedError)
+        if not (newer or error.is_damage):
+            raise error
         self._record(file, self._describe_error(file, error), chunk, newer=newer)
 
     def _record(

@@ -74,9 +74,19 @@ class CheckpointReader:
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         """Fill the targets of the ``fills`` of each rank's image."""
         self.touched = True
+        self.fill_here(fills, world_size, self.written)
+
+    def fill_here(
+        self,
+        fills: Mapping[int, Sequence[Fill]],
+        world_size: int,
+        written: WrittenTargets | None = None,
+    ) -> None:
+        """Fill memory of this process on this rank only, without the other ranks; ``written`` records targets in the
+        state."""
         for rank, image_fills in sorted(fills.items()):
             with self.open(Shard(rank, world_size)) as reader:
-                reader.fill(image_fills, self.written)
+                reader.fill(image_fills, written or WrittenTargets())
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         """Record that this rank has failed with ``error``; return the error that prevents telling the other ranks, or

@@ -29,7 +29,13 @@ from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.types.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    TierfallError,
+)
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 
@@ -43,17 +49,24 @@ DEVICE_BUFFER_BYTES = 192 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """A source that was skipped, and why: a tier, a copy, a chunk of it, or a whole step."""
+    """A source that was skipped, and why: a tier, a copy, a chunk of it, or a whole step. ``id`` is the checkpoint that
+    it is of; None: a tier."""
 
     what: str
     reason: str
+    id: CheckpointId | None = None
 
 
 FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
+FoundUnread = Callable[[CheckpointId], None]
 
 
 def _ignore_damage(tier: str, id: CheckpointId, error: TierfallError) -> None:
     """No caller handles damaged copies."""
+
+
+def _ignore_unread(id: CheckpointId) -> None:
+    """This process deletes nothing by rule."""
 
 
 @dataclass(slots=True)
@@ -62,13 +75,15 @@ class ReadTally:
     sources.
 
     It is shared by the reading threads. ``found_damage`` is called once for each copy that does not match its digests
-    or is missing, by any of these threads.
+    or is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and
+    was not restored for that: no rule may delete it.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     found_damage: FoundDamage = _ignore_damage
+    found_unread: FoundUnread = _ignore_unread
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,13 +104,13 @@ class ReadTally:
         read += [f"{format_size(received)} from other ranks"] if received else []
         return f"{', '.join(read) or 'nothing'} is read so far"
 
-    def add_skipped(self, what: str, reason: object) -> None:
+    def add_skipped(self, what: str, reason: object, id: CheckpointId | None = None) -> None:
         with self.lock:
-            self.fallbacks.append(Fallback(what=what, reason=str(reason)))
+            self.fallbacks.append(Fallback(what=what, reason=str(reason), id=id))
 
     def note_damage(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
-        """Report a copy as damaged, if the error shows that it is: an error of the storage does not."""
-        if not isinstance(error, (IntegrityError, KeyNotFoundError)):
+        """Report a copy as damaged, if the error shows that it is."""
+        if not error.is_damage:
             return
         with self.lock:
             known = (tier, id) in self.damaged
@@ -121,10 +136,11 @@ class ChunkReader:
         """Return the verified bytes of chunk ``index``, which may be in ``buffer``, and the tier that they were read
         from.
 
-        Raises IntegrityError if all copies of it are damaged, or were all deleted meanwhile. Raises a retryable error
-        if one copy could not be read and no other is good, since that copy may be.
+        Raises IntegrityError if all copies of it are damaged, or were all deleted meanwhile. Raises the error of a copy
+        that could not be read, if no other is good: that copy may be.
         """
         start, end = self._manifest.chunk_range(index)
+        id = self._manifest.lineage.checkpoint
         failures: list[TierfallError] = []
         for image in self._images:
             if is_being_filled(buffer):
@@ -137,20 +153,18 @@ class ChunkReader:
                     buffer,
                     on_misread=partial(self._add_misread, image, index),
                 )
-            except (IntegrityError, BackendError) as error:
+            except (IntegrityError, BackendError, NotSupportedError) as error:
                 failures.append(error)
-                self._tally.add_skipped(self._what(image, index), error)
-                self._tally.note_damage(image.tier, self._manifest.lineage.checkpoint, error)
+                self._tally.add_skipped(self._what(image, index), error, id)
+                self._tally.note_damage(image.tier, id, error)
                 continue
             self._tally.read(image.tier, end - start)
             return view, image.tier
         for failure in failures:
-            if failure.retryable:
+            if not failure.is_damage:
                 raise failure
         if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
-            raise IntegrityError(
-                f"{self._manifest.lineage.checkpoint} was deleted while it was read: no copy is left"
-            )
+            raise IntegrityError(f"{id} was deleted while it was read: no copy is left")
         raise IntegrityError(
             f"chunk {index} is damaged in every copy that was read: "
             + "; ".join(map(str, failures))
@@ -177,7 +191,8 @@ class ChunkReader:
         return True
 
     def _add_misread(self, image: Image, index: int, error: IntegrityError) -> None:
-        self._tally.add_skipped(f"the first read of {self._what(image, index)}", error)
+        what = f"the first read of {self._what(image, index)}"
+        self._tally.add_skipped(what, error, self._manifest.lineage.checkpoint)
 
     def _what(self, image: Image, index: int) -> str:
         return f"chunk {index} of {self._manifest.lineage.checkpoint} on {image.tier}"

@@ -40,7 +40,8 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 
 PASSABLE = (IntegrityError, BackendError, NotSupportedError)
-"""Errors after which another copy is read, or an older step is tried. Any other error ends a restore."""
+"""Errors after which another copy is read; after damage (``is_damage``), an older step is tried, too. Any other error
+ends a restore."""
 
 NOWHERE = "no tier that answered on this rank has it"
 NOT_SENT = (
@@ -156,7 +157,7 @@ def find_images(
     """Open the copies of a shard on ``tiers`` with good records, fastest first; return them with their manifest.
 
     Tiers whose commit record names only other shards are left out. If all are, ``nowhere`` is the reason of the error.
-    Raises IntegrityError if there is no copy, and the retryable error if one could not be read.
+    Raises IntegrityError if there is no good copy, and the error of a copy that could not be read, if there is one.
     """
     images: list[Image] = []
     manifest: Manifest | None = None
@@ -188,13 +189,13 @@ def find_images(
                 raise
         except PASSABLE as error:
             failures.append(error)
-            tally.add_skipped(f"{checkpoint.id} on {tier}", error)
+            tally.add_skipped(f"{checkpoint.id} on {tier}", error, checkpoint.id)
             continue
         images.append(image)
     if manifest is None or not images:
         if nowhere == NOT_SENT and not failures:
             raise UnreachableError(f"this rank's part of {checkpoint.id}: {nowhere}")
-        raise next((e for e in failures if e.retryable), None) or IntegrityError(
+        raise next((e for e in failures if not e.is_damage), None) or IntegrityError(
             f"no copy of {checkpoint.id} has good records: "
             + ("; ".join(map(str, failures)) or nowhere)
         )

@@ -40,11 +40,14 @@ class CopyVerifier:
             return CheckedCopy(id=id, tier=store.name, gone=True)
         return check.result(error=error)
 
-    def check_region(self, tier: str, id: CheckpointId, region: HostRegion) -> CheckedCopy:
-        """Verify a sealed image in host memory. If a running trainer reuses its region meanwhile, it is reported as
-        damaged."""
+    def check_regions(
+        self, tier: str, id: CheckpointId, regions: Iterable[HostRegion]
+    ) -> CheckedCopy:
+        """Verify the sealed images of a checkpoint in host memory. If a running trainer reuses a region meanwhile, it
+        is reported as damaged."""
         check = CopyCheck(self, tier, id)
-        check.region(region)
+        for region in regions:
+            check.region(region)
         return check.result(error=None)
 
     def pool_for(self, manifest: Manifest) -> BufferPool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
@@ -20,22 +21,14 @@ UNSEEN_ATTEMPTS = 1000
 """Assumed maximum of attempts that only an unreachable tier knows: more starts than a run has during an outage."""
 
 
-class StepFolderError(IntegrityError):
-    """The name of a step's folder is used by something else, such as a link, whose content is not examined.
-    ``checkpoint`` is the one that the name belongs to."""
-
-    def __init__(self, message: str, checkpoint: CheckpointId) -> None:
-        super().__init__(message)
-        self.checkpoint = checkpoint
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A checkpoint with a commit record on a tier.
+    """A checkpoint with a commit record on a tier, or that something else there names.
 
-    With ``damage`` and no ``commit``, the record cannot be parsed or belongs to another checkpoint. With both, files
-    that the record names are missing, or the copy may not survive a power cut. A damaged copy is read only if there is
-    no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it.
+    ``damage`` is what is wrong with it: damage if its ``is_damage`` is set, else why it could not be read. With it and
+    no ``commit``, that concerns the record, which may also be gone or of another checkpoint; with both, files that the
+    record names, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
+    counts for nothing else. ``foreign``: another attempt of the same number saved it.
     ``pin_written_to``, of a copy in memory: the tiers that its pin was written to."""
 
     id: CheckpointId
@@ -49,20 +42,36 @@ class FoundCopy:
 
     @property
     def label(self) -> str:
-        """The state, or ``damaged``."""
-        return str(self.state) if self.damage is None else "damaged"
+        """The state, ``damaged``, or ``unreadable``."""
+        if self.damage is None:
+            return str(self.state)
+        return "damaged" if self.damage.is_damage else "unreadable"
+
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why it could not be read; None for a good or a damaged copy."""
+        return None if self.damage is None or self.damage.is_damage else self.damage
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether it is in memory, and the images of some ranks are not, or not on this node: the start that saved it
+        may have died before all ranks had sealed it."""
+        if self.state is not CopyState.SEALED or self.commit is None:
+            return False
+        return len(ranks_with_image(self.commit, self.commit.world_size)) < self.commit.world_size
 
     @property
     def repairable(self) -> bool:
-        """Whether a damaged copy may be rewritten: not a foreign one, nor one that a newer tierfall wrote."""
-        return isinstance(self.damage, IntegrityError) and not self.foreign
+        """Whether a damaged copy may be rewritten or deleted: not a foreign one, nor one that could not be read."""
+        return self.damage is not None and self.damage.is_damage and not self.foreign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The content of one tier. ``unfinished`` maps step folders without a commit record to their bytes. ``starts`` are
     the starts of attempts that committed there, including deleted checkpoints. ``damaged`` are errors that belong to no
-    copy, as in overwritten memory. With ``error``, the tier could not be listed."""
+    copy, as in overwritten memory. ``lags``: a commit record can be read that the store's listing does not show. With
+    ``error``, the tier, or a part of it, could not be listed."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
@@ -70,7 +79,18 @@ class Listing:
     attempts: tuple[int, ...] = ()
     starts: tuple[AttemptStart, ...] = ()
     damaged: tuple[TierfallError, ...] = ()
+    lags: bool = False
     error: TierfallError | None = None
+
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why the tier, or a copy on it, could not be read; None if all was read."""
+        return self.error or next((copy.unread for copy in self.copies if copy.unread), None)
+
+    @property
+    def problems(self) -> tuple[TierfallError, ...]:
+        """What is wrong with the tier: ``damaged`` and ``error``."""
+        return self.damaged if self.error is None else (*self.damaged, self.error)
 
     @property
     def used_bytes(self) -> int:
@@ -79,18 +99,6 @@ class Listing:
 
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         return next((c for c in self.copies if c.id == checkpoint), None)
-
-    def step_folder_errors(
-        self, step: int | None = None, attempt: int | None = None
-    ) -> list[StepFolderError]:
-        """The errors of step folders, optionally of one ``step`` or ``attempt``."""
-        return [
-            error
-            for error in self.damaged
-            if isinstance(error, StepFolderError)
-            and step in (None, error.checkpoint.step)
-            and attempt in (None, error.checkpoint.attempt)
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +114,10 @@ class KnownCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """Size of its images; without a record, that of its largest copy."""
-        return (
-            self.commit.image_bytes if self.commit else max(c.bytes for c in self.copies.values())
-        )
+        """Size of its images; without a record, that of its largest copy. A record may name those of one node only."""
+        records = (self.commit, *(copy.commit for copy in self.copies.values()))
+        named = [record.image_bytes for record in records if record is not None]
+        return max(named or (copy.bytes for copy in self.copies.values()))
 
     @property
     def wall_time_s(self) -> float | None:
@@ -135,6 +143,17 @@ class KnownCheckpoint:
     def tombstoned(self) -> bool:
         return keys.TOMBSTONE_MARK in self.marks
 
+    @property
+    def live(self) -> bool:
+        return not self.abandoned and not self.tombstoned
+
+    @property
+    def unread(self) -> TierfallError | None:
+        """Why it may be good: no copy is known to be, and one could not be read."""
+        if any(copy.damage is None for copy in self.copies.values()):
+            return None
+        return next((copy.unread for copy in self.copies.values() if copy.unread), None)
+
 
 def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     """Merge listings into checkpoints, oldest first."""
@@ -151,7 +170,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         for id, copies in found.items()
     }
     abandoned_ids = abandoned(
-        ((id, commit.lineage.attempt_id) for id, commit in commits.items() if commit is not None),
+        ((id, commit.lineage.attempt_id if commit else None) for id, commit in commits.items()),
         starts,
     )
     return tuple(
@@ -236,13 +255,16 @@ def of_one_lineage(
 
 
 def overtaken(known: Iterable[KnownCheckpoint]) -> dict[CheckpointId, frozenset[str]]:
-    """By checkpoint, the tiers that have newer ones and are still owed it, according to their newest record."""
+    """By checkpoint, the tiers that have newer ones and are still owed it, according to their newest record, or may be:
+    its own record there is not good."""
     newest: dict[str, Commit] = {}
+    found: dict[CheckpointId, frozenset[str]] = {}
     for checkpoint in sorted(known, key=lambda c: (c.id.attempt, c.id.step)):
         for tier, copy in checkpoint.copies.items():
             if copy.commit is not None:
                 newest[tier] = copy.commit
-    found: dict[CheckpointId, frozenset[str]] = {}
+            elif not copy.foreign:
+                found[checkpoint.id] = found.get(checkpoint.id, frozenset()) | {tier}
     for tier, commit in newest.items():
         for id in commit.owed:
             found[id] = found.get(id, frozenset()) | {tier}
@@ -257,7 +279,7 @@ def to_view(
     **members: object,
 ) -> View:
     """Build the policies' view from listings, for callers without a coordinator; ``wall_time_s`` is the current time
-    in seconds since 1970."""
+    in seconds since 1970. Damaged copies are left out."""
     owed_to = overtaken(known)
     return View(
         tiers=tuple(tiers),

@@ -9,6 +9,9 @@ from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.types.errors import IntegrityError
 
+_OF_MEMORY = ("attempt_id", "file", "kept")
+"""Members that only the record of a machine has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTier:
@@ -27,13 +30,21 @@ class KnownTier:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRecord:
     """The identity of a run's tier: its random 128-bit id in hexadecimal, and the run's ``others``, by name. ``shared``
-    is as in ``KnownTier``. The record that a machine keeps of a run's tiers has an empty id."""
+    is as in ``KnownTier``.
+
+    The record that a machine keeps of a run's tiers, beside its host memory, has an empty id. It also has the id of the
+    last attempt that owned that memory, the path of the ``file`` that the run was configured by, and the folder of what
+    is ``kept`` for other nodes; each may be ''.
+    """
 
     run: str
     id: str
     shared: bool | None
     wall_time_s: float
     others: Mapping[str, KnownTier] = field(default_factory=dict)
+    attempt_id: str = ""
+    file: str = ""
+    kept: str = ""
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -43,6 +54,7 @@ class TierRecord:
                 "shared": self.shared,
                 "wall_time_s": self.wall_time_s,
                 "others": {name: tier.to_json() for name, tier in self.others.items()},
+                **{name: text for name in _OF_MEMORY if (text := getattr(self, name))},
             }
         )
 
@@ -57,6 +69,7 @@ def parse_tier_record(data: bytes, *, what: str) -> TierRecord:
         shared=reader.flag_or_none("shared"),
         wall_time_s=reader.real("wall_time_s"),
         others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
+        **{name: reader.get(name, str) for name in _OF_MEMORY if reader.has(name)},
     )
 
 

@@ -30,9 +30,9 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     WrapperNode,
-    leaves,
 )
 from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec, wrappers
+from tierfall.core.tensors.builtin_codecs import UnknownValue, ValueCodec
 from tierfall.core.tensors.value_codec import MAPPING_TYPES
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
@@ -71,6 +71,7 @@ class Builder:
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._laid_out: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._codecs: dict[str, ValueCodec | None] = {}
 
     # ---- before the bytes
 
@@ -128,28 +129,35 @@ class Builder:
     def prepare(self, node: Node, device: torch.device, named: str = "") -> None:
         """Allocate what ``build(node, device)`` will need. ``named`` is the name of the node, for errors.
 
-        Raises RestoreError where the ranks that saved the node differ in it, or where its codec is not registered.
+        Raises RestoreError where the ranks that saved the node differ in it, or where ``unknown`` does.
         """
-        for name, leaf in leaves(node, named):
-            match leaf:
-                case TensorNode():
-                    self.tensor(leaf.position, device)
-                case ValueNode():
-                    self._prepare_value(leaf)
-                case QuantizedNode():
-                    self.flat(leaf.position, device)
-                case WrapperNode():
-                    self._prepare_wrapper(leaf)
-                case CodecNode():
-                    self._codec(leaf.name)
-                case ConflictNode():
-                    raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
-                case PiecesNode():
-                    raise RestoreError(
-                        f"{self.header.what}: {name}: its bytes are in the images of other ranks"
-                    )
-            for child in leaf.children():
-                self.prepare(child, CPU if isinstance(leaf, RandomNode) else device, name)
+        self._check(node, named)
+        match node:
+            case TensorNode():
+                self.tensor(node.position, device)
+            case ValueNode():
+                self._prepare_value(node)
+            case QuantizedNode():
+                self.flat(node.position, device)
+            case WrapperNode():
+                self._prepare_wrapper(node)
+        for name, child in node.named(named):
+            self.prepare(child, CPU if isinstance(node, RandomNode) else device, name)
+
+    def _check(self, node: Node, name: str) -> None:
+        match node:
+            case CodecNode() if self.codec(node.name) is None:
+                self.unknown(builtin_codecs.unknown_value(node.name, None))
+            case MapNode():
+                for key, _ in node.entries:
+                    if type(key) is UnknownValue:
+                        self.unknown(key)
+            case ConflictNode():
+                raise RestoreError(f"{self.header.what}: {name}: {node.reason}")
+            case PiecesNode():
+                raise RestoreError(
+                    f"{self.header.what}: {name}: its bytes are in the images of other ranks"
+                )
 
     def _prepare_value(self, node: ValueNode) -> None:
         for position in node.blobs:
@@ -236,10 +244,17 @@ class Builder:
         return tensor
 
     def _prepare_wrapper(self, node: WrapperNode) -> None:
-        wrappers.class_named(node.class_name)
+        if wrappers.find_wrapper(node.class_name) is None:
+            self.unknown(_unknown_wrapper(node, None))
 
     def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor]) -> Any:
-        return wrappers.put_together(node.class_name, inner, self.value(node.shape))
+        kind = wrappers.find_wrapper(node.class_name)
+        if kind is None:
+            return self.unknown(_unknown_wrapper(node, inner))
+        try:
+            return wrappers.put_together(kind, inner, self.value(node.shape))
+        except RestoreError as error:
+            return self.unknown(_unknown_wrapper(node, inner, str(error)))
 
     # ---- values
 
@@ -250,21 +265,39 @@ class Builder:
         except ValueError as error:
             raise IntegrityError(f"{self.header.what}: a value is damaged: {error}") from error
 
-    def _codec(self, name: str) -> builtin_codecs.ValueCodec:
-        found = value_codec.codec_named(name)
-        if found is None:
-            raise RestoreError(
-                f"restore: {self.header.what} holds values of the registered type {name!r}; call "
-                f"tierfall.register_codec for it first"
-            )
-        return found
+    def codec(self, name: str) -> ValueCodec | None:
+        """Return the codec of a name; None if it is not there."""
+        if name not in self._codecs:
+            self._codecs[name] = value_codec.codec_named(name)
+        return self._codecs[name]
 
     def registered(self, name: str, value: object) -> object:
-        return self._codec(name).decode(value)
+        """Return a value of a type that has a codec."""
+        codec = self.codec(name)
+        if codec is None:
+            return self.unknown(builtin_codecs.unknown_value(name, value))
+        try:
+            return codec.decode(value)
+        except RestoreError as error:
+            return self.unknown(builtin_codecs.unknown_value(name, value, str(error)))
+
+    def unknown(self, value: UnknownValue) -> object:
+        """Return what stands for a value whose class or codec is not there, or has changed. Here: RestoreError."""
+        raise RestoreError(
+            f"restore: {self.header.what} holds a value of {value.name}: {value.reason}"
+        )
+
+
+def _unknown_wrapper(
+    node: WrapperNode, inner: dict[str, torch.Tensor] | None, reason: str = ""
+) -> UnknownValue:
+    name = node.class_name
+    reason = reason or builtin_codecs.not_found(name, "a tensor class")
+    return UnknownValue(builtin_codecs.class_title(name), inner, reason, name)
 
 
 class _NameCheck:
-    """Decodes a value without its contents, to check that the codecs it names are registered."""
+    """Decodes a value without its contents, to check the classes and codecs that it names."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -273,8 +306,9 @@ class _NameCheck:
         return None
 
     def registered(self, name: str, value: object) -> object:
-        codec = self._builder._codec(name)
-        return codec.decode(value) if name.startswith(builtin_codecs.CLASSES) else None
+        if name.startswith(builtin_codecs.CLASSES) or self._builder.codec(name) is None:
+            return self._builder.registered(name, value)
+        return None
 
 
 class _BlobReader:

@@ -286,12 +286,14 @@ class _Renamer:
         return below, self.node(child, before, after)
 
     def _item(self, place: int, child: Node, old: str, new: str) -> Node:
-        before = f"{old}.{place}"
-        if self.name(before) != f"{new}.{place}":
+        before, here = f"{old}.{place}", f"{new}.{place}"
+        after = self.name(before)
+        is_inside = isinstance(child, ModuleNode) and naming.is_within(after, here)
+        if after != here and not is_inside:
             raise RestoreError(
                 f"restore: rename: {before!r} is an element of a sequence, which cannot have another name"
             )
-        return self.node(child, before, f"{new}.{place}")
+        return self.node(child, before, here)
 
     def _below(self, name: str, parent: str, before: str) -> str:
         """Return the part of a new name below that of its mapping or module."""

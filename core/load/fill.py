@@ -30,17 +30,20 @@ from tierfall.core.image.tree import (
     RandomNode,
     SequenceNode,
     ValueNode,
+    positions_of,
 )
 from tierfall.core.load.build import CPU, BlockTarget, Fill
 from tierfall.core.load.choices import Choices, plain_value, renamed
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.fill_values import ValueFiller
+from tierfall.core.load.fill_values import ValueFiller, holds_tensors
+from tierfall.core.load.match import SharedMemory
 from tierfall.core.load.plan import Action, RestoreWork, Setter
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
 from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of, type_name
 from tierfall.core.tensors import names, rng, value_codec
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
@@ -49,10 +52,11 @@ from tierfall.core.types.text import with_article
 
 @dataclass(frozen=True, slots=True)
 class FillPlan:
-    """The reads of a restore; ``finish`` is called once all of them are done."""
+    """The reads of a restore. ``shared`` are checked before any; ``finish`` is called once all are done."""
 
     fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
+    shared: tuple[SharedMemory, ...]
     _stages: tuple[tuple[Action, ...], ...]
     _work: RestoreWork
 
@@ -98,9 +102,10 @@ def plan_fill(
     work = RestoreWork.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
     work.matcher.check_kept()
-    work.matcher.check_overlaps()
+    work.report_names()
+    shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.builder.targets(), work.stages(), work)
+    return FillPlan(work.builder.fills(), work.builder.targets(), shared, work.stages(), work)
 
 
 class _Filler:
@@ -126,16 +131,15 @@ class _Filler:
             if self.selection.skipped(name):
                 self.matcher.skip(unwrap(live), name)
             return
-        if type(live) is Item:
-            live, set_value = _open_item(live)
+        live, set_value = self._open(node, live, set_value)
         match node:
             case _ if isinstance(node, TENSORS):
-                self._tensor(node, live, name)
+                self._tensor(node, live, set_value, name)
             case ValueNode() | CodecNode():
                 self._value(node, live, set_value, name)
-            case MapNode() if type(live) in value_codec.MAPPINGS:
+            case MapNode() if _is_of_kind(live, node):
                 self._mapping(node, live, name, trail)
-            case SequenceNode() if type(live) is (tuple if node.is_tuple else list):
+            case SequenceNode() if _is_of_kind(live, node):
                 self._sequence(node, live, set_value, name, trail)
             case ModuleNode() if isinstance(live, nn.Module):
                 ModuleFiller(self.work, node, live, name, trail).plan()
@@ -143,6 +147,20 @@ class _Filler:
                 self._stateful(node, live, name, trail)
             case _:
                 self._mismatch(node, live, name)
+
+    def _open(self, node: Node, live: Any, set_value: Setter) -> tuple[Any, Setter]:
+        """Return the value of a wrapper, and a function that replaces it; in place of an empty value, a container of
+        the checkpoint's kind."""
+        if type(live) is Item:
+            live, set_value = _open_item(live)
+        is_container = isinstance(node, MapNode | SequenceNode)
+        if not is_container or _is_of_kind(live, node) or not _is_empty(live):
+            return live, set_value
+        if isinstance(node, SequenceNode) and node.is_tuple:
+            return (), set_value
+        made: Any = value_codec.MAPPING_TYPES[node.kind]() if isinstance(node, MapNode) else []
+        self.work.assignments.append(lambda: set_value(made))
+        return made, set_value
 
     def _stateful(
         self, node: ObjectNode | OptimizerNode, live: Any, name: str, trail: Trail
@@ -173,7 +191,13 @@ class _Filler:
         if isinstance(node, MapNode) and is_stateful(live):
             self._refuse_dict(live, name)
         elif isinstance(node, ConflictNode):
-            self.report.refuses(name, node.reason)
+            self.report.refuses(
+                name,
+                f"{node.reason}; for another number of ranks, tierfall.item(..., on_resize='per_rank', 'replicate' or "
+                f"'drop') around it says what each rank gets; skip=[{name!r}] leaves it unchanged",
+            )
+        elif live is None and not isinstance(node, RandomNode):
+            self.work.absent(node, name)  # no object is made
         else:
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
 
@@ -210,13 +234,21 @@ class _Filler:
                 self.visit(stored[key], value, set_item, below, (trail, key))
             else:
                 self.work.extra(value, below)
-        for key, child in node.entries:
-            if key not in live:
-                self.work.absent(child, names.join(name, names.component(key)))
+        missing = [(key, child) for key, child in node.entries if key not in live]
+        # A state_dict() of a module that has no tensors would take them, and the module would not.
+        takes = bool(name and missing) and not (hasattr(live, "_metadata") or holds_tensors(live))
+        for key, child in missing:
+            below = names.join(name, names.component(key))
+            if type(key) is UnknownValue:
+                self.report.refuses(below, f"the checkpoint has a key of {key.name}: {key.reason}")
+            elif takes:
+                self.visit(child, None, self._item_setter(live, key, below), below, (trail, key))
+            else:
+                self.work.absent(child, below)
 
     def _item_setter(self, live: Any, key: Any, name: str) -> Setter:
         def set_item(value: object) -> None:
-            if value is live[key]:
+            if key in live and value is live[key]:
                 return
             if not isinstance(live, MutableMapping):
                 raise RestoreError(
@@ -230,13 +262,18 @@ class _Filler:
         self, node: SequenceNode, live: Any, set_value: Setter, name: str, trail: Trail
     ) -> None:
         items = list(live) if node.is_tuple else live
-        for index, (child, value) in enumerate(zip(node.nodes, live, strict=False)):
+        missing = len(node.nodes) - len(live)
+        values = [*live]
+        if missing > 0 and not holds_tensors(live):
+            values += [None] * missing
+            self.work.assignments.append(lambda: items.extend([None] * missing))
+        for index, (child, value) in enumerate(zip(node.nodes, values, strict=False)):
 
             def set_element(value: object, index: int = index) -> None:
                 items[index] = value
 
             self.visit(child, value, set_element, f"{name}.{index}", (trail, index))
-        for index in range(len(live), len(node.nodes)):
+        for index in range(len(values), len(node.nodes)):
             self.work.absent(node.nodes[index], f"{name}.{index}")
         for index in range(len(node.nodes), len(live)):
             self.work.extra(live[index], f"{name}.{index}")
@@ -246,13 +283,27 @@ class _Filler:
                 lambda: None if _same(items, live) else set_value(tuple(items))
             )
 
-    def _tensor(self, node: Node, live: Any, name: str) -> None:
+    def _tensor(self, node: Node, live: Any, set_value: Setter, name: str) -> None:
         if not isinstance(live, torch.Tensor):
-            self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
+            if not _is_empty(live):
+                self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
+            elif self._is_block(node):
+                self.report.refuses(
+                    name,
+                    "the checkpoint has a sharded tensor: put one that is sharded like it there first",
+                )
+            else:
+                self.builder.prepare(node, CPU, name)
+                self.work.assignments.append(lambda: set_value(self.builder.build(node, CPU)))
             return
         if isinstance(live, nn.Parameter):
             self.work.filled_parameters.append(live)
         self.matcher.fill(node, live, name)
+
+    def _is_block(self, node: Node) -> bool:
+        """Return whether an image has only a block of a tensor."""
+        stored = (self.work.header.tensors[position] for position in positions_of(node))
+        return any(tensor.shape != tensor.whole_shape for tensor in stored)
 
     def _value(self, node: ValueNode | CodecNode, live: Any, set_value: Setter, name: str) -> None:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
@@ -338,7 +389,19 @@ def _load(live: Any, built: Any, trail: Trail) -> None:
 
 
 def _same(items: Sequence[object], live: Sequence[object]) -> bool:
-    return all(one is other for one, other in zip(items, live, strict=True))
+    return [*map(id, items)] == [*map(id, live)]
+
+
+def _is_empty(live: object) -> bool:
+    """Return whether a place of the state holds nothing, so that it takes what the checkpoint has there."""
+    return live is None or (type(live) in (list, tuple, *value_codec.MAPPINGS) and not live)
+
+
+def _is_of_kind(live: object, node: Node) -> bool:
+    """Return whether a value is a container of the checkpoint's kind."""
+    if isinstance(node, SequenceNode):
+        return type(live) is (tuple if node.is_tuple else list)
+    return isinstance(node, MapNode) and type(live) in value_codec.MAPPINGS
 
 
 def _kind(node: Node) -> str:

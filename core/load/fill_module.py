@@ -8,7 +8,7 @@ hooks expect, and the result is compared with the stored values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class ModuleFiller:
             return
         state = self._state_dict()
         keys = {scan.key_name(key): key for key in state}
+        if work.report.strict and self._differs_by_prefix(keys):
+            return
         for _, below, child in self._node.entries:
             full = f"{self._name}.{below}"
             key = keys.pop(below, None)
@@ -84,6 +86,29 @@ class ModuleFiller:
             work.state_loads.append(lambda: self._load(tuple(state)))
         else:
             work.state_loads.append(self._after_load)
+
+    def _differs_by_prefix(self, keys: Collection[str]) -> bool:
+        """Return whether all names of one side, and of that alone, begin with one prefix; report it where they do."""
+        name, stored, live = self._name, sorted(n for _, n, _ in self._node.entries), sorted(keys)
+        if len(stored) != len(live) or not set(stored).isdisjoint(live):
+            return False
+        if not all(self._work.selection.has(f"{name}.{each}") for each in stored):
+            return False
+        for what, longer, shorter, before, after in (
+            ("in the state, and not in the checkpoint", live, stored, name, f"{name}.{{}}"),
+            ("in the checkpoint, and not in the state", stored, live, f"{name}.{{}}", name),
+        ):
+            prefix = longer[0].removesuffix(shorter[0]) if longer else ""
+            if prefix.endswith(".") and longer == [prefix + each for each in shorter]:
+                rename = {before.format(prefix[:-1]): after.format(prefix[:-1])}
+                stripped = (
+                    " (tierfall import removes it, as a wrapper's)" if "module." in prefix else ""
+                )
+                self._work.report.refuses(
+                    name, f"all names have the prefix {prefix!r} {what}{stripped}: rename={rename}"
+                )
+                return True
+        return False
 
     def _state_dict(self) -> dict[str, Any]:
         try:

@@ -22,11 +22,12 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     WrapperNode,
+    leaves,
 )
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
-from tierfall.core.load.resize import can_resize, has_shape_of_parameter, part_of, plan_common
+from tierfall.core.load.resize import can_resize, part_of, plan_common, shape_of_state
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
@@ -40,6 +41,8 @@ from tierfall.core.tensors.dtensor import (
 )
 from tierfall.core.tensors.tensors import laid_out_as
 from tierfall.core.tensors.wrappers import is_wrapper
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.text import format_some
 
 _STEP = "step"
 _NAMES = "param_names"
@@ -67,7 +70,6 @@ class OptimizerFiller:
         self._live = live
         self._name = name
         self._numbering = optimizers.number_parameters(live, work.scans)
-        self._stored = {tensor.name: tensor for tensor in work.header.tensors}
 
     def plan(self) -> None:
         groups = self._match()
@@ -88,11 +90,11 @@ class OptimizerFiller:
             parameter = self._numbering.parameters[live_number[key]]
             kept.add(id(parameter))
             step_device = parameter.device if key in steps_on_device else CPU
-            # A renamed parameter cannot be found by its name.
-            name_then = "" if self._work.choices.rename else self._node.names[key] or ""
-            stored = self._stored.get(name_then)
+            position = self._work.positions.get(self._node.names[key] or "")
+            stored = None if position is None else self._work.header.tensors[position]
             self._state(node, parameter, stored, parameter.device, step_device, name)
         self._work.assignments.append(lambda: self._remove_others(kept))
+        self._work.assignments.append(self._after_load)
         self._work.replaced_names.append(f"{self._name}.state")
 
     # ---- matching groups and parameters
@@ -104,9 +106,10 @@ class OptimizerFiller:
         if not (any(stored.names) and any(live.names)):
             return self._match_by_place()
         stored_keys = [stored.entry_name(number) for number in range(len(stored.names))]
-        live_keys = {live.state_name(number): number for number in range(len(live.names))}
+        keys = self._stored_names(stored_keys)
+        live_keys = {key: number for number, key in enumerate(keys)}
         stored_sets = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
-        live_sets = [frozenset(live.state_name(n) for n in numbers) for numbers in live.groups]
+        live_sets = [frozenset(keys[n] for n in numbers) for numbers in live.groups]
         order: list[int] = []
         for index, group in enumerate(stored_sets):
             found = next(
@@ -131,6 +134,20 @@ class OptimizerFiller:
             )
         return [live_keys[key] for key in stored_keys], order
 
+    def _stored_names(self, stored_keys: Sequence[str]) -> list[str]:
+        """Return the name that the optimizer has in the checkpoint for each parameter of the state, or its own. A
+        parameter of several names has that of the entry which was first at the save, or is now."""
+        live = self._numbering
+        own = [live.state_name(number) for number in range(len(live.names))]
+        if not set(own) - set(stored_keys):
+            return own
+        known = {alias: key for key in stored_keys for alias in self._work.stored_aliases(key)}
+        found = [
+            next((known[name] for name in (n, *self._work.names_of(p)) if name in known), n)
+            for n, p in zip(own, live.parameters, strict=True)
+        ]
+        return found if len(set(found)) == len(set(own)) else own
+
     def _match_by_place(self) -> tuple[list[int], list[int]] | None:
         # One side has no names: match by group and index, as torch does.
         stored = [len(numbers) for numbers, _ in self._node.groups]
@@ -142,6 +159,14 @@ class OptimizerFiller:
                 f"groups of {live} (put the optimizer's modules into the state to match them by name)",
             )
             return None
+        if not any(self._node.names) and (moved := self._moved()):
+            self._work.report.refuses(
+                self._name,
+                "the checkpoint has no names for its parameters, so that its state matches by their order, and the "
+                f"model declares {moved} in another order than the checkpoint: declare them in that order, or "
+                f"{self._plan_new()}",
+            )
+            return None
         numbers = list(range(len(self._node.names)))
         for (stored_group, _), live_group in zip(
             self._node.groups, self._numbering.groups, strict=True
@@ -149,6 +174,14 @@ class OptimizerFiller:
             for stored_number, live_number in zip(stored_group, live_group, strict=True):
                 numbers[stored_number] = live_number
         return numbers, list(range(len(live)))
+
+    def _moved(self) -> str:
+        """Return the names of parameters whose order in the model is not that of the checkpoint; empty if all is."""
+        stored = {n: at for at, (n, _) in enumerate(leaves(self._work.header.tree, ""))}
+        own = stored.keys() & set(self._numbering.names)
+        live = [name for name, _ in self._work.scans.parameters.values() if name in own]
+        pairs = zip(live, sorted(live, key=stored.__getitem__), strict=True)
+        return format_some([name for name, other in pairs if name != other])
 
     def _differs(
         self, index: int, group: frozenset[str], live_sets: Sequence[frozenset[str]]
@@ -248,9 +281,10 @@ class OptimizerFiller:
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
-            if self._is_resized(entry, child, key, parameter):
-                made.append(_StateEntry(entry, self._resized(child, key, target), target))
-            elif self._fill_in_place(child, value, target, below):
+            shape = self._resized_shape(entry, child, key, parameter)
+            if shape is not None:
+                made.append(_StateEntry(entry, self._resized(child, key, shape, target), target))
+            elif self._fill_in_place(child, key, value, target, below):
                 made.append(_StateEntry(entry, None, target))
             else:
                 self._check_piece(child, key, below)
@@ -279,8 +313,8 @@ class OptimizerFiller:
     def _check_shape(
         self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
     ) -> None:
-        """Report state that was saved with its parameter's shape, where the parameter has another shape now: a fused
-        optimizer would read out of bounds. ``stored`` is the parameter in the image."""
+        """Report state whose shape does not fit that of its parameter now: a fused optimizer would read out of bounds.
+        ``stored`` is the parameter in the image."""
         header = self._builder.header
         if not isinstance(node, TensorNode | WrapperNode) or not isinstance(
             parameter, torch.Tensor
@@ -290,34 +324,55 @@ class OptimizerFiller:
             shape = tuple(header.values[node.shape.number][1])
         else:
             shape = header.tensors[node.position].whole_shape
-        has_its_shape = has_shape_of_parameter(self._live, entry, shape, stored)
-        if shape and has_its_shape and tuple(parameter.shape) != shape:
+        now = tuple(parameter.shape)
+        fitting = shape_of_state(self._live, entry, shape, stored, now)
+        resize = self._resize_name(parameter)
+        if fitting is None or (fitting != shape and resize and self._work.choices.resizes(resize)):
+            self._work.report.refuses(
+                name,
+                f"its shape {shape} cannot be resized for the shape {now} of its parameter; skip=[{name!r}] leaves it "
+                f"out, and skip=[{name.rpartition('.')[0]!r}] the parameter's whole state",
+            )
+        elif fitting != shape:
             self._work.report.differs(
-                name, f"shape {shape}", f"a parameter of shape {tuple(parameter.shape)}"
+                name, f"shape {shape}", f"a parameter of shape {now}", resize=resize
             )
 
-    def _is_resized(
-        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None
-    ) -> bool:
-        """Return whether state is of a parameter that has another shape now, and may."""
-        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
-            return False
-        name = self._numbering.names[self._numbering.numbers[id(parameter)]]
-        if name is None or not self._work.choices.resizes(name):
-            return False
-        tensor = self._builder.header.tensors[node.position]
-        return (
-            tensor.whole_shape != tuple(parameter.shape)
-            and has_shape_of_parameter(self._live, entry, tensor.whole_shape, stored)
-            and can_resize(tensor, parameter)
-        )
+    def _resize_name(self, parameter: Any) -> str:
+        """Return the name that resizes a parameter: one that the caller has given, else its first one."""
+        if not isinstance(parameter, torch.Tensor):
+            return ""
+        first = self._numbering.names[self._numbering.numbers[id(parameter)]] or ""
+        names = [first, *self._work.names_of(parameter)]
+        return next((name for name in names if self._work.choices.resizes(name)), first)
 
-    def _resized(self, node: Node, parameter: Any, device: torch.device) -> torch.Tensor:
-        """Return new state of a parameter's shape: zeros, where the stored state has no value."""
+    def _resized_shape(
+        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None
+    ) -> tuple[int, ...] | None:
+        """Return the shape of state of a parameter that has another shape now, and may; None if it is not resized."""
+        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+            return None
+        if not self._work.choices.resizes(self._resize_name(parameter)):
+            return None
+        tensor, now = self._builder.header.tensors[node.position], tuple(parameter.shape)
+        shape = shape_of_state(self._live, entry, tensor.whole_shape, stored, now)
+        if shape in (None, tensor.whole_shape):
+            return None
+        if shape != now:  # a factor
+            return None if is_sharded(parameter) or tensor.piece is not None else shape
+        return shape if can_resize(tensor, parameter) else None
+
+    def _resized(
+        self, node: Node, parameter: Any, shape: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        """Return new state of a parameter: zeros, where the stored state has no value."""
         assert isinstance(node, TensorNode)
-        local, offset = part_of(parameter)
         dtype = self._builder.header.tensors[node.position].dtype
-        made = torch.zeros_like(local.detach(), dtype=dtype, device=device)
+        if shape == tuple(parameter.shape):
+            local, offset = part_of(parameter)
+            made = torch.zeros_like(local.detach(), dtype=dtype, device=device)
+        else:
+            made, offset = torch.zeros(shape, dtype=dtype, device=device), (0,) * len(shape)
         self._work.matcher.copies.append(plan_common(self._builder, node.position, made, offset))
         return as_dtensor_like(parameter, made) if is_sharded(parameter) else made
 
@@ -373,7 +428,9 @@ class OptimizerFiller:
         built = self._builder.build(made.node, made.device)
         return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
-    def _fill_in_place(self, node: Node, live: Any, device: torch.device, name: str) -> bool:
+    def _fill_in_place(
+        self, node: Node, parameter: Any, live: Any, device: torch.device, name: str
+    ) -> bool:
         """Plan to fill a state tensor in place; False where it has to be replaced."""
         if isinstance(node, WrapperNode) and is_wrapper(live) and live.device == device:
             self._work.matcher.fill(node, live, name)
@@ -384,7 +441,7 @@ class OptimizerFiller:
         shape = stored.shape if stored.piece is None else stored.piece.shape
         same = self._builder.header.merged or is_block(live, stored.piece)
         if tuple(live.shape) != shape or not same:
-            self._work.matcher.compare(node.position, live, name)
+            self._work.matcher.compare(node.position, live, name, self._resize_name(parameter))
             return True
         if not self._fits(node, live) or live.device != device:
             return False
@@ -416,6 +473,14 @@ class OptimizerFiller:
             live.clear()
             live.update(kept)
         live.update(renewed)
+
+    def _after_load(self) -> None:
+        """Do what ``load_state_dict`` does once it has filled in: classes convert what other versions saved."""
+        filled = {"state": self._live.state, "param_groups": self._live.param_groups}
+        try:
+            self._live.__setstate__(filled)
+        except Exception as error:
+            raise RestoreError(f"restore: __setstate__ of {self._name} failed: {error}") from error
 
     def _replace(self, key: Any, value: Any) -> None:
         self._live.state[key] = assign.merge(self._live.state.get(key), value)

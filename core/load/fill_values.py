@@ -17,6 +17,7 @@ from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import plain_value
 from tierfall.core.load.plan import RestoreWork, Setter, live_names
 from tierfall.core.tensors import names, value_codec
+from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import with_article
 
 logger = logging.getLogger("tierfall")
@@ -44,10 +45,15 @@ class ValueFiller:
 
     def plan(self) -> None:
         work, node = self._work, self._node
-        work.builder.prepare(node, CPU)
+        try:
+            work.builder.prepare(node, CPU)
+        except RestoreError as error:  # a class that is not imported, for example
+            reason = str(error).removeprefix("restore: ")
+            work.report.refuses(self._name, f"{reason}; skip=[{self._name!r}] leaves it unchanged")
+            return
         stored = plain_value(work.header, node) if isinstance(node, ValueNode) else None
         self._compare_keys(stored, self._live, self._name)
-        if _holds_tensors(self._live):
+        if holds_tensors(self._live):
             self._compare_objects(stored, self._live, self._name)
             work.assignments.append(self._assign_plain_entries)
         else:
@@ -66,7 +72,7 @@ class ValueFiller:
         if type(live) not in _COMPARED_MAPPINGS or type(stored) not in _COMPARED_MAPPINGS:
             return
         report = self._work.report
-        plain = [key for key in live if not _holds_tensors(live[key])]
+        plain = [key for key in live if not holds_tensors(live[key])]
         only_live = [key for key in plain if key not in stored and not self._is_skipped(name, key)]
         only_stored = [key for key in stored if key not in live and not self._is_skipped(name, key)]
         texts = [key for key in only_live if isinstance(key, str)]
@@ -75,7 +81,7 @@ class ValueFiller:
             for key in texts:
                 report.extra(names.join(name, names.component(key)))
             for key in only_stored if renamed else ():
-                report.absent(names.join(name, names.component(key)), can_be_renamed=False)
+                report.absent(names.join(name, names.component(key)))
         elif only_live and stored and len(plain) == len(live):
             self._work.assignments.append(lambda: _log_removed(only_live, name))
         for key in plain:
@@ -87,7 +93,7 @@ class ValueFiller:
         if type(live) in value_codec.MAPPINGS and type(stored) in value_codec.MAPPINGS:
             for key, child in live.items():
                 below = names.join(name, names.component(key))
-                if not _holds_tensors(child) or self._is_skipped(name, key):
+                if not holds_tensors(child) or self._is_skipped(name, key):
                     continue
                 if key in stored:
                     self._compare_objects(stored[key], child, below)
@@ -115,7 +121,7 @@ class ValueFiller:
             return
         self._keep_skipped(live, source, self._name)
         for key, value in source.items():
-            if key not in live or not _holds_tensors(live[key]):
+            if key not in live or not holds_tensors(live[key]):
                 live[key] = assign.merge(live.get(key), value)
 
     def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
@@ -149,6 +155,6 @@ def _log_removed(keys: Sequence[Any], name: str) -> None:
     )
 
 
-def _holds_tensors(live: Any) -> bool:
+def holds_tensors(live: Any) -> bool:
     """Return whether a value of the state is, or holds, a tensor or an object with a state_dict."""
     return any(True for _ in live_names(live, ""))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,8 +14,25 @@ from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
 from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
 from tierfall.core.load.choices import Choices, Selection, select
+from tierfall.core.load.match import SharedMemory
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import ConfigError, RestoreError
+
+logger = logging.getLogger("tierfall")
+
+
+class _LenientBuilder(Builder):
+    """Builds what a process has the classes for; an ``UnknownValue`` stands for any other value."""
+
+    def __init__(self, header: ImageHeader) -> None:
+        super().__init__(header)
+        self.reasons: dict[str, str] = {}
+        """Why there is an UnknownValue, by the name of its class or codec."""
+
+    def unknown(self, value: UnknownValue) -> object:
+        self.reasons[value.name] = value.reason
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +42,8 @@ class LoadPlan:
 
     fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
-    _builder: Builder
+    shared: ClassVar[tuple[SharedMemory, ...]] = ()
+    _builder: _LenientBuilder
     _tree: MapNode
     _device: torch.device
     loaded: dict[Any, Any] = field(default_factory=dict)
@@ -40,6 +59,8 @@ class LoadPlan:
     def finish(self) -> None:
         """Build the objects."""
         self.loaded.update(self._builder.build(self._tree, self._device))
+        for name, reason in self._builder.reasons.items():
+            logger.warning("load: each value of %s is a tierfall.UnknownValue: %s", name, reason)
 
 
 def check_device(map_location: str | torch.device) -> None:
@@ -62,8 +83,8 @@ def plan_load(
 ) -> LoadPlan:
     """Plan to load an image, or what ``choices`` select of it, onto ``map_location`` (None: the CPU).
 
-    Allocates every tensor. Raises RestoreError where the image holds values of a codec that is not registered, and
-    where a tensor is only a block and ``whole`` is set: the images of all ranks have to be merged.
+    Allocates every tensor. A value whose class or codec is not there becomes an ``UnknownValue``, which is logged.
+    Raises RestoreError where a tensor is only a block and ``whole`` is set: the images of all ranks have to be merged.
     """
     refuse_files(header, doing="load")
     device = CPU if map_location is None else torch.device(map_location)
@@ -72,7 +93,7 @@ def plan_load(
         tree = _selected(tree, "", select(header, choices, ()))
     if whole:
         _refuse_blocks(header, tree)
-    builder = Builder(header)
+    builder = _LenientBuilder(header)
     builder.prepare(tree, device)
     return LoadPlan(builder.fills(), builder.targets(), builder, tree, device)
 

@@ -1,18 +1,27 @@
 """Matching stored tensors to tensors of the state: same dtype and shape, filled in place.
 
-A target whose elements are not contiguous is filled through a temporary. Targets that share all of their memory are
-filled once. Memory that two stored tensors would fill is refused: the result would depend on their order. Two targets
-of one stored tensor that overlap in part are refused: both cannot hold its values.
+A target whose elements are not contiguous is filled through a temporary. Targets that share all of their memory and are
+one tensor in the checkpoint are filled once. Other targets that share memory must agree in their stored bytes there,
+else the result would depend on their order: these bytes are read ahead, and compared before anything is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from tierfall.core.image.tree import Node, QuantizedNode, TensorNode, WrapperNode
-from tierfall.core.load.build import CPU, Builder
+from tierfall.core.image.tree import (
+    TENSORS,
+    Node,
+    QuantizedNode,
+    TensorNode,
+    WrapperNode,
+    positions_of,
+)
+from tierfall.core.load.build import Builder, Fill
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.load.resize import can_resize, part_of, plan_common
 from tierfall.core.tensors import builtin_codecs, dtypes, tensors, wrappers
@@ -27,9 +36,48 @@ from tierfall.core.tensors.dtensor import (
 from tierfall.core.tensors.written_memory import AddressRange, LiveMemory
 from tierfall.core.types.errors import RestoreError
 
+_ALIGNMENT = 16
+"""Bytes: the largest element of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A target: memory of the state, which a stored tensor fills."""
+
+    live: torch.Tensor
+    position: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Targets of one device that overlap, with their stored bytes: ``copies``, by position, which ``fills`` read."""
+
+    claims: tuple[_Claim, ...]
+    copies: Mapping[int, torch.Tensor]
+    fills: tuple[Fill, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(claim.name for claim in self.claims) + " share memory in the state"
+
+    def check(self) -> None:
+        """Raise RestoreError unless all targets can hold their stored bytes at the same time."""
+        start = min(tensors.span(claim.live)[0] for claim in self.claims) & -_ALIGNMENT
+        end = max(tensors.span(claim.live)[1] for claim in self.claims)
+        memory = torch.empty(end - start, dtype=torch.uint8).untyped_storage()
+        views = [_view_like(claim.live, memory, start) for claim in self.claims]
+        for claim, view in zip(self.claims, views, strict=True):
+            tensors.fill_whole(view, self.copies[claim.position])
+        for claim, view in zip(self.claims, views, strict=True):
+            copy = self.copies[claim.position]
+            found = torch.empty_like(copy)
+            tensors.copy_whole(found, view)
+            if not torch.equal(found, copy):
+                raise RestoreError(f"restore: {claim.name} {_conflict(claim, self.claims)}")
+
 
 class TensorMatcher:
-    """Adds targets to the builder, and collects what to do once they are filled: ``copies``, then ``checks``."""
+    """Adds targets to the builder, and collects what to do once they are filled: ``copies``."""
 
     def __init__(
         self,
@@ -42,11 +90,13 @@ class TensorMatcher:
         self._resized: set[str] = set()
         self._builder = builder
         self._report = report
-        self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
-        self._targets: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        self._claims: dict[int, list[_Claim]] = {}
+        self._untied: list[_Claim] = []
+        """Aliases of targets that are a tensor of their own in the checkpoint."""
+        self._filled: set[int] = set()
         self._kept: list[tuple[torch.Tensor, str]] = []
-        self.copies: list[Callable[[], None]] = []
-        self.checks: list[Callable[[], None]] = []
+        self._written: list[torch.Tensor] = []
+        self.copies: list[Callable[[], None]] = [self._count_writes]
 
     def fill(self, node: Node, live: torch.Tensor, name: str) -> None:
         """Fill ``live`` from a stored tensor of any kind, in place."""
@@ -58,8 +108,9 @@ class TensorMatcher:
             case TensorNode():
                 self.tensor(node.position, live, name)
 
-    def compare(self, position: int, live: torch.Tensor, name: str) -> bool:
-        """Return whether dtype and shape are equal; report the mismatch where they are not."""
+    def compare(self, position: int, live: torch.Tensor, name: str, resize: str = "") -> bool:
+        """Return whether dtype and shape are equal; report the mismatch where they are not. ``resize``: it is an
+        optimizer's state of the parameter of that name."""
         stored = self._builder.header.tensors[position]
         try:
             piece = piece_of(live)
@@ -70,10 +121,16 @@ class TensorMatcher:
         same = piece == stored.piece or self._builder.header.merged
         if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
             return True
+        is_resizable = tuple(live.shape) != shape and can_resize(stored, live)
+        same_dtype = (
+            bool(resize) or live.dtype is stored.dtype
+        )  # state of an optimizer may have another one
         self._report.differs(
             name,
             _describe(stored.dtype, shape, stored.piece),
             _describe(live.dtype, tuple(live.shape), piece),
+            resize=(resize or name) if is_resizable and same_dtype else "",
+            dtype="" if same_dtype else dtypes.name_of(live.dtype),
         )
         return False
 
@@ -81,6 +138,7 @@ class TensorMatcher:
         """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block."""
         if self._resizes(name) and self._resize(position, live, name):
             return
+        self._written.append(live)
         if is_sharded(live):
             if self.compare(position, live, name):
                 local, piece = local_part(live)
@@ -143,8 +201,11 @@ class TensorMatcher:
 
     def _wrapper(self, node: WrapperNode, live: torch.Tensor, name: str) -> None:
         """Fill the inner tensors of a wrapper, once class, context, size and stride were compared."""
-        stored_class = node.class_name.replace(":", ".")
-        if not wrappers.is_wrapper(live) or _class_of(live) != stored_class:
+        self._written.append(live)
+        stored_class = builtin_codecs.class_title(node.class_name)
+        if not wrappers.is_wrapper(live) or builtin_codecs.find_class(node.class_name) is not type(
+            live
+        ):
             self._report.differs(name, f"a tensor of {stored_class}", f"one of {_class_of(live)}")
             return
         try:
@@ -176,10 +237,12 @@ class TensorMatcher:
 
     def in_place(self) -> Iterator[LiveMemory]:
         """Yield the tensors that are read into directly, before all bytes are verified."""
-        for targets in self._targets.values():
-            for live, name in targets:
-                if name not in self._resized and tensors.as_bytes(live) is not None:
-                    yield LiveMemory(name, AddressRange.of(live))
+        for claim in self._all_claims():
+            if claim.name not in self._resized and tensors.as_bytes(claim.live) is not None:
+                yield LiveMemory(claim.name, AddressRange.of(claim.live))
+
+    def _all_claims(self) -> Iterator[_Claim]:
+        return chain.from_iterable(self._claims.values())
 
     def skip(self, live: object, name: str) -> None:
         """Record a tensor that the caller skips."""
@@ -187,88 +250,91 @@ class TensorMatcher:
             kept = map(local_tensor, wrappers.inner_tensors(live))
             self._kept += [(each, name) for each in kept]
 
-    def check_overlaps(self) -> None:
-        """Find targets of different stored tensors that overlap in part, and check their bytes once all are filled.
-        Both can be right only where the stored tensors agree in the overlap."""
-        stored = self._builder.header.tensors
-        spans = [
-            (str(live.device), *tensors.span(live), position, live, name)
-            for claims in self._claims.values()
-            for live, position, name in claims
-            if name not in self._resized
-            and tensors.as_bytes(live) is not None
-            and live.nbytes == stored[position].length
-        ]
-        spans.sort(key=lambda span: span[:3])
-        overlapping: dict[str, tuple[int, torch.Tensor, str]] = {}
-        last = None  # the span before on this device with the highest end
-        for span in spans:
-            device, start, end, position, live, name = span
-            if last is None or device != last[0] or start >= last[2]:
-                last = span
-                continue
-            overlapping.setdefault(last[5], (last[3], last[4], name))
-            overlapping.setdefault(name, (position, live, last[5]))
-            last = span if end > last[2] else last
-        for name, (position, live, other) in overlapping.items():
-            self._compare_filled(position, live, name, other)
-
-    def _compare_filled(self, position: int, live: torch.Tensor, name: str, other: str) -> None:
-        stored = self._builder.flat(position, CPU)
-
-        def compare() -> None:
-            flat = tensors.as_bytes(live.detach())
-            if flat is None or not torch.equal(flat.cpu(), stored):
-                raise RestoreError(
-                    f"restore: {name} overlaps in part with {other} in the state, and their values in the checkpoint "
-                    "differ; clone one of them, or restore one with only=[...]"
-                )
-
-        self.checks.append(compare)
-
     def check_kept(self) -> None:
         """Report skipped tensors whose memory is filled under another name."""
         for kept, name in self._kept:
             if kept.layout is not torch.strided or not kept.numel():
                 continue
-            for _, _, other in self._claims.get(kept.data_ptr(), ()):
+            for claim in self._claims.get(kept.data_ptr(), ()):
                 self._report.refuses(
                     name,
-                    f"shares its memory with {other}, which is restored; skip cannot leave it unchanged: skip both, or "
-                    "neither",
+                    f"shares its memory with {claim.name}, which is restored; skip cannot leave it unchanged: skip "
+                    "both, or neither",
                 )
+
+    def has_filled(self, leaf: Node) -> bool:
+        """Return whether the bytes of a stored tensor fill a target."""
+        return isinstance(leaf, TENSORS) and self._filled.issuperset(positions_of(leaf))
+
+    def has_memory(self, live: object) -> bool:
+        """Return whether a tensor's memory is a target."""
+        if not isinstance(live, torch.Tensor):
+            return False
+        parts = [*map(local_tensor, wrappers.inner_tensors(live))]
+        return all(
+            tensors.refusal(part) is None
+            and any(
+                tensors.same_memory(claim.live, part)
+                for claim in self._claims.get(part.data_ptr(), ())
+            )
+            for part in parts
+        )
+
+    def shared_memory(self) -> list[SharedMemory]:
+        """Return the groups of targets that overlap, but for aliases that are one stored tensor; report those whose
+        bytes cannot be compared before anything is filled."""
+        claims = [*self._untied, *self._all_claims()]
+        claims.sort(key=lambda claim: (str(claim.live.device), *tensors.span(claim.live)))
+        groups: list[list[_Claim]] = []
+        end = 0
+        for claim in claims:
+            low, high = tensors.span(claim.live)
+            if groups and low < end and groups[-1][0].live.device == claim.live.device:
+                groups[-1].append(claim)
+                end = max(end, high)
+            else:
+                groups.append([claim])
+                end = high
+        shared = [group for group in groups if len(group) > 1]
+        return [found for group in shared if (found := self._shared(group)) is not None]
+
+    def _shared(self, claims: Sequence[_Claim]) -> SharedMemory | None:
+        header = self._builder.header
+        if header.merged or not all(map(self._is_comparable, claims)):
+            known = "has a tensor of its own for it, which cannot be compared"
+            self._report.refuses(claims[0].name, _conflict(claims[0], claims, known))
+            return None
+        stored = {claim.position: header.tensors[claim.position] for claim in claims}
+        copies = {at: torch.empty(s.length, dtype=torch.uint8) for at, s in stored.items()}
+        fills = (
+            Fill(name=s.name, start=s.start, end=s.end, targets=(copies[at],))
+            for at, s in sorted(stored.items())
+        )
+        return SharedMemory(tuple(claims), copies, tuple(fills))
+
+    def _is_comparable(self, claim: _Claim) -> bool:
+        live = claim.live
+        return claim.name not in self._resized and not live.is_conj() and not live.is_neg()
 
     def _claim(self, position: int, live: torch.Tensor, name: str) -> bool:
         """Return whether ``live`` is to be filled: not if its memory is a target already."""
+        self._filled.add(position)
         if not live.numel():
             return False
+        claim = _Claim(live, position, name)
         claims = self._claims.setdefault(live.data_ptr(), [])
-        for other, other_position, other_name in claims:
-            if not tensors.same_memory(other, live):
-                continue
-            if other_position != position and self._report.strict:
-                self._report.refuses(
-                    name,
-                    f"shares its memory with {other_name} in the state, and has bytes of its own in the checkpoint; "
-                    f"untie them, or pass strict=False to restore {other_name}",
-                )
-            return False
-        claims.append((live, position, name))
-        return self._is_apart(position, live, name)
-
-    def _is_apart(self, position: int, live: torch.Tensor, name: str) -> bool:
-        """Return whether ``live`` overlaps with no other target of the stored tensor; report it where it does."""
-        targets = self._targets.setdefault(position, [])
-        for other, other_name in targets:
-            if tensors.overlap(other, live):
-                self._report.refuses(
-                    name,
-                    f"overlaps in part with {other_name} in the state, and the checkpoint has one tensor for both; "
-                    f"clone one of them, or restore one with only=[...]",
-                )
+        for other in claims:
+            if tensors.same_memory(other.live, live):
+                if other.position != position and self._report.strict:
+                    self._untied.append(claim)
                 return False
-        targets.append((live, name))
+        claims.append(claim)
         return True
+
+    def _count_writes(self) -> None:
+        """Increment the version counters of what was filled, as ``load_state_dict`` does: autograd raises if a backward
+        pass needs the old values."""
+        torch.autograd.graph.increment_version(tuple(self._written))
 
     def _target(
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
@@ -291,6 +357,23 @@ class TensorMatcher:
         else:
             temporary = self._builder.flat(position, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
+
+
+def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
+    """Return a view of ``memory``, which stands for the addresses from ``start`` on, as ``live`` is one of its own."""
+    at = (live.data_ptr() - start) // live.element_size()
+    view = torch.empty(0, dtype=torch.uint8).view(live.dtype)
+    return view.set_(memory, at, live.shape, live.stride())
+
+
+def _conflict(
+    claim: _Claim, claims: Sequence[_Claim], stored: str = "has other values for it"
+) -> str:
+    other = next(c for c in claims if c is not claim and tensors.overlap(c.live, claim.live))
+    return (
+        f"shares memory with {other.name} in the state, and the checkpoint {stored}: clone one of them, or restore one "
+        "with only=[...]"
+    )
 
 
 def _class_of(live: torch.Tensor) -> str:

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 
 from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.text import format_some, hint_at
 
 _SHOWN = 10
 ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
-_ADVICE = (
-    "\nTo allow it by name: skip=[...] leaves an entry of the state unchanged, rename={...} restores a tensor or an "
-    "entry of the state from another name, only=[...] restores a part, and leaves out what only the checkpoint has."
+_BY_NAME = (
+    "rename={...} restores a tensor or an entry of the state from another name; only=[...] restores a part, and leaves "
+    "out what only the checkpoint has; a place of the state that is None, or an empty list or dict, takes what the "
+    "checkpoint has there"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One mismatch. ``content`` describes an entry that one side lacks: an entry is only renamed to one of equal
+    content."""
+
+    name: str
+    reason: str
+    content: object = None
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def key(self) -> str:
+        return self.name.rpartition(".")[2]
 
 
 class MismatchReport:
@@ -21,46 +42,101 @@ class MismatchReport:
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self._lines: list[tuple[str, str]] = []
-        self._fixed: set[str] = set()
-        self._refused = 0
+        self._lines: list[_Line] = []
+        self._by_name = False
+        self._resizable: list[str] = []
+        self._dtypes: list[str] = []
 
-    def differs(self, name: str, stored: str, live: str) -> None:
-        self._lines.append((name, f"the checkpoint has {stored}, the state has {live}"))
+    def differs(
+        self, name: str, stored: str, live: str, *, resize: str = "", dtype: str = ""
+    ) -> None:
+        """Report an entry that both sides have. ``resize`` is the name of a tensor of another shape that may be
+        resized, ``dtype`` the dtype of one that differs in that."""
+        self._lines.append(_Line(name, f"the checkpoint has {stored}, the state has {live}"))
+        self._resizable += [resize] if resize and resize not in self._resizable else []
+        self._dtypes += [dtype] if dtype else []
+        self._by_name |= not (resize or dtype)
 
     def refuses(self, name: str, reason: str) -> None:
         """Report an entry that cannot be restored; ``reason`` includes what to do."""
-        self._refused += 1
-        self._lines.append((name, reason))
+        self._lines.append(_Line(name, reason))
 
-    def absent(self, name: str, *, can_be_renamed: bool = True) -> None:
-        if self.strict:
-            self._lines.append((name, ABSENT))
-            self._fixed |= set() if can_be_renamed else {name}
+    def absent(self, name: str, content: object = None) -> None:
+        """Report an entry that only the checkpoint has; without ``content`` it cannot be renamed."""
+        self._one_side(_Line(name, ABSENT, content))
 
-    def extra(self, name: str) -> None:
+    def extra(self, name: str, content: object = None) -> None:
+        """Report an entry that only the state has."""
+        self._one_side(_Line(name, EXTRA, content))
+
+    def _one_side(self, line: _Line) -> None:
         if self.strict:
-            self._lines.append((name, EXTRA))
+            self._by_name = True
+            self._lines.append(line)
 
     def raise_if_any(self, what: str) -> None:
         """Raise RestoreError with the first mismatches, if there are any."""
         if not self._lines:
             return
-        count = len(self._lines)
+        absent = [line for line in self._lines if line.reason is ABSENT]
+        extra = [line for line in self._lines if line.reason is EXTRA]
+        hints = {
+            id(line): hint for line, hint in (*_renames(absent, extra), *_meant(absent, extra))
+        }
+        lines = [line for line in (*absent, *extra) if not line.parent]
+        if not any(id(line) in hints for line in lines):
+            lines = (
+                self._lines
+            )  # else all others may come of a misspelt entry, as those of an optimizer do
         shown = "".join(
-            f"\n  {name}: {reason}{self._rename(name, reason)}"
-            for name, reason in self._lines[:_SHOWN]
+            f"\n  {line.name}: {line.reason}{hints.get(id(line), '')}" for line in lines[:_SHOWN]
         )
+        count = len(lines)
         more = f"\n  and {count - _SHOWN} more" if count > _SHOWN else ""
-        advice = "" if self._refused == count else _ADVICE
         raise RestoreError(
-            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:{shown}{more}{advice}"
+            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:{shown}{more}"
+            + self._advice()
         )
 
-    def _rename(self, name: str, reason: str) -> str:
-        """Suggest a name of the state for an entry that only the checkpoint has."""
-        if reason != ABSENT or name in self._fixed:
-            return ""
-        extra = [other for other, why in self._lines if why == EXTRA]
-        near = difflib.get_close_matches(name, extra, n=1, cutoff=0.8)
-        return f" (rename={{{name!r}: {near[0]!r}}}?)" if near else ""
+    def _advice(self) -> str:
+        """Return the arguments that help, by the kinds of the mismatches."""
+        by_name = ["skip=[...] leaves an entry of the state unchanged"]
+        if self._resizable:
+            names = format_some([*map(repr, self._resizable)])
+            by_name.insert(
+                0, f"resize=[{names}] restores what both shapes of a tensor have in common"
+            )
+        by_name += [_BY_NAME] if self._by_name else []
+        advice = f"\nTo allow it by name: {'; '.join(by_name)}."
+        if self._dtypes:
+            advice = (
+                "\nA restore converts no dtype: restore into tensors of the checkpoint's dtypes and convert those "
+                f"(model.to(torch.{self._dtypes[0]})), or convert what tierfall.load() returns."
+                + advice
+            )
+        return advice if self._resizable or self._dtypes or self._by_name else ""
+
+
+def _renames(absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
+    """Suggest names of the state for entries that only the checkpoint has, each once."""
+    found, free = [], {line.name: line.content for line in extra}
+    for line in absent:
+        fitting = [name for name, content in free.items() if content == line.content is not None]
+        near = difflib.get_close_matches(line.name, fitting, n=1, cutoff=0.8)
+        if near:
+            del free[near[0]]
+            found.append((line, f" (rename={{{line.name!r}: {near[0]!r}}}?)"))
+    return found
+
+
+def _meant(absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
+    """Suggest keys of the checkpoint for those that only the state has."""
+    return [
+        (line, hint)
+        for line in extra
+        if (
+            hint := hint_at(
+                line.key, [other.key for other in absent if other.parent == line.parent]
+            )
+        )
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.tree import KeptNode, Node, RandomNode, ValueNode, leaves
+from tierfall.core.image.tree import (
+    CONTAINERS,
+    CodecNode,
+    KeptNode,
+    Node,
+    OptimizerNode,
+    QuantizedNode,
+    RandomNode,
+    TensorNode,
+    ValueNode,
+    leaves,
+)
 from tierfall.core.load.build import Builder
 from tierfall.core.load.choices import Choices, Selection, key_names, select
 from tierfall.core.load.match import TensorMatcher
@@ -20,12 +31,13 @@ from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
-from tierfall.core.state.state_dicts import is_stateful
+from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, value_codec
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
 """Replaces an object of the state, where it is stored."""
+_OPENED = CONTAINERS - {OptimizerNode}
 _NEVER_REPORTED = (RandomNode, KeptNode)
 """A state may lack these entries of a checkpoint."""
 
@@ -34,9 +46,9 @@ _NEVER_REPORTED = (RandomNode, KeptNode)
 class RestoreWork:
     """The state of planning, shared by the walks over containers, modules and optimizers.
 
-    ``filled_parameters`` are parameters whose values are restored, so that their gradients are out of date. Below
-    ``replaced_names`` nothing is left in the state that the checkpoint does not have. Actions run in the order of
-    ``stages``.
+    ``positions`` has the stored tensor of each name in the checkpoint. ``filled_parameters`` are parameters whose
+    values are restored, so that their gradients are out of date. Below ``replaced_names`` nothing is left in the state
+    that the checkpoint does not have. Actions run in the order of ``stages``.
     """
 
     state: Mapping[Any, object]
@@ -47,14 +59,21 @@ class RestoreWork:
     scans: Scans
     builder: Builder = field(init=False)
     matcher: TensorMatcher = field(init=False)
+    positions: dict[str, int] = field(init=False)
     filled_parameters: list[nn.Parameter] = field(default_factory=list)
     replaced_names: list[str] = field(default_factory=list)
     assignments: list[Action] = field(default_factory=list)
     state_loads: list[Action] = field(default_factory=list)
     final_actions: list[Action] = field(default_factory=list)
+    _aliases: dict[int, list[str]] | None = None
+    _parameter_names: dict[int, list[str]] | None = None
+    _absent: list[tuple[str, list[tuple[str, Node]]]] = field(default_factory=list)
+    _extra: list[tuple[str, list[tuple[str, Any]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.builder = Builder(self.header)
+        named = leaves(self.header.tree, "")
+        self.positions = {n: leaf.position for n, leaf in named if isinstance(leaf, TensorNode)}
         self.matcher = TensorMatcher(self.builder, self.report, self.choices.resizes)
 
     @classmethod
@@ -69,9 +88,8 @@ class RestoreWork:
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions, stage by stage."""
-        filled = [*self.matcher.copies, *self.matcher.checks]
         stages = (
-            filled,
+            self.matcher.copies,
             self.assignments,
             self.state_loads,
             [self._clear_gradients],
@@ -88,24 +106,87 @@ class RestoreWork:
         parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
 
-    # ---- names of one side only
+    # ---- names
+
+    def stored_aliases(self, name: str) -> list[str]:
+        """Return all names of a tensor in the checkpoint, by one of them."""
+        if self._aliases is None:
+            self._aliases = {}
+            for each, position in self.positions.items():
+                self._aliases.setdefault(position, []).append(each)
+        at = self.positions.get(name)
+        return [name] if at is None else self._aliases[at]
+
+    def names_of(self, parameter: torch.Tensor) -> list[str]:
+        """Return all names of a parameter in the modules of the state."""
+        if self._parameter_names is None:
+            self._parameter_names = {}
+            for scan in self.scans.by_module.values():
+                for name, each in scan.named_parameters():
+                    self._parameter_names.setdefault(id(each), []).append(name)
+        return self._parameter_names.get(id(parameter), [])
 
     def absent(self, node: Node, name: str) -> None:
-        """Report what is at and below a name in the checkpoint, and not in the state."""
-        for leaf_name, leaf in leaves(node, name):
-            is_none = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
-            ignored = is_none or isinstance(leaf, _NEVER_REPORTED)
-            if self.selection.has(leaf_name) and not ignored:
-                self.report.absent(leaf_name)
+        """Note what is at and below a name in the checkpoint, and not in the state."""
+        found = [e for e in leaves(node, name, _OPENED) if not self._is_nothing(e[1])]
+        self._absent += [(name, found)] if found else []
 
     def extra(self, live: Any, name: str, *, is_object: bool = False) -> None:
-        """Report what is at and below a name in the state, and not in the checkpoint."""
-        if unwrap(live) is None and not is_object:
-            return  # None holds no state
-        found = [name] if is_object else [*live_names(live, name)]
-        for each in found or [name]:
-            if self.selection.has(each):
-                self.report.extra(each)
+        """Note what is at and below a name in the state, and not in the checkpoint."""
+        if is_object or unwrap(live) is not None:  # None holds no state
+            found = [] if is_object else [*live_parts(live, name)]
+            self._extra.append((name, found or [(name, live)]))
+
+    def _is_nothing(self, leaf: Node) -> bool:
+        is_none = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
+        return is_none or isinstance(leaf, _NEVER_REPORTED)
+
+    def report_names(self) -> None:
+        """Report the names that only one side has, once it is known which memory is filled: a name whose bytes, or
+        whose memory, another name restores is no mismatch."""
+        for name, stored in self._absent:
+            missing = [
+                each
+                for each, leaf in stored
+                if self.selection.selects_at_or_below(each) and not self.matcher.has_filled(leaf)
+            ]
+            contents = {each: self._content(leaf, each) for each, leaf in stored}
+            for each, content in _whole_or_parts(name, contents, missing):
+                self.report.absent(each, content)
+        for name, live in self._extra:
+            kept = [
+                each
+                for each, part in live
+                if self.selection.has(each) and not self.matcher.has_memory(part)
+            ]
+            contents = {each: _live_content(part) for each, part in live}
+            for each, content in _whole_or_parts(name, contents, kept):
+                self.report.extra(each, content)
+
+    def _content(self, leaf: Node, name: str) -> object:
+        match leaf:
+            case TensorNode() | QuantizedNode():
+                stored = self.header.tensors[leaf.position]
+                return stored.dtype, stored.whole_shape
+            case ValueNode() | CodecNode():
+                return None
+        return (self.header.types or {}).get(name, leaf)
+
+
+def _live_content(part: Any) -> object:
+    if isinstance(part, torch.Tensor):
+        return part.dtype, tuple(part.shape)
+    return type_name(part) if is_stateful(part) else None
+
+
+def _whole_or_parts(
+    name: str, contents: Mapping[str, object], chosen: Sequence[str]
+) -> Iterator[tuple[str, object]]:
+    """Yield an entry with its content, or the chosen ones of its parts if these are not all. The content is the dtype
+    and shape of each tensor, and the class of each object, by its name in the entry."""
+    whole = [(name, contents)] if chosen and len(chosen) == len(contents) else []
+    for each, inside in whole or [(each, {each: contents[each]}) for each in chosen]:
+        yield each, {n.removeprefix(each): c for n, c in inside.items() if c is not None}
 
 
 def _names_of(key: Any, value: object) -> Iterator[str]:

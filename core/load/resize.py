@@ -6,7 +6,7 @@ the state's tensor keeps its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,12 +32,43 @@ _PER_ELEMENT = frozenset(
 """The entries of their state that have the shape of the parameter."""
 
 
-def has_shape_of_parameter(
-    optimizer: Optimizer, entry: Any, shape: tuple[int, ...], stored: StoredTensor | None
-) -> bool:
-    """Return whether state of this shape was saved with that of its parameter, which is ``stored`` in the image."""
-    known = type(optimizer) in _ELEMENTWISE and entry in _PER_ELEMENT
-    return known or (stored is not None and stored.whole_shape == shape)
+def shape_of_state(
+    optimizer: Optimizer,
+    entry: Any,
+    shape: tuple[int, ...],
+    saved: StoredTensor | None,
+    now: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Return the shape of state that was saved with ``shape``, for a parameter of the shape ``now``; ``saved`` is the
+    parameter in the image, if that has it.
+
+    Each dimension that is the parameter's follows it: those of state of the parameter's shape, and of a factor, in
+    which others have length 1 or are left out. None where several dimensions may be meant, or no one.
+    """
+    if shape and type(optimizer) in _ELEMENTWISE and entry in _PER_ELEMENT:
+        return now
+    if not shape or saved is None or saved.whole_shape == now:
+        return shape
+    if saved.whole_shape == shape:
+        return now
+    if len(saved.whole_shape) != len(now):
+        return None
+    found = {*_factors(shape, saved.whole_shape, now)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _factors(
+    shape: tuple[int, ...], before: tuple[int, ...], now: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes that a factor of ``shape`` of a parameter may have now."""
+    if not before:
+        if not shape:
+            yield ()
+        return
+    yield from _factors(shape, before[1:], now[1:])  # without the first dimension
+    for length, follows in ((before[0], now[0]), (1, 1)):
+        if shape and shape[0] == length:
+            yield from ((follows, *rest) for rest in _factors(shape[1:], before[1:], now[1:]))
 
 
 def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
@@ -45,7 +76,7 @@ def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
     the image, or all images merged, have it whole."""
     if stored.is_quantized or len(stored.whole_shape) != live.dim():
         return False
-    if stored.piece is not None and stored.piece.lengths != stored.piece.shape:
+    if stored.shape != stored.whole_shape:
         return False
     try:
         piece_of(live)

@@ -2,11 +2,18 @@
 
 For ``open``, ``restore`` and ``close``, which every rank calls; never for a save. An error names each rank that did not
 make the call in time, or made another one.
+
+Calls are numbered: the next one has the number after the last that rank 0 has answered, on every rank. What a rank
+gives up, it takes back. So a call that only some ranks make does not put later ones out of step. If rank 0 had its part
+already, and another call of rank 0 failed by it, that call fails on this rank, too, once it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,7 +41,12 @@ class _RankCall(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer(Message):
+    """The answer to rank 0's call of that ``name``. ``without`` are the ranks whose part rank 0 did not have when it
+    gave the call up."""
+
+    name: str
     error: ErrorMessage | None = None
+    without: tuple[int, ...] = ()
     decision: object = None
 
 
@@ -45,6 +57,7 @@ class Agreement:
         self._message_tree = message_tree
         self._timeout_s = timeout_s
         self._count = 0
+        self._lock = threading.Lock()
         self._events: dict[Topic, InterruptibleEvent] = {}
         self._gathered: dict[Topic, Bodies] = {}
         self._answers: dict[Topic, _Answer] = {}
@@ -58,44 +71,95 @@ class Agreement:
         answer: type[D],
         *,
         timeout_s: float | None = None,
+        is_last: bool = False,
+        leave: InterruptibleEvent | None = None,
     ) -> D:
         """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
 
         ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
+        ``is_last``: a rank that gives this up makes no other call, and its message counts. Once ``leave`` is set, this
+        rank has contributed, and waits no longer: RanksError.
 
         Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
         error of its kind (RanksError if it is none of tierfall's).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        topic: Topic = (AGREE, self._count)
-        try:
-            event = self._events[topic] = InterruptibleEvent()
-            self._count += 1
-            if self.lost is not None or topic in self._answers:  # it came before this call
-                event.set()
-            self._message_tree.contribute(
-                topic, _RankCall(name=what, body=to_json(message)).to_json()
-            )
-            if self._message_tree.topology.is_root:
+        part = _RankCall(name=what, body=to_json(message)).to_json()
+        if self._message_tree.topology.is_root:
+            with self._next_call(what, part, leave) as (topic, event):
                 decision = self._decide(topic, what, type(message), decide, event, timeout_s)
-            elif self._wait(what, topic, event, timeout_s + ANSWER_S):
-                found = self._answers.pop(topic)
-                if found.error is not None:
-                    raise found.error.error()
-                decision = found.decision
-            else:
-                raise RanksError(
-                    f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout_s + ANSWER_S:g} s: it did not "
-                    f"call {what}, or is gone"
-                )
-        finally:
-            self._forget(topic)
+        else:
+            decision = self._ask(what, part, timeout_s + ANSWER_S, leave, withdraws=not is_last)
         return from_json(answer, decision, rank=0)
 
-    def meet(self, what: str, *, timeout_s: float | None = None) -> None:
+    @contextmanager
+    def _next_call(
+        self, what: str, part: object, leave: InterruptibleEvent | None
+    ) -> Iterator[tuple[Topic, InterruptibleEvent]]:
+        """Contribute this rank's part to the next call; give its topic, and the event of its end, or ``leave``. Raises
+        the error of that call if rank 0 has made it already, with what this rank had taken back too late."""
+        with self._lock:
+            missed = [
+                answer.error
+                for answer in self._answers.values()
+                if answer.name == what and answer.error and self._rank not in answer.without
+            ]
+            self._answers.clear()
+            topic: Topic = (AGREE, self._count)
+            event = leave or InterruptibleEvent()
+            if not missed:
+                self._events[topic] = event
+        if missed:
+            raise missed[-1].error()
+        try:
+            if self.lost is not None:
+                event.set()
+            self._message_tree.contribute(topic, part)
+            yield topic, event
+        finally:
+            self._forget(topic)
+
+    def _forget(self, topic: Topic) -> None:
+        self._events.pop(topic, None)
+        self._gathered.pop(topic, None)
+        self._answers.pop(topic, None)
+
+    def _ask(
+        self,
+        what: str,
+        part: object,
+        timeout_s: float,
+        leave: InterruptibleEvent | None,
+        *,
+        withdraws: bool,
+    ) -> object:
+        """Contribute this rank's part, and return the decision of rank 0. The answer to an earlier call, which rank 0
+        gave up without this rank or this rank gave up, is passed over: this call is the next one."""
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            with self._next_call(what, part, leave) as (topic, event):
+                try:
+                    if not self._wait(what, topic, event, max(0.0, ends_s - time.monotonic())):
+                        raise RanksError(
+                            f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout_s:g} s: it did not "
+                            f"call {what}, or is gone"
+                        )
+                except BaseException:
+                    if withdraws:
+                        self._message_tree.withdraw(topic)
+                    raise
+                found = self._answers[topic]
+            if self._rank in found.without:
+                continue
+            if found.error is not None:
+                raise found.error.error()
+            if found.name == what:
+                return found.decision
+
+    def meet(self, what: str, *, timeout_s: float | None = None, is_last: bool = False) -> None:
         """Wait until every rank has made this call; raises as ``agree`` does."""
-        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s)
+        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, is_last=is_last)
 
     @property
     def _rank(self) -> int:
@@ -106,11 +170,12 @@ class Agreement:
         self._notify(topic)
 
     def on_announced(self, topic: Topic, body: object) -> None:
-        """Keep an answer for the call that waits for it, or that this rank has not made yet. A call that is made after
-        its answer came fails at once."""
-        if topic in self._events or int(topic[1]) >= self._count:
+        """Keep an answer for the call that waits for it, or for the next one, whose number follows."""
+        with self._lock:
+            self._count = max(self._count, int(topic[1]) + 1)
             self._answers[topic] = _Answer.from_json(body, rank=0)
-            self._notify(topic)
+        self._message_tree.forget(topic)
+        self._notify(topic)
 
     def fail_waiting(self, error: BaseException) -> None:
         """Fail the calls that wait: no rank can be reached any more."""
@@ -123,12 +188,6 @@ class Agreement:
         if event is not None:
             event.set()
 
-    def _forget(self, topic: Topic) -> None:
-        self._message_tree.forget(topic)
-        self._events.pop(topic, None)
-        self._gathered.pop(topic, None)
-        self._answers.pop(topic, None)
-
     def _wait(self, what: str, topic: Topic, event: InterruptibleEvent, timeout_s: float) -> bool:
         """Wait for the event; return False at the timeout. After half of it rank 0 has the contributions of complete
         and incomplete nodes forwarded, so that it can name the ranks that are late."""
@@ -137,10 +196,10 @@ class Agreement:
                 self._message_tree.flush_partial(topic)
             if not event.wait(timeout_s / 2):
                 return False
-        if self.lost is not None and topic not in self._answers and topic not in self._gathered:
-            raise RanksError(
-                f"{what}: rank {self._rank}: the other ranks cannot be reached: {self.lost}"
-            ) from self.lost
+        if topic not in self._answers and topic not in self._gathered:
+            lost = self.lost
+            why = f"cannot be reached: {lost}" if lost is not None else "are not waited for"
+            raise RanksError(f"{what}: rank {self._rank}: the other ranks {why}") from lost
         return True
 
     def _decide(
@@ -166,11 +225,11 @@ class Agreement:
             messages = {r: from_json(kind, call.body, rank=r) for r, call in calls.items()}
             decision = to_json(decide(messages))
         except BaseException as error:
-            self._message_tree.announce(
-                topic, _Answer(error=_error_for_others(what, error)).to_json()
-            )
+            without = self._message_tree.missing(topic)
+            answer = _Answer(name=what, error=_error_for_others(what, error), without=without)
+            self._message_tree.announce(topic, answer.to_json())
             raise
-        self._message_tree.announce(topic, _Answer(decision=decision).to_json())
+        self._message_tree.announce(topic, _Answer(name=what, decision=decision).to_json())
         return decision
 
 
@@ -187,7 +246,7 @@ def _check_same_call(what: str, calls: dict[int, str]) -> None:
         ranks = [rank for rank, call in calls.items() if call == other]
         raise RanksError(
             f"{what}: {format_ranks(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
-            "in the same order"
+            "in the same order. The next call that all of them make works"
         )
 
 

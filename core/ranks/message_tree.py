@@ -46,14 +46,28 @@ class _Announcement(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Withdrawal(Message):
+    """``rank`` takes back what it has contributed."""
+
+    topic: Topic
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _FlushRequest(Message):
     """The leaders below rank 0 are to forward what they have of a topic."""
 
     topic: Topic
 
 
-_Envelope = _Contributions | _Report | _Announcement | _FlushRequest
-_ENVELOPES: tuple[type[_Envelope], ...] = (_Contributions, _Report, _Announcement, _FlushRequest)
+_Envelope = _Contributions | _Report | _Announcement | _FlushRequest | _Withdrawal
+_ENVELOPES: tuple[type[_Envelope], ...] = (
+    _Contributions,
+    _Report,
+    _Announcement,
+    _FlushRequest,
+    _Withdrawal,
+)
 
 
 @dataclass(slots=True)
@@ -112,6 +126,10 @@ class MessageTree:
             return
         self._add(topic, {self.topology.rank: body}, leaders_only=leaders_only)
 
+    def withdraw(self, topic: Topic) -> None:
+        """Take back what this rank has contributed to a topic that is not decided on; it may contribute again."""
+        self._withdraw(_Withdrawal(topic=topic, rank=self.topology.rank))
+
     def report(self, topic: Topic, body: object) -> None:
         """Report to rank 0 what only this rank knows."""
         self._send_up(_Report(topic=topic, body=body, rank=self.topology.rank))
@@ -132,6 +150,8 @@ class MessageTree:
                 self._send_up(message)
             case _FlushRequest():
                 self.flush_partial(message.topic)
+            case _Withdrawal():
+                self._withdraw(message)
             case _Contributions():
                 self._add(message.topic, message.bodies, leaders_only=message.leaders_only)
 
@@ -178,6 +198,18 @@ class MessageTree:
         if complete and self.topology.is_leader:
             notify = self.on_gathered if self.topology.is_root else self.on_passed
             notify(topic, dict(sorted(gathering.bodies.items())))
+
+    def _withdraw(self, message: _Withdrawal) -> None:
+        with self._lock:
+            gathering = self._gatherings.get(message.topic)
+            if gathering is not None:
+                gathering.bodies.pop(message.rank, None)
+                gathering.forwarded.discard(message.rank)
+            self._flushed.add(
+                message.topic
+            )  # else later ones would wait for those that were forwarded
+            if self.topology.parent is not None:
+                self._send_to([self.topology.parent], message)
 
     def _awaited(self, leaders_only: bool) -> frozenset[int]:
         below = self.topology.below

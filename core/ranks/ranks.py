@@ -120,7 +120,7 @@ class Ranks:
             return
         patience_s = LEAVE_S
         try:
-            self.meet("close: end", timeout_s=timeout_s)
+            self.meet("close: end", timeout_s=timeout_s, is_last=True)
             patience_s = timeout_s
         except RanksError as error:
             logger.warning(

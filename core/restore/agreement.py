@@ -19,7 +19,7 @@ from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.candidates import RestoreRequest, choose
+from tierfall.core.restore.candidates import RestoreRequest, choose, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.exchange.messages import NumberRanges
 from tierfall.core.restore.inventory import (
@@ -56,12 +56,14 @@ class _RestoreCall(Message):
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
     nodes. ``images`` has, for each checkpoint and tier, the ranks whose image that tier has on some node, and no faster
-    tier has. ``fallbacks`` are the skipped sources, with reasons."""
+    tier has. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are
+    skipped because they could not be read."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
     images: tuple[Mapping[str, NumberRanges], ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
+    unread: tuple[CheckpointId, ...] = ()
 
 
 def agree_to_restore(
@@ -90,7 +92,9 @@ def agree_to_restore(
     call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
     decision = ranks.agree("restore", call, decide, Candidates, timeout_s=timeout_s)
     for fallback in decision.fallbacks:
-        tally.add_skipped(fallback.what, fallback.reason)
+        tally.add_skipped(fallback.what, fallback.reason, fallback.id)
+    for id in decision.unread:
+        tally.found_unread(id)
     what = "restore: commit record that the ranks agreed on"
     commits = [parse_commit(text.encode(), what=what) for text in decision.commits]
     agreed = dict(zip(decision.order, commits, strict=True))
@@ -290,15 +294,24 @@ def choose_candidates(
     partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
     for id in sorted(partial):
         reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
-        tally.add_skipped(f"step {id}", reason)
+        tally.add_skipped(f"step {id}", reason, id)
         logger.warning("restore: step %s is no checkpoint: %s", id, reason)
     candidates = choose([_without(partial, listing) for listing in listings], request, tally)
     taken: list[KnownCheckpoint] = []
+    unread: list[CheckpointId] = []
     for known in candidates:
-        if lack := _lack(known, request.tier):
-            tally.add_skipped(f"step {known.id}", lack)
-        else:
+        lack = _lack(known, request.tier)
+        if not lack:
             taken.append(known)
+            continue
+        if (error := _unread(known, request.tier)) is not None:
+            if taken and not request.ignore_unreachable:
+                break  # the older ones are chosen among only if these are passed over
+            if not request.ignore_unreachable:
+                of = f"{request.operation} of {known.id}"
+                raise RestoreError(unread_text(of, error, request)) from error
+            unread.append(known.id)
+        tally.add_skipped(f"step {known.id}", lack, known.id)
     if candidates and not taken:
         raise RestoreError(
             f"{request.operation}: no checkpoint is there whole: "
@@ -311,6 +324,7 @@ def choose_candidates(
         commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
         images=tuple(_by_fastest_tier(known, request.tier) for known in taken),
         fallbacks=tuple(tally.fallbacks),
+        unread=tuple(unread),
     )
 
 
@@ -412,6 +426,12 @@ def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
     absent = _absent(commits)
     where = "on no tier that answered" if tier is None else f"not on tier {tier}"
     return f"{absent} {where}" if absent else ""
+
+
+def _unread(known: KnownCheckpoint, tier: str | None) -> TierfallError | None:
+    """Return why a copy of a checkpoint, on any tier or on ``tier``, could not be read; None where all were."""
+    copies = (copy for name, copy in known.copies.items() if tier in (None, name))
+    return next((copy.unread for copy in copies if copy.unread is not None), None)
 
 
 def _absent(commits: Sequence[Commit]) -> str:

@@ -6,16 +6,17 @@ That no tier holds a checkpoint is reported only when every tier answered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, OpenImage, ShardReader, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, StepFolderError, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import are_files, refuse_files
 from tierfall.core.restore.reshard import MakePlan, RestorePlan
-from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
@@ -24,11 +25,13 @@ logger = logging.getLogger("tierfall")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
     """What to restore: by default the newest step of the live lineage. ``tier`` names the only tier to read from;
-    ``operation`` and ``advice`` are part of error messages; ``in_place``: the targets are the caller's state."""
+    ``without`` are those that were tried, and passed over. ``operation`` and ``advice`` are part of error messages;
+    ``in_place``: the targets are the caller's state."""
 
     step: int | None = None
     attempt: int | None = None
     tier: str | None = None
+    without: frozenset[CheckpointId] = frozenset()
     ignore_unreachable: bool = False
     operation: str = "restore"
     advice: str = "or pass unreachable='ignore' to go on without it"
@@ -38,15 +41,21 @@ class RestoreRequest:
 def choose(
     listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
-    """Return what may be restored, newest first; empty where every tier answered and none holds a checkpoint.
+    """Return what may be restored, newest first; empty where every tier answered and none holds a checkpoint, and where
+    all have been passed over.
 
     Raises RestoreError where a tier that may hold a newer checkpoint could not be read, and where no checkpoint is one
     that the request names.
     """
     _check_all_were_read(listings, request, tally)
-    candidates = _candidates(listings, request, tally)
+    known = [c for c in reversed(merge(listings)) if _fits(c, request)]
+    candidates = [c for c in known if not _why_not(c, request)]
     if not candidates:
-        _check_nothing(listings, request, tally)
+        for checkpoint in known:  # why these are no candidates is part of the error
+            id = checkpoint.id
+            tally.add_skipped(f"step {id}", _why_not(checkpoint, request), id)
+        if not request.without:
+            _check_nothing(listings, request, tally)
     return candidates
 
 
@@ -55,25 +64,28 @@ def _check_all_were_read(
 ) -> None:
     """Raise RestoreError where a tier could not be read: that is not the same as an empty one."""
     for listing in listings:
-        for damage in listing.damaged:
-            if isinstance(damage, StepFolderError) and not _matches_request(
-                damage.checkpoint, request
-            ):
-                continue
-            tally.add_skipped(f"tier {listing.tier}", damage)
-        if listing.error is None or (request.tier is not None and listing.tier != request.tier):
+        if request.tier not in (None, listing.tier):
             continue
-        tally.add_skipped(f"tier {listing.tier}", listing.error)
+        for problem in () if request.without else listing.problems:
+            tally.add_skipped(f"tier {listing.tier}", problem)
+        unread = next((each for each in listing.problems if not each.is_damage), listing.error)
+        if unread is None:
+            continue
         if request.ignore_unreachable:
-            logger.warning("restore: continues without tier %s: %s", listing.tier, listing.error)
+            logger.warning("restore: continues without tier %s: %s", listing.tier, unread)
             continue
         if _found_elsewhere(listings, request):
             continue
         named = "name a step (step=...), " if request.step is None else ""
         raise RestoreError(
-            f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: "
-            f"{listing.error}. Try again, {named}{request.advice}"
-        ) from listing.error
+            f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: {unread}. Try "
+            f"again, {named}{request.advice}"
+        ) from unread
+
+
+def unread_text(of: str, error: TierfallError, request: RestoreRequest) -> str:
+    """Return the text of the error that ends a restore ``of`` a checkpoint that could not be read."""
+    return f"{of}: a copy could not be read, and no other is good: {error}. Try again, {request.advice}"
 
 
 def _found_elsewhere(listings: Sequence[Listing], request: RestoreRequest) -> bool:
@@ -87,30 +99,21 @@ def _found_elsewhere(listings: Sequence[Listing], request: RestoreRequest) -> bo
     )
 
 
-def _matches_request(checkpoint: CheckpointId, request: RestoreRequest) -> bool:
-    return request.step in (None, checkpoint.step) and request.attempt in (None, checkpoint.attempt)
+def _fits(checkpoint: KnownCheckpoint, request: RestoreRequest) -> bool:
+    """Return whether a checkpoint is one that the request names, and was not tried."""
+    id = checkpoint.id
+    if request.step not in (None, id.step) or request.attempt not in (None, id.attempt):
+        return False
+    return id not in request.without and (request.tier is None or request.tier in checkpoint.copies)
 
 
-def _candidates(
-    listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
-) -> list[KnownCheckpoint]:
-    """Return what the request allows, newest first, without what was deleted or abandoned."""
-    candidates = []
-    for checkpoint in reversed(merge(listings)):
-        if request.tier is not None and request.tier not in checkpoint.copies:
-            continue
-        if not _matches_request(checkpoint.id, request):
-            continue
-        if checkpoint.tombstoned:
-            tally.add_skipped(f"step {checkpoint.id}", "deleted by a person")
-        elif checkpoint.abandoned and (request.step is None or request.attempt is None):
-            tally.add_skipped(
-                f"step {checkpoint.id}",
-                "its lineage was abandoned; name it by step= and attempt= to go back to it",
-            )
-        else:
-            candidates.append(checkpoint)
-    return candidates
+def _why_not(checkpoint: KnownCheckpoint, request: RestoreRequest) -> str:
+    """Return why a checkpoint is not restored by this request; empty where it may be."""
+    if checkpoint.tombstoned:
+        return "deleted by a person"
+    if checkpoint.abandoned and (request.step is None or request.attempt is None):
+        return "its lineage was abandoned; name it by step= and attempt= to go back to it"
+    return ""
 
 
 def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally) -> None:
@@ -137,6 +140,37 @@ def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: 
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
         + (f" ({reasons})" if reasons else "")
     )
+
+
+@contextmanager
+def naming_deletion(
+    request: RestoreRequest, before: Sequence[Listing], look: Callable[[], Sequence[Listing]]
+) -> Iterator[None]:
+    """Have the error of a restore of a named step say who deleted it, if that has happened since the listings
+    ``before``; ``look`` lists again."""
+    try:
+        yield
+    except RestoreError as error:
+        who = ""
+        with suppress(TierfallError):
+            who = "" if request.step is None else _deleted_by(request, before, look())
+        if not who:
+            raise
+        raise RestoreError(f"{error}; it was deleted meanwhile, by {who}") from error
+
+
+def _deleted_by(request: RestoreRequest, before: Sequence[Listing], now: Sequence[Listing]) -> str:
+    """Return who deleted the checkpoint that a request names, as far as that is known; empty if it is there, or may
+    be."""
+    left = [checkpoint for checkpoint in merge(now) if _fits(checkpoint, request)]
+    if any(listing.error for listing in now) or not all(c.tombstoned for c in left):
+        return ""
+    if left:
+        return "a person ('tierfall rm', or delete in the trainer)"
+    was, there = ({c.id for listing in x for c in listing.copies} for x in (before, now))
+    if new := there - was:
+        return f"the rules of its trainer (retain, evict), which has committed {max(new)} since"
+    return "the rules of its trainer (retain, evict), or a person ('tierfall rm', 'tierfall prune')"
 
 
 def states_only(

@@ -64,7 +64,7 @@ class TierMessage(Message):
     """What a rank has found on one tier; see ``Listing``."""
 
     error: ErrorMessage | None
-    damaged: tuple[str, ...]
+    damaged: tuple[ErrorMessage, ...]
     starts: tuple[AttemptStart, ...]
     copies: tuple[CopyMessage, ...]
 
@@ -78,7 +78,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, T
     return {
         listing.tier: TierMessage(
             error=None if listing.error is None else ErrorMessage.of(listing.error),
-            damaged=tuple(str(damage) for damage in listing.damaged),
+            damaged=tuple(map(ErrorMessage.of, listing.damaged)),
             starts=listing.starts,
             copies=tuple(map(CopyMessage.of, listing.copies)),
         )
@@ -110,7 +110,7 @@ def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
         starts += found_here.starts
         if found_here.error is not None:
             errors.append(found_here.error.error_of(rank))
-        damaged += [IntegrityError(f"rank {rank}: {text}") for text in found_here.damaged]
+        damaged += [damage.error_of(rank) for damage in found_here.damaged]
         for message in found_here.copies:
             found.setdefault(message.id, {})[rank] = message.copy_of(rank, tier)
     copies = []
@@ -131,20 +131,21 @@ def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
 
 def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
     """Merge the copies of one checkpoint that are in several places, by the names of the places; also return the damage
-    that does not concern the merged copy."""
+    that does not concern the merged copy. It could not be read if one of them could not."""
     copies = of_one_lineage(dict(found))
     marks = frozenset().union(*(copy.marks for copy in copies.values()))
     written_to = frozenset().union(*(copy.pin_written_to for copy in copies.values()))
-    damages = [copy.damage for copy in copies.values() if copy.damage is not None]
+    damages = [copy.damage for copy in copies.values() if copy.damage and copy.damage.is_damage]
+    unread = next((copy.unread for copy in copies.values() if copy.unread is not None), None)
     good = {where: copy for where, copy in copies.items() if copy.commit is not None}
     first = next(iter((good or copies).values()))
     first = replace(first, marks=marks, pin_written_to=written_to)
     if not good:
-        return first, damages[1:]
+        return replace(first, damage=unread or first.damage), damages[1:]
     sizes = {frozenset(copy.commit.files): copy.bytes for copy in good.values() if copy.commit}
     lacks = next((copy.damage for copy in good.values() if copy.damage is not None), None)
     damages = [damage for damage in damages if damage is not lacks]
-    one = replace(first, bytes=sum(sizes.values()), damage=lacks)
+    one = replace(first, bytes=sum(sizes.values()), damage=unread or lacks)
     try:
         commit = unite_records({where: copy.commit for where, copy in good.items() if copy.commit})
     except IntegrityError as error:

@@ -24,6 +24,7 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.load.build import BlockTarget, Fill
+from tierfall.core.load.match import SharedMemory
 from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import dtypes
@@ -35,15 +36,18 @@ logger = logging.getLogger("tierfall")
 
 
 class RestorePlan(Protocol):
-    """The targets of an image's bytes; ``targets`` are those of merged images. ``written`` returns what a plan that
-    failed has written to, and ``unfilled`` what of that this plan would not overwrite. ``finish`` is called once all
-    bytes are read."""
+    """The targets of an image's bytes; ``targets`` are those of merged images. ``shared`` are read ahead and checked.
+    ``written`` returns what a plan that failed has written to, and ``unfilled`` what of that this plan would not
+    overwrite. ``finish`` is called once all bytes are read."""
 
     @property
     def fills(self) -> Sequence[Fill]: ...
 
     @property
     def targets(self) -> Sequence[BlockTarget]: ...
+
+    @property
+    def shared(self) -> Sequence[SharedMemory]: ...
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
 
@@ -86,8 +90,25 @@ def plan_reads_of_rank(
             if world_size == 1:
                 raise
             return _in_another_layout(parts, make_plan, shard, header, error)
+        for memory in plan.shared:
+            _check_shared(parts, memory, elsewhere, shard)
         return plan, lambda: parts.fill(elsewhere.divide(plan.fills, shard.rank), world_size)
     return _reshard(parts, make_plan, world_size, shard.rank, resize)
+
+
+def _check_shared(
+    parts: CheckpointReader, memory: SharedMemory, elsewhere: WrittenElsewhere, shard: Shard
+) -> None:
+    """Raise RestoreError where the bytes of targets that share memory differ, or cannot be read here."""
+    try:
+        parts.fill_here(elsewhere.divide(memory.fills, shard.rank), shard.world_size)
+    except PASSABLE as error:
+        if shard.world_size == 1:
+            raise
+        raise RestoreError(
+            f"restore: {memory}, and their values cannot be compared: {error}"
+        ) from error
+    memory.check()
 
 
 def _in_another_layout(

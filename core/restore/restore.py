@@ -1,22 +1,23 @@
 """Restore: fills the targets from the newest checkpoint that can be read, from its fastest good copies.
 
 ``candidates`` names those that may be restored. A damaged copy is replaced by the next one, and a step that is damaged
-everywhere by the next older step, on all ranks at once; the report names each of these fallbacks.
+everywhere by the next older step, on all ranks at once; the report names each of these fallbacks. A step that could not
+be read is not passed over, unless the caller says so.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file
-from tierfall.core.restore.candidates import RestoreRequest, choose
+from tierfall.core.restore.candidates import RestoreRequest, choose, unread_text
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import MakePlan, ResizeRules, RestorePlan, plan_reads_of_rank
@@ -51,6 +52,12 @@ class RestoreResult:
     plan: RestorePlan
     tally: ReadTally
 
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """What was skipped: tiers, and copies of this checkpoint and of newer ones."""
+        id = self.checkpoint.id
+        return tuple(each for each in self.tally.fallbacks if each.id is None or each.id >= id)
+
     def verified(self, shard: Shard) -> tuple[str, ...]:
         """Return the tiers on which all chunks of a shard's image were read, and are good; empty where some were not
         read, or were received from another rank."""
@@ -76,6 +83,19 @@ Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
 failure that all ranks follow, or None."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What may be restored, newest first, by the ``listings``, fastest first, and how its images are opened."""
+
+    candidates: Sequence[KnownCheckpoint]
+    listings: Sequence[Listing]
+    open_image: OpenImage
+
+
+ChooseAgain = Callable[[RestoreRequest], Choice]
+"""Lists the tiers again, and chooses, on all ranks together."""
+
+
 def restore(
     listings: Sequence[Listing],
     request: RestoreRequest,
@@ -87,8 +107,11 @@ def restore(
     chunks_max: int | None = None,
     resize: ResizeRules = RESIZE,
     tally: ReadTally | None = None,
+    look_again: Callable[[], tuple[Sequence[Listing], OpenImage]] | None = None,
 ) -> RestoreResult | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` are sorted fastest first.
+    ``look_again`` is called after a checkpoint that was passed over, which a trainer may have deleted: what is newest
+    then is tried next.
 
     Stored chunks are read through ``ring``, or through buffers of this call; beside the targets no more host memory is
     used than ``chunks_max`` chunks need, where that is given. However it ends, no copy onto a device is in progress.
@@ -100,6 +123,13 @@ def restore(
     candidates = choose(listings, request, tally)
     if not candidates:
         return None
+
+    def choose_again(request: RestoreRequest) -> Choice:
+        assert look_again is not None
+        listings, open_image = look_again()
+        chosen = choose(listings, request, tally)
+        return Choice(candidates=chosen, listings=listings, open_image=open_image)
+
     return fill_first(
         candidates,
         listings,
@@ -111,6 +141,7 @@ def restore(
         ring=ring,
         chunks_max=chunks_max,
         resize=resize,
+        choose_again=None if look_again is None else choose_again,
     )
 
 
@@ -129,6 +160,7 @@ def fill_first(
     together: Together | None = None,
     exchange: Exchange | None = None,
     nowhere: str = NOWHERE,
+    choose_again: ChooseAgain | None = None,
 ) -> RestoreResult:
     """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
 
@@ -136,14 +168,17 @@ def fill_first(
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
     others with a RestoreError that names it. An error that is no Exception, as Ctrl-C, is raised unchanged. The rules
     of ``resize`` reshard a checkpoint of other ranks. By ``exchange``, ranks send each other what several of them need,
-    or only another one can read; without it ``nowhere`` is the reason where no tier here holds an image.
+    or only another one can read; without it ``nowhere`` is the reason where no tier here holds an image. After each
+    checkpoint that was passed over, ``choose_again`` replaces the candidates that are left.
 
     Steps are never mixed: a RestoreError names tensors that a checkpoint that was skipped has written to, and that
     the next one does not fill.
     """
     touched = False
     written: dict[str, tuple[LiveMemory, CheckpointId]] = {}
-    for checkpoint in candidates:
+    left = list(candidates)
+    while left:
+        checkpoint = left.pop(0)
         plan: RestorePlan | None = None
         fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
         error: BaseException | None = None
@@ -174,6 +209,14 @@ def fill_first(
                     written[memory.name] = memory, checkpoint.id
         finally:
             del error  # its traceback holds this frame, and so the targets
+        if choose_again is not None:
+            request = replace(request, without=request.without | {checkpoint.id})
+            try:
+                chosen = choose_again(request)
+            except TierfallError as failure:
+                raise _final_error(failure, request, request.operation, touched) from failure
+            left, listings = list(chosen.candidates), chosen.listings
+            open_image = chosen.open_image
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
@@ -207,16 +250,18 @@ def _classify(
     tally: ReadTally,
     touched: bool,
 ) -> BaseException:
-    """Return the error itself if an older step may be tried (one of PASSABLE), or if another rank knows the reason
-    (LostError); else the error that the restore ends with."""
+    """Return the error itself if an older step may be tried (one of PASSABLE, which is damage unless the request says
+    otherwise), or if another rank knows the reason (LostError); else the error that the restore ends with."""
     of = f"{request.operation} of {checkpoint.id}"
     if isinstance(error, LostError):
         return error
     if not isinstance(error, PASSABLE):
         return _final_error(error, request, of, touched)
-    if error.retryable and not request.ignore_unreachable:
-        text = f"{of}: a copy could not be read, and no other is good: {error}. Try again, {request.advice}"
-        return _with_cause(RestoreError(text + _half_written(touched, request)), error)
+    if not error.is_damage:
+        tally.found_unread(checkpoint.id)
+        if not request.ignore_unreachable:
+            text = unread_text(of, error, request)
+            return _with_cause(RestoreError(text + _half_written(touched, request)), error)
     _log_fallback(checkpoint, error, tally)
     if request.step is not None:
         return _with_cause(RestoreError(f"{of}: {error}" + _half_written(touched, request)), error)
@@ -264,6 +309,8 @@ def _follow_failure(
 ) -> None:
     """Follow another rank's failure: end the restore, or pass the checkpoint over."""
     text = f"rank {failure_elsewhere.rank}: {failure_elsewhere.message}"
+    if failure_elsewhere.permanent or request.ignore_unreachable:
+        tally.found_unread(checkpoint.id)  # perhaps it is damaged: the message does not say
     if failure_elsewhere.permanent:
         raise RestoreError(
             f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched, request)
@@ -273,7 +320,7 @@ def _follow_failure(
 
 
 def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally) -> None:
-    tally.add_skipped(f"step {checkpoint.id}", reason)
+    tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
     logger.error("restore: step %s is skipped: %s", checkpoint.id, reason)
 
 

@@ -36,14 +36,20 @@ class CallbackThread:
         self._waiting_max = waiting_max
         self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may start it while its thread does
         self._closed = False
+        self._calling = False
         self.dropped = 0
 
     @property
     def waiting(self) -> int:
         """The number of queued calls."""
         return self._queue.qsize()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress, or queued."""
+        return self._calling or not self._queue.empty()
 
     def start(self) -> None:
         """Start the thread unless it runs. The user's thread calls this before the first ``put``."""
@@ -84,10 +90,18 @@ class CallbackThread:
             if call is None:
                 continue
             function, arguments = call
+            self._calling = True
             try:
                 function(*arguments)
             except BaseException:  # a callback that calls sys.exit() must not end the thread either
                 logger.exception("a callback failed: %r; what comes next is called", function)
+            finally:
+                self._calling = False
+            del (
+                call,
+                function,
+                arguments,
+            )  # what they refer to must not live on while this thread sleeps
 
     def _ended(self) -> bool:
         """Return whether the queue is empty. The thread then ends, and a later ``put`` starts another one."""

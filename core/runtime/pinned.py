@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 # cudaHostRegisterPortable: locked for every device of the process, not only the current one.
 _REGISTER_PORTABLE = 1

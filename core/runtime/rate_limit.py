@@ -38,17 +38,18 @@ class RateLimiter:
                 left_s = max(0.0, self._free_at_s - now_s)
                 self._free_at_s = now_s + left_s * before / bytes_per_second
 
-    def acquire(self, size_bytes: int) -> None:
-        """Wait until the time of all earlier bytes has passed, then reserve time for these."""
+    def acquire(self, size_bytes: int, *, whole: bool = False) -> None:
+        """Reserve time for these bytes after all earlier ones, and wait until it begins; ``whole``: until it ends."""
         with self._lock:
             if self._bytes_per_second is None:
                 return
             now_s = self._clock()
             start_s = max(now_s, self._free_at_s)
             self._free_at_s = start_s + size_bytes / self._bytes_per_second
-        if start_s > now_s:
-            _waited.seconds += start_s - now_s
-            self._sleep(start_s - now_s)
+            until_s = self._free_at_s if whole else start_s
+        if until_s > now_s:
+            _waited.seconds += until_s - now_s
+            self._sleep(until_s - now_s)
 
 
 class _ThreadWaits(threading.local):

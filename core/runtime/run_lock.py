@@ -27,6 +27,7 @@ from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, LockError
 
 _MAX_TRIES = 100
+_POLL_S = 0.05
 _MAX_OWNER_BYTES = 4096
 _TOUCH_EVERY_S = 3600.0  # cleaners of temporary files delete by age
 # Linux's struct flock: type, whence, start, length, pid.
@@ -37,20 +38,23 @@ _FLOCK = struct.Struct("hhqqi4x")
 class LockOwner:
     """The process that holds a lock; None is what the file does not have (yet).
 
-    ``start_ticks`` is the process's start time in clock ticks since boot, which detects a reused pid.
+    ``start_ticks`` is the process's start time in clock ticks since boot, which detects a reused pid. ``command`` is
+    the name of the command that the process carries out; empty for a trainer.
     """
 
     pid: int
     start_ticks: int | None = None
     node: str | None = None
     since_wall_s: float | None = None
+    command: str = ""
 
     def __str__(self) -> str:
         since = "an unknown time"
         if self.since_wall_s is not None:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_wall_s))
         node = f" on {self.node}" if self.node else ""
-        return f"process {self.pid}{node}, since {since}"
+        what = f"the command {self.command!r}, " if self.command else ""
+        return f"{what}process {self.pid}{node}, since {since}"
 
 
 @dataclass(slots=True)
@@ -79,16 +83,30 @@ class RunLock:
         self._released = False
 
     @classmethod
-    def acquire(cls, path: Path, *, run: str) -> RunLock:
-        """Take the lock at ``path``, whose folder exists, or raise at once.
+    def acquire(cls, path: Path, *, run: str, command: str = "", wait_s: float = 0.0) -> RunLock:
+        """Take the lock at ``path``, whose folder exists, for a trainer or for a ``command``. While another command
+        holds it, wait for ``wait_s`` seconds.
 
         LockError, naming the owner, if another process holds it. ConfigError if this process holds it already, or the
         file is a link, not a regular file, or another user's.
         """
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                return cls._acquire_now(path, run, command)
+            except LockError:
+                owner = cls.owner(path)
+                is_trainer = owner is not None and not owner.command
+                if is_trainer or time.monotonic() >= until_s:
+                    raise
+            time.sleep(_POLL_S)
+
+    @classmethod
+    def _acquire_now(cls, path: Path, run: str, command: str) -> RunLock:
         with _registry_guard:
             for _ in range(_MAX_TRIES):
                 _refuse_second(path, run)
-                lock = cls._take_once(path, run)
+                lock = cls._take_once(path, run, command)
                 if lock is not None:
                     return lock
         raise LockError(
@@ -97,7 +115,7 @@ class RunLock:
         )
 
     @classmethod
-    def _take_once(cls, path: Path, run: str) -> RunLock | None:
+    def _take_once(cls, path: Path, run: str, command: str) -> RunLock | None:
         fd = _open(path, os.O_RDWR | os.O_CREAT, run)
         identity = _identity(os.fstat(fd))
         held = _held_by(identity)
@@ -111,7 +129,7 @@ class RunLock:
             if _identity_at(path) != identity:
                 os.close(fd)
                 return None
-            owner = _write_owner(fd, run)
+            owner = _write_owner(fd, run, command)
         except BaseException:
             os.close(fd)
             raise
@@ -161,7 +179,7 @@ class RunLock:
         held = None if self.is_file_intact() else _registry.get(self._identity)
         if held is None:
             return
-        other = RunLock.acquire(self.path, run=held.run)
+        other = RunLock.acquire(self.path, run=held.run, command=held.owner.command)
         with _registry_guard:
             if not self._released:
                 self._fd, other._fd = other._fd, self._fd
@@ -276,12 +294,13 @@ def _query(fd: int) -> tuple[int, int]:
     return kind, pid
 
 
-def _write_owner(fd: int, run: str) -> LockOwner:
+def _write_owner(fd: int, run: str, command: str) -> LockOwner:
     owner = LockOwner(
         pid=os.getpid(),
         start_ticks=own_start_ticks(),
         node=platform.node(),
         since_wall_s=time.time(),
+        command=command,
     )
     note = documents.seal(
         {
@@ -290,6 +309,7 @@ def _write_owner(fd: int, run: str) -> LockOwner:
             "start_ticks": owner.start_ticks,
             "node": owner.node,
             "since_wall_s": owner.since_wall_s,
+            "command": owner.command,
         }
     )
     os.ftruncate(fd, 0)
@@ -313,6 +333,7 @@ def _read_owner(fd: int, path: Path) -> LockOwner | None:
         start_ticks=_typed(note.get("start_ticks"), int),
         node=_typed(note.get("node"), str),
         since_wall_s=_typed(note.get("since_wall_s"), int | float),
+        command=_typed(note.get("command"), str) or "",
     )
 
 

@@ -279,8 +279,7 @@ class Components(Hooks):
         self._pins.note_written(entry, [tier])
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
-        if entry.repairable:  # the new copy may be the source of a repair
-            self.damage_reports.plan_repairs(entry)
+        self.damage_reports.on_committed(tier, entry)
         if self._leftovers is not None and not self.deleter.paused:
             self._leftovers.on_committed(tier, entry)
 
@@ -328,11 +327,17 @@ class Components(Hooks):
     def memory_is_short(self) -> bool:
         return self._admissions.memory_is_short()
 
-    def is_draining(self) -> bool:
-        return self.drain_schedule.active
+    def has_deadline(self) -> bool:
+        return self.drain_schedule.has_deadline
+
+    def try_again(self) -> None:
+        for lane in self.lanes.values():
+            lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
+        for component in (self.commits, self.deleter, self._commands):
+            component.try_now()
 
     def is_urgent(self) -> bool:
-        return self._admissions.memory_is_short() or self.drain_schedule.has_deadline
+        return self._admissions.memory_is_short() or self.has_deadline()
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
         return self.verifier.verify(tier, hurry=hurry)

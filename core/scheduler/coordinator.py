@@ -7,7 +7,7 @@ In production one thread calls it (``workers``); tests and simulations call it w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from tierfall.core.capture.events import (
@@ -117,12 +117,13 @@ class Coordinator(Components):
             for event in self.inbox.take():
                 handled.append(event)
                 _EVENT_HANDLERS[type(event)](self, event)
-        self._admissions.observe(handled)
+        has_news = self._admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
             self._commands.advance(now_s)
             for lane in self.lanes.values():
-                self._flusher.drive(lane, now_s, begin=not self._commands_only)
+                begin = not self._commands_only
+                self._flusher.drive(lane, now_s, begin=begin, has_news=has_news)
             self._admissions.try_admit(now_s, self.fenced)
         for lane in self.lanes.values():  # abort in this step what an admission gave up
             self._flusher.drive(lane, now_s, begin=False)
@@ -133,6 +134,8 @@ class Coordinator(Components):
             self.deleter.retry(now_s)
             self._collect_unfinished()
             self.verifier.tick(now_s)
+            if has_news:
+                self.deleter.survey_changed()
             self.deleter.dispatch_surveys()
         for bell, copies_only in list(self._idle_events.items()):
             if not (self._owes_copies() if copies_only else self.busy()):
@@ -237,7 +240,6 @@ class Coordinator(Components):
         elif lane.stalled is not None:
             self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
-            logger.info("flush of %s to %s continues where it stopped", task.id, lane.tier)
             self._flusher.on_recovered(lane.tier)
 
     def _on_copied(self, lane: FlushLane, entry: LedgerEntry, done: Commit | Uploaded) -> None:
@@ -303,7 +305,10 @@ class Coordinator(Components):
         )
 
     def _may_be_copied(self, entry: LedgerEntry) -> bool:
-        owed = entry.owed - self.ledger.failing.keys()
+        """Return whether some tier may receive a copy now; before a deadline, also one that accepts none at present."""
+        owed: Set[str] = entry.owed
+        if not self.drain_schedule.has_deadline:
+            owed = owed - self.ledger.failing.keys()
         return any(not self.drain_schedule.is_held_back(entry.id, tier) for tier in owed)
 
     def owed_copies(self) -> tuple[tuple[CheckpointId, str], ...]:

@@ -32,6 +32,7 @@ from tierfall.core.format.records import (
     parse_manifest,
 )
 from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
@@ -103,6 +104,7 @@ class TaskRunner:
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
         self._indexer = IndexWriter()
+        self._conditions = Conditions()
 
     def run(self, task: Task) -> Outcome:
         """Carry out a task and return its result or its exception."""
@@ -309,8 +311,10 @@ class TaskRunner:
         try:
             if task.name_latest:
                 store.write_latest(task.id)
-        except BackendError as error:  # only a hint for people: the checkpoint is committed
-            logger.warning("%s: could not write 'latest': %s", task.tier, error)
+                self._conditions.end(task.tier, "%s: 'latest' is written again", task.tier)
+        except BackendError as error:  # the checkpoint is committed all the same
+            text = "%s: could not write 'latest': %s"
+            self._conditions.report(task.tier, logging.WARNING, text, task.tier, error)
         return commit
 
     def _retract(self, task: FinishCopy, store: TaskStore) -> None:
@@ -330,7 +334,7 @@ class TaskRunner:
 def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
     """Return the commit record of a copy that has this rank's image already. Raises IntegrityError for another
     checkpoint of that name."""
-    commit = _committed_with(store, task.id, None)
+    commit = _committed_with(store, task.id, None) if store.is_committed(task.id) else None
     if commit is not None and commit.lineage.attempt_id != task.attempt_id:
         raise IntegrityError(
             f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is not changed"
@@ -340,10 +344,12 @@ def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
 
 def _committed_with(store: TaskStore, id: CheckpointId, shard: Shard | None) -> Commit | None:
     """Return the commit record of a checkpoint, if it has one that names the image of ``shard`` (None: any). A record
-    that names other images alone is another node's: a node of peer memory keeps those, too."""
-    if not store.is_committed(id):
+    that names other images alone is another node's: a node of peer memory keeps those, too. None only while the tier's
+    id can be read."""
+    try:
+        commit = store.read_commit(id)
+    except KeyNotFoundError:
         return None
-    commit = store.read_commit(id)
     return commit if shard is None or image_file(commit, shard) else None
 
 
@@ -378,6 +384,10 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
                 f"{store.name}: {id} is gone: it has no commit record any more",
                 False,
             )
+        elif found.unread is not None:
+            raise NotWholeError(
+                {}, f"a copy that the deletion relies on could not be checked: {found.unread}"
+            )
         elif found.damage is not None:
             damaged[id] = (str(found.damage), True)
     if damaged:
@@ -394,13 +404,15 @@ def _check_same(task: OpenShard, store: TaskStore) -> None:
         if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:
             raise other
         return
-    except (IntegrityError, KeyNotFoundError) as error:
-        if error is other:
+    except TierfallError as error:
+        if error is other or not error.is_damage:
             raise
     try:
         data = store.read_manifest(task.id, task.shard)
         line = parse_manifest(data, what=f"manifest of {task.id} on {task.tier}").lineage
-    except (IntegrityError, KeyNotFoundError):
+    except TierfallError as error:
+        if not error.is_damage:
+            raise
         return
     if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
         raise other

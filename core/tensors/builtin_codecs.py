@@ -1,7 +1,8 @@
 """Codecs of values of the standard library, and of enums, named tuples and dataclasses. Nothing is pickled.
 
 The names begin with ``py:``. A class is found by module and qualified name among the modules that are imported
-already: decoding imports nothing, and calls no ``__init__`` of a dataclass.
+already: decoding imports nothing, and calls no ``__init__`` of a dataclass. The name of a class of the script that runs
+also has the script's name, by which another program imports it: ``__main__:Progress:train``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from enum import Enum, Flag
@@ -45,6 +46,23 @@ class ValueCodec:
     decode: Callable[[Any], object]
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownValue:
+    """A saved value whose class this process cannot find, or has no codec for, in a dict that ``load`` returned.
+
+    ``name`` is that of the class or codec. ``value`` is what was saved of it: of a dataclass a dict of its fields, of
+    an enum the member's name, of a named tuple a tuple. ``reason`` says what is missing.
+    """
+
+    name: str
+    value: Any
+    reason: str = field(compare=False)
+    codec: str = field(repr=False)
+
+    def __hash__(self) -> int:
+        return hash(self.codec)
+
+
 def codec_of(value: object) -> ValueCodec | None:
     """Return the codec of a value; None if it has none here. Raises NotEncodableError for a class that a restore could
     not find again."""
@@ -60,13 +78,15 @@ def codec_of(value: object) -> ValueCodec | None:
         return _of_class("enum", kind)
     if isinstance(value, tuple) and _is_named_tuple(kind):
         return _of_class("namedtuple", kind)
+    if kind is UnknownValue:
+        return ValueCodec(kind, value.codec, lambda unknown: unknown.value, _same)  # type: ignore[attr-defined]
     if dataclasses.is_dataclass(kind):
         return _of_class("dataclass", kind)
     return None
 
 
 def codec_named(name: str) -> ValueCodec | None:
-    """Return the codec of a name; None if it is none of these. Raises RestoreError for a class that is not imported."""
+    """Return the codec of a name; None if it is none of these, or of a class that is not imported."""
     if not name.startswith(PREFIX):
         return None
     kind, _, argument = name.removeprefix(PREFIX).partition(":")
@@ -77,15 +97,29 @@ def codec_named(name: str) -> ValueCodec | None:
     if kind == "defaultdict" and argument in _FACTORIES:
         return _defaultdict(argument)
     if kind in _WORDS:
-        module, _, qualname = argument.partition(":")
-        found = find_class(module, qualname)
-        if found is None or not _is_of(kind, found):
-            raise RestoreError(
-                f"restore: the checkpoint holds a value of {module}.{qualname}, which is not there as "
-                f"{_WORDS[kind]}: import the module that defines it first"
-            )
-        return _of_class(kind, found)
+        found = find_class(argument)
+        return _of_class(kind, found) if found is not None and _is_of(kind, found) else None
     return None
+
+
+def unknown_value(codec: str, value: object, reason: str = "") -> UnknownValue:
+    """Return what stands for a value of a codec that is not there, or has failed for ``reason``."""
+    if not codec.startswith(CLASSES):
+        reason = (
+            reason or f"no codec is registered as {codec!r}: call tierfall.register_codec first"
+        )
+        return UnknownValue(codec, value, reason, codec)
+    _, word, name = codec.split(":", 2)
+    return UnknownValue(class_title(name), value, reason or not_found(name, _WORDS[word]), codec)
+
+
+def not_found(name: str, what: str) -> str:
+    """Return why a class is not found, which should be ``what``, and what to do."""
+    title = class_title(name)
+    module, _, script = f"{name}::".split(":")[:3]
+    if not script and module in _MAINS:  # of an earlier version, which did not note the script
+        return f"{title} is not there as {what}: import the class into the script that runs"
+    return f"{title} is not there as {what}: import {script or module} first; for a command, name it in plugins"
 
 
 # Values of the standard library ----------------------------------------------------------------------
@@ -211,20 +245,78 @@ def _is_of(word: str, kind: type) -> bool:
     }[word]
 
 
-def find_class(module: str, qualname: str) -> type | None:
-    """Return a class by its name among the imported modules, or None."""
-    found: Any = sys.modules.get(module)
+_MAINS = ("__main__", "__mp_main__")
+"""The script of a process, and of one that multiprocessing has spawned."""
+
+
+def is_of_script(kind: type) -> bool:
+    """Return whether the script that runs defines a class, and not a module that others can import."""
+    return kind.__module__ in _MAINS
+
+
+def name_of_script() -> str:
+    """Return the name by which another program imports the script that runs; empty in a notebook."""
+    main = sys.modules.get("__main__")
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    name = spec.name if spec is not None else Path(file).stem if isinstance(file, str) else ""
+    return "" if ":" in name else name
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class in a checkpoint: ``module:qualname``, of the script ``__main__:qualname:script``.
+
+    Raises NotEncodableError for a class that is not found under its name.
+    """
+    module, qualname = kind.__module__, kind.__qualname__
+    if _class_in(module, qualname) is not kind:
+        raise NotEncodableError(
+            f"{module}.{qualname} is not found under this name; define it at the top of a module"
+        )
+    if not is_of_script(kind):
+        return f"{module}:{qualname}"
+    script = name_of_script()
+    return f"__main__:{qualname}:{script}" if script else f"__main__:{qualname}"
+
+
+def class_title(name: str) -> str:
+    """Return a class's name in a checkpoint for messages: ``module.qualname``."""
+    module, qualname, script = f"{name}::".split(":")[:3]
+    return f"{script or module}.{qualname}"
+
+
+def find_class(name: str) -> type | None:
+    """Return a class by its name in a checkpoint, among the imported modules, or None.
+
+    One of a script is found in the module of the script's name, in the script that runs, or in the only module of that
+    name within a package; one of a module also in the script that runs, if that has the module's name.
+    """
+    module, qualname, script = f"{name}::".split(":")[:3]
+    places = [script, *_MAINS] if script else [module]
+    if module not in _MAINS:
+        places += _MAINS if module == name_of_script() else ()
+    elif script == name_of_script():
+        places.sort(key=_MAINS.__contains__, reverse=True)
+    for each in places:
+        found = _class_in(each, qualname)
+        if found is not None:
+            return found
+    if not script:
+        return None
+    end = f".{script.rpartition('.')[2]}"
+    moved = {_class_in(each, qualname) for each in [*sys.modules] if each.endswith(end)} - {None}
+    return moved.pop() if len(moved) == 1 else None
+
+
+def _class_in(module: str, qualname: str) -> type | None:
+    found: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        # No getattr: a module's own __getattr__ would run, and may import.
+        found = getattr(found, "__dict__", {}).get(part)
     return found if isinstance(found, type) else None
 
 
 def _of_class(word: str, kind: type) -> ValueCodec:
-    if find_class(kind.__module__, kind.__qualname__) is not kind:
-        raise NotEncodableError(
-            f"{kind.__module__}.{kind.__qualname__} is not found under this name; define it at the top of a module"
-        )
-    name = f"{PREFIX}{word}:{kind.__module__}:{kind.__qualname__}"
+    name = f"{PREFIX}{word}:{class_name(kind)}"
     functions: dict[str, tuple[Callable[[Any], object], Callable[..., object]]] = {
         "enum": (_encode_enum, _decode_enum),
         "namedtuple": (tuple, _decode_named_tuple),
@@ -232,6 +324,10 @@ def _of_class(word: str, kind: type) -> ValueCodec:
     }
     encode, decode = functions[word]
     return ValueCodec(kind, name, encode, partial(decode, kind))
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _encode_enum(value: Enum) -> object:

@@ -22,7 +22,7 @@ import torch
 
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values
 from tierfall.core.tensors.builtin_codecs import NotEncodableError, ValueCodec
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.text import with_article
 
 TAG = "%"
@@ -83,7 +83,7 @@ def codec_for(type: type) -> ValueCodec | None:
 
 
 def codec_named(name: str) -> ValueCodec | None:
-    """Return the codec of a name. Raises RestoreError for a class of a program that is not imported."""
+    """Return the codec of a name; None if it is not registered, or its class is not imported."""
     return _BY_NAME.get(name) or builtin_codecs.codec_named(name)
 
 
@@ -229,27 +229,34 @@ def _decode_items(kind: str, items: list[Any], blobs: BlobSource, depth: int) ->
     for entry in items:
         if not isinstance(entry, list) or len(entry) != 2:
             raise ValueError("a mapping's entry is not a pair")
-        result[decode_key(entry[0])] = decode(entry[1], blobs, depth + 1)
+        result[decode_key(entry[0], blobs)] = decode(entry[1], blobs, depth + 1)
     return result
 
 
-class _NoBlobs:
+class _KeySource:
+    """Decodes keys, which have no blobs. Without a source of its own, an unknown type is an ``UnknownValue``."""
+
+    def __init__(self, source: BlobSource | None) -> None:
+        self._source = source
+
     def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
         raise ValueError("a key holds a blob")
 
     def registered(self, name: str, value: object) -> object:
+        if self._source is not None:
+            return self._source.registered(name, value)
         codec = codec_named(name)
-        if codec is None:
-            raise ValueError("a key has a type that is not registered")
-        return codec.decode(value)
+        try:
+            return (
+                builtin_codecs.unknown_value(name, value) if codec is None else codec.decode(value)
+            )
+        except RestoreError as error:
+            return builtin_codecs.unknown_value(name, value, str(error))
 
 
-_NO_BLOBS = _NoBlobs()
-
-
-def decode_key(coded: Coded) -> Any:
+def decode_key(coded: Coded, blobs: BlobSource | None = None) -> Any:
     """Decode a key of a mapping: hashable, and without blobs."""
-    return coded if type(coded) is str else hashable(decode(coded, _NO_BLOBS))
+    return coded if type(coded) is str else hashable(decode(coded, _KeySource(blobs)))
 
 
 def hashable(value: Any) -> Any:

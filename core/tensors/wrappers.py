@@ -26,8 +26,8 @@ _DEPTH_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class WrapperParts:
-    """The parts of one wrapper: its class as ``module:qualname``, its inner tensors by attribute, and the encoded list
-    of context, size and stride."""
+    """The parts of one wrapper: its class by its name in a checkpoint, its inner tensors by attribute, and the encoded
+    list of context, size and stride."""
 
     class_name: str
     tensors: dict[str, torch.Tensor]
@@ -58,28 +58,23 @@ def _has_methods(kind: type) -> bool:
 def take_apart(tensor: Any) -> WrapperParts:
     """Return the parts of a wrapper; the inner tensors share its memory. NotEncodableError if it cannot be saved."""
     kind = type(tensor)
-    module, qualname = kind.__module__, kind.__qualname__
-    if builtin_codecs.find_class(module, qualname) is not kind:
-        raise NotEncodableError(
-            f"its class {module}.{qualname} is not found under this name; define it at the top of a module"
-        )
+    name = builtin_codecs.class_name(kind)
+    title = builtin_codecs.class_title(name)
     attributes, context = tensor.__tensor_flatten__()
     inner = {attribute: getattr(tensor, attribute) for attribute in attributes}
     for attribute, each in inner.items():
         if not isinstance(each, torch.Tensor):
-            raise NotEncodableError(f"{attribute} of {module}.{qualname} is not a tensor")
+            raise NotEncodableError(f"{attribute} of {title} is not a tensor")
         if hasattr(each, "device_mesh"):
             raise NotEncodableError(
-                f"{attribute} of {module}.{qualname} is sharded (DTensor); wrappers are saved whole"
+                f"{attribute} of {title} is sharded (DTensor); wrappers are saved whole"
             )
     shape = [list(tensor.shape), list(tensor.stride())]
     try:
         coded = value_codec.encode_atom([context, *shape], 1)
     except NotEncodableError as error:
-        raise NotEncodableError(
-            f"the context of {module}.{qualname} cannot be encoded: {error}"
-        ) from error
-    return WrapperParts(f"{module}:{qualname}", inner, coded)
+        raise NotEncodableError(f"the context of {title} cannot be encoded: {error}") from error
+    return WrapperParts(name, inner, coded)
 
 
 def inner_tensors(tensor: torch.Tensor, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -91,30 +86,23 @@ def inner_tensors(tensor: torch.Tensor, depth: int = 0) -> Iterator[torch.Tensor
         yield from inner_tensors(getattr(tensor, attribute), depth + 1)
 
 
-def class_named(name: str) -> Any:
-    """Return the class of a wrapper. Raises RestoreError if no imported module has it."""
-    module, _, qualname = name.partition(":")
-    found = builtin_codecs.find_class(module, qualname)
-    if found is None or not _has_methods(found):
-        raise RestoreError(
-            f"restore: the checkpoint holds a tensor of {module}.{qualname}, which is not there as a tensor class: "
-            f"import {module} first; for a command, name it in plugins"
-        )
-    return found
+def find_wrapper(name: str) -> Any:
+    """Return the class of a wrapper by its name in a checkpoint; None if no imported module has it."""
+    found = builtin_codecs.find_class(name)
+    return found if found is not None and _has_methods(found) else None
 
 
-def put_together(name: str, inner: dict[str, torch.Tensor], shape: Any) -> torch.Tensor:
-    """Return the wrapper with these inner tensors; ``shape`` is the decoded list of context, size and stride."""
+def put_together(kind: Any, inner: dict[str, torch.Tensor], shape: Any) -> torch.Tensor:
+    """Return the wrapper of a class with these inner tensors; ``shape`` is the decoded list of context, size and
+    stride. RestoreError if the class raises."""
     context, size, stride = shape
     try:
-        made: torch.Tensor = class_named(name).__tensor_unflatten__(
+        made: torch.Tensor = kind.__tensor_unflatten__(
             inner, context, torch.Size(size), tuple(stride)
         )
-    except RestoreError:
-        raise
     except Exception as error:
         raise RestoreError(
-            f"restore: __tensor_unflatten__ of {name.replace(':', '.')} raised {type(error).__name__}: {error}"
+            f"its __tensor_unflatten__ raised {type(error).__name__}: {error}"
         ) from error
     return made
 

@@ -113,7 +113,8 @@ class Backend(Protocol):
 
     Every error is a ``BackendError``. KeyNotFoundError means that the store answered that the key is absent.
     UnreachableError (or another retryable error) means that the store did not answer. A backend never reports one as
-    the other.
+    the other. KeyNotFoundError and TruncatedError are damage where the object should be whole; after any other error
+    the object counts as not read, and nothing is concluded from that.
     """
 
     @property
@@ -143,7 +144,7 @@ class Backend(Protocol):
         ...
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset``; BackendError if the object ends before the view is full."""
+        """Fill ``view`` from ``offset``; TruncatedError if the object ends before the view is full."""
         ...
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:

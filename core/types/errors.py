@@ -17,12 +17,16 @@
         |-- KeyInvalidError       a name that could leave the tier's folder
         |-- KeyNotFoundError      the store answered: the key is absent
         |-- KeyExistsError        a conditional create found the key
+        |-- TruncatedError        the object ends before the bytes that were asked for
         |-- StorageFullError      no space, or a quota is reached
         |-- AccessDeniedError     the store answered: not allowed
         |-- LostWriteError        what was written may be lost: rewrite the object
         `-- UnreachableError      the store did not answer
 
 A message names the operation, the place and what to do. ``retryable``: the same call may succeed a moment later.
+``is_damage``: what is stored is not what was written, by a digest, by a size, or by the store's own answer that a key
+is absent. After any other error nothing is known of it: it could not be read, and nothing is passed over, rewritten or
+deleted because of that.
 """
 
 from __future__ import annotations
@@ -30,11 +34,17 @@ from __future__ import annotations
 import traceback
 from typing import ClassVar
 
+from tierfall.core.types.text import without_secrets
+
 
 class TierfallError(Exception):
-    """The base of every error that tierfall raises on purpose."""
+    """The base of every error that tierfall raises on purpose. Its text has no secret of an address."""
 
     retryable: ClassVar[bool] = False
+    is_damage: ClassVar[bool] = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
 
 
 class ConfigError(TierfallError, ValueError):
@@ -76,6 +86,8 @@ class RestoreError(TierfallError):
 class IntegrityError(TierfallError):
     """Stored bytes differ from the digest that was recorded when they were written."""
 
+    is_damage: ClassVar[bool] = True
+
 
 class CapacityError(TierfallError):
     """A tier has no room for a checkpoint; the message has the bytes needed and available."""
@@ -100,9 +112,17 @@ class KeyInvalidError(BackendError, ValueError):
 class KeyNotFoundError(BackendError, FileNotFoundError):
     """The store answered that the key is not there."""
 
+    is_damage: ClassVar[bool] = True
+
 
 class KeyExistsError(BackendError, FileExistsError):
     """A conditional create found that the key exists."""
+
+
+class TruncatedError(BackendError):
+    """The object ends before the bytes that were asked for."""
+
+    is_damage: ClassVar[bool] = True
 
 
 class StorageFullError(BackendError):

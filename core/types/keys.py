@@ -70,7 +70,7 @@ def check_name(name: str, *, what: str) -> str:
         raise ConfigError(f"{what}: {name!r} is not a name; expected text")
     if len(name) > 200 or not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{what}: {name!r} is not a usable name; expected up to 200 letters, digits, '.', '_' and '-', "
+            f"{what}: {name!r} is not a usable name; expected at most 200 letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
     return name
@@ -161,6 +161,18 @@ def is_tierfall_name(name: str) -> bool:
     if folder == MARKS_FOLDER:
         return bool(_MARK.match(leaf))
     return slash == "" and (leaf in (COMMIT_NAME, INDEX_NAME) or _SHARD.match(leaf) is not None)
+
+
+def is_run_file(name: str) -> bool:
+    """Whether tierfall writes a file of this name, relative to the folder of a run."""
+    folder, _, rest = name.partition("/")
+    if folder == ATTEMPTS_FOLDER:
+        return parse_attempt(rest) is not None
+    if folder == LINEAGE_FOLDER:
+        return parse_start(rest) is not None
+    if parse_step_folder(folder) is not None:
+        return is_tierfall_name(rest)
+    return folder == PROBE_FOLDER or name in (LATEST_NAME, TIER_NAME, MARKS_CHANGED_NAME)
 
 
 def is_written_by(name: str, shard: Shard) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -14,6 +15,23 @@ _NAMED_MAX = 8
 _VOWELS = ("a", "e", "i", "o", "un")
 _OF_IDS = ("id", "checkpoint", "survives")
 """Attributes that hold a checkpoint's id or None, written as the members ``step`` and ``attempt``."""
+
+
+_USER = re.compile(r"\b((?!file:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s'\"]*@")
+_hidden: dict[str, str] = {}
+"""Addresses from the environment, each with the text of the configuration that stands for it."""
+
+
+def hide_address(address: str, text: str) -> None:
+    """Have messages show ``text`` in place of an address that came from the environment."""
+    _hidden[address] = text
+
+
+def without_secrets(message: str) -> str:
+    """Return a message without addresses that came from the environment, and without user and password of others."""
+    for address in sorted(_hidden, key=len, reverse=True):
+        message = message.replace(address, _hidden[address])
+    return _USER.sub(r"\1...@", message) if "@" in message else message
 
 
 def with_article(noun: str) -> str:

@@ -107,6 +107,11 @@ class CheckpointView:
         return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
 
     @property
+    def readable(self) -> bool:
+        """Whether any tier has a complete copy."""
+        return any(map(self.readable_on, self.copies))
+
+    @property
     def live(self) -> bool:
         return not self.abandoned and not self.tombstoned
 
@@ -188,6 +193,11 @@ class View:
     def live(self) -> tuple[CheckpointView, ...]:
         """Checkpoints that are neither abandoned nor deleted, newest first."""
         return tuple(sorted((c for c in self.checkpoints if c.live), key=_by_id, reverse=True))
+
+    @cached_property
+    def restorable(self) -> tuple[CheckpointView, ...]:
+        """The checkpoints that can be restored: live, with a complete copy on any tier, newest first."""
+        return tuple(c for c in self.live if c.readable)
 
     def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
         """Whether the copy is committed, verified and not ``on_few_nodes``, so that another copy may be deleted in

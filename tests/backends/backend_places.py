@@ -18,6 +18,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.limit import Limited
 from tierfall.backends.wrappers.retry import Retrying, wrap
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish
 
 CHUNK_BYTES = 1024 * 1024
@@ -34,11 +35,13 @@ def retrying(inner: Backend) -> Backend:
 
 
 def limited(inner: Backend) -> Backend:
-    return Limited(inner, bytes_per_second=3_000_000, max_parallel=2, sleep=no_sleep)
+    writes, reads = (RateLimiter(3_000_000, sleep=no_sleep) for _ in range(2))
+    return Limited(inner, writes=writes, reads=reads, max_parallel=2)
 
 
 def wrapped(inner: Backend) -> Backend:
-    return wrap(inner, bandwidth=1_000_000, max_parallel=3, sleep=no_sleep, rng=Random(0))
+    writes = RateLimiter(1_000_000, sleep=no_sleep)
+    return wrap(inner, writes=writes, max_parallel=3, sleep=no_sleep, rng=Random(0))
 
 
 WRAPS: dict[str, Wrap] = {

@@ -13,6 +13,7 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
 from tierfall.backends.wrappers.retry import Retrying, wrap
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 
@@ -99,11 +100,16 @@ RATE = 40 * SLICE_BYTES_MIN
 SLICE = 2 * SLICE_BYTES_MIN
 
 
+def both_ways(rate: int, clock: Clock) -> dict[str, RateLimiter]:
+    """Limits of one rate for each direction."""
+    return {name: RateLimiter(rate, clock, clock.sleep) for name in ("writes", "reads")}
+
+
 def test_a_write_advances_in_even_slices() -> None:
     clock, times = Clock(), []
     watched = Watched(MemoryBackend())
     watched.at_call = lambda: times.append(clock.now_s)
-    limited = Limited(watched, bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    limited = Limited(watched, **both_ways(RATE, clock))
     data = bytes(range(256)) * (5 * SLICE // 256) + b"tail"
     put(limited, "run/key", data)
     assert watched.only("write") == [(start * SLICE, SLICE) for start in range(5)] + [
@@ -115,7 +121,7 @@ def test_a_write_advances_in_even_slices() -> None:
 
 def test_idle_time_earns_no_burst() -> None:
     clock = Clock()
-    limited = Limited(MemoryBackend(), bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    limited = Limited(MemoryBackend(), **both_ways(RATE, clock))
     clock.now_s += 1000
     start_s = clock.now_s
     put(limited, "run/key", bytes(10 * SLICE))
@@ -124,21 +130,21 @@ def test_idle_time_earns_no_burst() -> None:
 
 def test_writers_share_the_rate_and_readers_have_their_own() -> None:
     clock = Clock()
-    limited = Limited(MemoryBackend(), bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    limited = Limited(MemoryBackend(), **both_ways(RATE, clock))
     put(limited, "run/a", bytes(4 * SLICE))
     put(limited, "run/b", bytes(4 * SLICE))
     assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
     get(limited, "run/a")
-    assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
+    assert clock.now_s == pytest.approx(100 + 11 * SLICE / RATE), "the first one waits, too"
     get(limited, "run/b")
-    assert clock.now_s == pytest.approx(100 + 11 * SLICE / RATE)
+    assert clock.now_s == pytest.approx(100 + 15 * SLICE / RATE)
 
 
 def test_a_read_is_one_call() -> None:
     """In two, the object could be replaced in between."""
     clock = Clock()
     watched = Watched(MemoryBackend())
-    limited = Limited(watched, bytes_per_second=1000, clock=clock, sleep=clock.sleep)
+    limited = Limited(watched, **both_ways(1000, clock))
     put(watched, "run/key", bytes(4 * SLICE))
     watched.seen.clear()
     get(limited, "run/key")
@@ -150,7 +156,7 @@ def test_a_write_is_not_cut_where_that_would_break_a_rule(change: dict[str, int]
     clock = Clock()
     memory = MemoryBackend()
     watched = Watched(memory, replace(memory.traits, **change))  # type: ignore[arg-type]
-    limited = Limited(watched, bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    limited = Limited(watched, **both_ways(RATE, clock))
     with limited.create("run/key") as writer:
         writer.write(0, memoryview(bytes(4 * SLICE)))
         writer.write(4 * SLICE, memoryview(bytes(SLICE)))
@@ -164,7 +170,7 @@ def test_slices_are_whole_blocks(rate: int) -> None:
     clock = Clock()
     memory = MemoryBackend()
     watched = Watched(memory, replace(memory.traits, alignment_bytes=3 * 65_536))
-    limited = Limited(watched, bytes_per_second=rate, clock=clock, sleep=clock.sleep)
+    limited = Limited(watched, **both_ways(rate, clock))
     put(limited, "run/key", bytes(9 * SLICE_BYTES_MIN))
     assert all(size % 65_536 == 0 for _, _, size in watched.seen)
     assert sum(size for _, _, size in watched.seen) == 9 * SLICE_BYTES_MIN
@@ -172,7 +178,7 @@ def test_slices_are_whole_blocks(rate: int) -> None:
 
 def test_every_call_takes_a_slot_and_gives_it_back() -> None:
     watched = Watched(MemoryBackend())
-    limited = Limited(watched, bytes_per_second=None, max_parallel=1)
+    limited = Limited(watched, max_parallel=1)
     assert limited.traits == replace(watched.traits, max_parallel=1)
     slots = limited._slots
     assert slots is not None
@@ -196,16 +202,15 @@ def test_every_call_takes_a_slot_and_gives_it_back() -> None:
 
 
 def test_a_failing_call_gives_its_slot_back() -> None:
-    limited = Limited(MemoryBackend(), bytes_per_second=None, max_parallel=1)
+    limited = Limited(MemoryBackend(), max_parallel=1)
     for _ in range(3):
         with pytest.raises(KeyNotFoundError):
             limited.stat("run/none")
 
 
-@pytest.mark.parametrize("wrong", [{"bytes_per_second": 0}, {"max_parallel": 0}])
-def test_senseless_limits_are_refused(wrong: dict[str, int]) -> None:
+def test_a_senseless_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
-        Limited(MemoryBackend(), **{"bytes_per_second": None, **wrong})  # type: ignore[arg-type]
+        Limited(MemoryBackend(), max_parallel=0)
 
 
 def test_wrapped_for_production_a_second_try_is_paid_for_again() -> None:
@@ -220,11 +225,10 @@ def test_wrapped_for_production_a_second_try_is_paid_for_again() -> None:
     watched.at_call = fail_once
     backend = wrap(
         watched,
-        bandwidth=RATE,
+        writes=RateLimiter(RATE, clock, clock.sleep),
         max_parallel=3,
         tries=2,
         first_wait_s=0.0,
-        clock=clock,
         sleep=lambda wait_s: clock.sleep(wait_s) if wait_s else None,
         rng=Random(1),
     )

@@ -17,6 +17,7 @@ from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.faults import Faulty
 from tierfall.backends.wrappers.limit import Limited
 from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import BackendError
 
 KEY = "run/key"
@@ -197,7 +198,7 @@ def test_kernel_that_does_not_say_counts_as_not_cached(
 
 def test_wrappers_pass_reads_of_the_page_cache_on(stored: Path) -> None:
     whole = (stored / KEY).read_bytes()
-    for wrap in (Retrying, partial(Limited, bytes_per_second=1)):
+    for wrap in (Retrying, partial(Limited, reads=RateLimiter(1))):
         backend = wrap(PosixBackend(stored))
         view = memoryview(bytearray(BYTES))
         before = bytes_from_disk()

@@ -11,6 +11,7 @@ import pytest
 from cli_kit import Cli, Trainer
 
 import tierfall
+from tests.memory_store import MemoryStore
 from tests.steps import blank, files_below, state_of, step_in, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format.records import Attempt
@@ -43,6 +44,22 @@ def newer_attempt(root: Path, *, number: int, node: str, pid: int) -> None:
 
 def arenas(memory: Path) -> list[Path]:
     return list(memory.rglob("*.arena"))
+
+
+def test_a_tier_that_refuses_is_tried_until_the_deadline(
+    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(monkeypatch)
+    cli = make_cli(max_wait="1s")
+    cli.configure({**cli.config, "tiers": [cli.config["tiers"][0], store.tier()]})
+    store.refuse = lambda call, key: PermissionError() if "step-00000002" in key else None
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.save(2, state_of(2))
+    assert store.steps() == [1]
+    store.heal_after_refusals(5)
+    cli("drain", "--deadline", "60s")
+    assert store.steps() == [1, 2]
 
 
 def test_what_a_dead_trainer_left_is_made_durable_and_memory_is_given_back(
@@ -79,7 +96,7 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     answer = cli("drain", "--deadline", "500ms", code=1)
     assert answer.out.splitlines()[-1] == "host memory is kept"
     assert "drain: not done: 1@1 to far (" in answer.err
-    assert "in 500 ms step 1@1 " in answer.err
+    assert "in at most 500 ms step 1@1 " in answer.err
     cli.configure(crawling(make_cli, None).config)
     first, summary, memory = cli("drain").out.splitlines()
     assert first.startswith("flushed 1@1 to far (")
@@ -172,10 +189,7 @@ def test_a_run_without_anything_in_memory_has_nothing_to_drain(
 ) -> None:
     cli = make_cli()
     nothing = {"run": "run", "done": [], "left": [], "memory_kept": False}
-    document = cli.json("drain", code=1)
-    (problem,) = document["problems"]
-    assert document == {**nothing, "ok": False, "problems": [problem]}
-    assert problem.startswith("tier disk could not be read: ")
+    assert cli.json("drain") == {**nothing, "ok": True, "problems": []}
     assert files_below(memory) == {}
     assert not (tmp_path / "disk").exists()
     (tmp_path / "disk").mkdir()

@@ -190,7 +190,7 @@ def test_what_retention_keeps_and_a_tier_has_no_room_for_is_reported_with_figure
     cli = make_cli(disk={"retain": {"last": 20}, **rules}, host={"capacity": "30GiB"})
     text = reasons(cli, "--image", "1GiB")
     assert "full after 1 h 50 min: then the oldest is deleted for each new one" in text
-    assert "would hold up to 21 checkpoints within the day, 21 GiB" in text
+    assert "would hold at most 21 checkpoints within the day, 21 GiB" in text
     assert f"{limit} has room for 10: {cure}" in text
     assert "keep fewer (retain)" in text
     text = reasons(cli, "--image", "11GiB")

@@ -103,7 +103,7 @@ def test_the_epilog_brings_what_a_dead_trainer_left_to_the_tiers(
     done = hook(EPILOG, bin_folder, cli, **slurm)
     assert done.returncode == 0
     assert "run run: 1 of 1 copy made durable" in done.stdout, done.stderr
-    assert "in 5 min 00 s step 1@1" in done.stderr
+    assert "in at most 5 min 00 s step 1@1" in done.stderr
     assert steps_on(tmp_path / "far") == [1]
     assert not list(memory.rglob("*.arena"))
 

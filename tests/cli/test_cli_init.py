@@ -93,10 +93,28 @@ def test_a_wrong_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written().interval.every_s == 300
 
 
+def test_a_number_without_its_unit_and_a_folder_that_is_not_there_are_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("typer.echo", lambda text="", **_: said.append(str(text)))
+    lines = ("/nowhere/a", "./a,/nowhere/b", "./a", "/nowhere/far", "none", "7", "9999", "7M", "")
+    assert len(asked(monkeypatch, *lines)) == len(lines)
+    assert [tier.name for tier in written().stored] == ["disk"]
+    assert "# 7,000,000 parameters" in Path("tiers.yaml").read_text()
+    again = [line for line in said if "does not exist" in line or " or " in line]
+    assert [line.split(" expected")[0] for line in again if "?" in line] == [
+        "7 or 7B?",
+        "9999 or 9999B?",
+    ]
+    assert sum("/nowhere does not exist: mount it, create it" in line for line in again) == 3
+
+
 def test_an_option_that_does_not_fit_is_named() -> None:
     for words, message in (
         (["--every", "often"], "--every: 'often' does not fit; expected steps such as 100"),
         (["--parameters", "7G"], "--parameters: '7G' does not fit; expected a number"),
+        (["--parameters", "7"], "--parameters: 7 or 7B? expected a number of parameters"),
         (["--disk", "s3://x/y"], "--disk: s3://x/y is no folder of this machine: name it by --far"),
         (["--far", "$HOME/x"], "tiers[2].path"),
         (["--run", "a/b"], "run"),

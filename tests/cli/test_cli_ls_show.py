@@ -266,7 +266,7 @@ def test_a_step_folder_that_is_a_link_is_reported_by_every_command_that_looks(
     output = "tier disk: run/step-00000002-a0001 is a symbolic link"
     listed = cli("ls", code=1)
     assert "2@1" in listed.out
-    assert "damaged" in listed.out
+    assert "unreadable" in listed.out
     for words in (["show", "2"], ["verify", "2"], ["rm", "2", "--yes"], ["watch", "--once"]):
         text = cli(*words, code=1).err.replace("holds a damaged file: disk", "")
         assert output.removeprefix("tier disk: ") in text, words

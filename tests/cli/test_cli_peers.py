@@ -12,7 +12,7 @@ import pytest
 from cli_kit import Cli, Trainer
 
 import tierfall
-from tests.steps import state_of
+from tests.steps import memory_of, state_of
 from tierfall.core.format.records import parse_attempt_record
 from tierfall.policies.placement import place_copies
 
@@ -26,6 +26,11 @@ def config(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
     host, disk = made["tiers"]
     peers = {"name": "peers", "kind": "peer", "path": str(tmp_path / "peers")}
     return {**made, "tiers": [host, peers, disk]}
+
+
+def kept_in(config: dict[str, Any]) -> Path:
+    """The folder of what this node keeps for others, of a run with these tiers."""
+    return Path(config["tiers"][1]["path"]) / memory_of(config).name
 
 
 def test_a_run_of_one_node_leaves_the_tier_out(
@@ -42,7 +47,9 @@ def test_a_run_of_one_node_leaves_the_tier_out(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("command", ["ls", "pin 1", "rm 1 --yes", "prune", "drain", "verify"])
+@pytest.mark.parametrize(
+    "command", ["ls", "pin 1", "rm 1 --yes --even-the-last", "prune", "drain", "verify"]
+)
 def test_commands_work_on_any_node(
     config: dict[str, Any], tmp_path: Path, command: str, keeps: bool
 ) -> None:
@@ -50,7 +57,7 @@ def test_commands_work_on_any_node(
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
     if keeps:
-        (tmp_path / "peers").mkdir()
+        kept_in(config).mkdir(parents=True)
     Cli(tmp_path, config)(*command.split())
 
 
@@ -58,12 +65,26 @@ def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: 
     """What was sent to it is in a folder for each number of a copy, which is no run."""
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
-    shutil.copytree(config["tiers"][2]["path"], tmp_path / "peers" / "2")
-    (tmp_path / "peers" / "0").mkdir()
+    shutil.copytree(config["tiers"][2]["path"], kept_in(config) / "2")
+    (kept_in(config) / "0").mkdir()
     assert "peers" in Cli(tmp_path, config)("ls").out
     Cli(tmp_path, config)("verify", "1", "--tier", "peers")
     known = Cli(tmp_path, {**config, "run": "another"})("ls", code=-1)
     assert f"the tiers have the runs {config['run']}" in known.out + known.err
+
+
+def test_deleting_a_run_takes_what_this_node_keeps_of_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    kept, run = kept_in(config) / "2", config["run"]
+    shutil.copytree(config["tiers"][2]["path"], kept)
+    (kept / run / "tier.json").unlink()  # it is of the disk
+    shutil.copytree(kept / run, kept / "other")
+    answer = Cli(tmp_path, config)("rm", "--run", run, "--all", input=f"{run}\n")
+    assert "peers: 1 checkpoint" in answer.out
+    assert [path.name for path in kept.iterdir()] == ["other"]
 
 
 def test_ls_says_nothing_of_peers_where_nothing_is_there(
@@ -90,7 +111,7 @@ def kept(
     attempt = parse_attempt_record(record.read_bytes(), what="attempt")
     losses = place_copies([f"n{node}" for node in range(16)], 1).node_losses
     record.write_bytes(replace(attempt, node_losses=losses).encode())
-    shutil.copytree(tmp_path / "disk/run", tmp_path / "peers/run")
+    shutil.copytree(tmp_path / "disk/run", kept_in(config) / "run")
     return cli, record
 
 
@@ -101,7 +122,7 @@ PAIRS = (
 
 @pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
 def test_the_losses_that_peers_survive_are_by_the_attempt_that_saved(
-    kept: tuple[Cli, Path], tmp_path: Path, command: list[str]
+    kept: tuple[Cli, Path], command: list[str]
 ) -> None:
     """Any tier that has its record will do. A later attempt may have begun as a node was lost."""
     cli, record = kept
@@ -110,9 +131,8 @@ def test_the_losses_that_peers_survive_are_by_the_attempt_that_saved(
     found = cli.json(*command)["peer_survival"]
     assert (found["step"], found["attempt"], found["certain"]) == (1, 1, 1)
     assert found["chances"][1] == {"losses": 2, "probability": 14 / 15, "exact": True}
-    attempt = parse_attempt_record(
-        (tmp_path / "peers/run/attempts/a0001.json").read_bytes(), what="attempt"
-    )
+    kept_record = kept_in(cli.config) / "run/attempts/a0001.json"
+    attempt = parse_attempt_record(kept_record.read_bytes(), what="attempt")
     record.with_name("a0002.json").write_bytes(replace(attempt, number=2, id="f" * 32).encode())
     assert cli.json(*command)["peer_survival"] is None
     assert "survives the loss of any" not in cli(*command).out
@@ -128,8 +148,8 @@ def test_images_that_have_left_host_memory_have_fewer_holders(
 
 def test_a_record_that_cannot_be_read_says_nothing(kept: tuple[Cli, Path], tmp_path: Path) -> None:
     cli, _ = kept
-    for tier in ("disk", "peers"):
-        (tmp_path / tier / "run/attempts/a0001.json").write_bytes(b"{}")
+    for folder in (tmp_path / "disk", kept_in(cli.config)):
+        (folder / "run/attempts/a0001.json").write_bytes(b"{}")
     assert cli.json("ls")["peer_survival"] is None
 
 
@@ -161,8 +181,8 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
 def test_check_says_how_many_nodes_peer_memory_takes(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
-    for folder in ("disk", "peers"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "disk").mkdir()
+    kept_in(config).mkdir(parents=True)
     cli = Cli(tmp_path, config)
     found = cli.json(*FORECAST)["forecast"]
     assert [tier["name"] for tier in found["tiers"]] == ["host", "disk"]
@@ -203,11 +223,11 @@ def test_check_counts_the_share_of_parity(config: dict[str, Any], tmp_path: Path
     assert found["peer_memory"]["kept_bytes_max"] == forecast["bytes_max"] // 2
 
 
-@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes"])
+@pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])
 def test_a_command_names_who_may_change_what_is_kept_for_others(
-    kept: tuple[Cli, Path], tmp_path: Path, command: str
+    kept: tuple[Cli, Path], command: str
 ) -> None:
-    (tmp_path / "peers/run/tier.json").unlink()
+    (kept_in(kept[0].config) / "run/tier.json").unlink()
     result = kept[0](*command.split(), code=1)
     expected = "peers is in the memory of several nodes, which only a trainer changes: 1@1 is not changed there"
     assert expected in result.out + result.err

@@ -117,7 +117,7 @@ def test_rm_takes_a_step_from_every_tier_and_from_memory(
     assert cli("rm", "1").out == "deleted 1@1 on host, disk, far\n"
     assert cli.steps() == {"2@1": {"host": "sealed", "disk": "committed", "far": "committed"}}
     assert not list(tmp_path.glob("*/run/step-00000001-*"))
-    cli("rm", "2@1", "--yes")
+    cli("rm", "2@1", "--yes", "--even-the-last")
     assert cli.steps() == {}
     assert not list(memory.rglob("*.arena")), "memory without an image is given back"
     assert cli("drain").out == "run run: nothing is in host memory\n"
@@ -153,7 +153,7 @@ def test_the_newest_step_is_deleted_only_on_demand(
     assert files_below(tmp_path) == before
     assert cli("rm", "2", "--yes").out == "deleted 2@1 on disk\n"
     assert (tmp_path / "disk" / "run" / "latest").read_text() == "step-00000001-a0001\n"
-    assert "there is no other" in cli("rm", "1", code=1).err
+    assert "no step is left" in cli("rm", "1", code=1).err
 
 
 @pytest.mark.parametrize(("typed", "left"), [("y", [1]), ("n", [1, 2]), ("", [1, 2])])
@@ -182,7 +182,7 @@ def test_an_older_step_is_deleted_by_a_newest_that_is_damaged(
     cli = make_cli()
     saved(cli, [1, 2])
     flip(tmp_path / "disk" / "run" / "step-00000002-a0001" / "commit.json", 40)
-    assert "1@1 is the newest step that can be restored" in cli("rm", "1", code=1).err
+    assert "no step is left that can be restored" in cli("rm", "1", code=1).err
     assert cli("rm", "2").out == "deleted 2@1 on disk\n"
     assert cli.steps() == {"1@1": {"disk": "committed"}}
 

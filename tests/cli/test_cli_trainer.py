@@ -78,7 +78,7 @@ def test_what_only_the_trainers_memory_holds_is_the_trainers_to_mark(
     cli = make_cli(disk={"flush": {"every": 2}})
     trainer = train(cli)
     trainer.tell("save 1")
-    for command in (["pin", "1"], ["unpin", "1"], ["rm", "1", "--yes"]):
+    for command in (["pin", "1"], ["unpin", "1"], ["rm", "1", "--yes", "--even-the-last"]):
         assert "only in the trainer's memory" in cli(*command, code=1).err
     trainer.tell("save 2")
     trainer.tell("pin 2")

@@ -49,7 +49,9 @@ def cli(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> Cli:
     """Steps 1 and 2 on both tiers, step 3 on the far one alone."""
     cli = make_cli(disk={}, far={})
     saved(cli, [1, 2, 3])
-    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000003-a0001")
+    run = tmp_path / "disk" / "run"
+    shutil.rmtree(run / "step-00000003-a0001")
+    (run / "latest").write_text("step-00000002-a0001\n")
     return cli
 
 
@@ -134,8 +136,10 @@ def gone_back(make_cli: MakeCli) -> Cli:
         ckpt.pin(2, attempt=1)
         ckpt.save(2, state_of(2), block=True)
         ckpt.drain()
-    shutil.rmtree(cli.folder / "far" / "run" / "step-00000002-a0002")
-    (lineage,) = (cli.folder / "far" / "run" / "lineage").glob("a0002-*")
+    run = cli.folder / "far" / "run"
+    shutil.rmtree(run / "step-00000002-a0002")
+    (run / "latest").write_text("step-00000002-a0001\n")
+    (lineage,) = (run / "lineage").glob("a0002-*")
     lineage.rename(cli.folder / lineage.name)
     return cli
 
@@ -229,7 +233,7 @@ def test_prune_of_a_run_whose_only_tier_is_not_there_makes_nothing(
     make_cli: MakeCli, tmp_path: Path, memory: Path
 ) -> None:
     cli = make_cli(host={"folder": str(memory / "deeper")})
-    assert "a folder is missing" in cli("prune", code=1).err
+    assert cli("prune").err == ""
     assert not (tmp_path / "disk").exists()
     assert not (memory / "deeper").exists()
 

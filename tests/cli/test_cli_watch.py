@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from cli_kit import Cli, Trainer
 
+import tierfall
 from tests import forked
-from tests.steps import wait_until
+from tests.steps import state_of, wait_until
 from tierfall.core.format import documents
 from tierfall.telemetry import status
 
@@ -26,8 +27,13 @@ MakeCli = Callable[..., Cli]
 Train = Callable[[Cli], Trainer]
 
 
+def folder_in(memory: Path) -> Path:
+    """The one folder of host memory of the run."""
+    return next((memory / "run").iterdir())
+
+
 def status_file(memory: Path) -> Path:
-    return memory / "run" / "slot-0.status.json"
+    return folder_in(memory) / "slot-0.status.json"
 
 
 def says(cli: Cli, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
@@ -90,6 +96,19 @@ def test_a_living_trainer_is_shown_as_it_says_it_is(
     assert not status_file(memory).exists(), "who closed its run says nothing any more"
 
 
+def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> None:
+    """All large chunks are written beside each other, and a small one is written first."""
+    config = {"chunk": "1MiB", "host": {"capacity": "16MiB"}, "disk": {"bandwidth": "1MB/s"}}
+    cli, seen = make_cli(**config), []
+    with tierfall.open(cli.config) as ckpt:
+        handle = ckpt.save(1, state_of(1, elements=1 << 20))
+        while not handle.done("disk"):
+            seen += cli.json("watch", "--once")["transfers"]
+    assert [t["phase"] for t in seen].count("copying") > 1
+    assert all(0.2e6 < t["bytes_per_s"] < 3e6 for t in seen if t["bytes_per_s"])
+    assert all(t["left_s"] < 20 for t in seen if t["left_s"])
+
+
 def test_what_is_on_its_way_is_shown_with_how_much_of_it_is_there(
     make_cli: MakeCli, train: Train
 ) -> None:
@@ -123,10 +142,10 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
     says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
     trainer.stop()
     try:
-        old = status.read_status(memory / "run", 0)
+        old = status.read_status(folder_in(memory), 0)
         assert old is not None
         output = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
-        status.write_status(memory / "run", output)
+        status.write_status(folder_in(memory), output)
         assert "its status is 1 min" in cli("watch", "--once").out
     finally:
         trainer.go_on()

@@ -33,18 +33,31 @@ def train(
     """Load the newest step, train so many more, and save each by DCP; return a digest of the whole model and its
     optimizer's moments."""
     if WORLD > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo" if how == "thread" else "gloo")
     torch.use_deterministic_algorithms(True)
     model = make_model(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
+    group = dist.new_group(backend="gloo") if how in ("beside", "lazy") else None
+    with tierfall.open(program.config(folder, run="one", **changes), process_group=group) as ckpt:
         first = _load(ckpt, model, optimizer)
         for step in range(first, first + steps):
             data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if save:
+            if how == "beside":  # it goes on while the next step is trained
+                writer = TierWriter(ckpt, step=step)
+                future = dcp.async_save(
+                    _state(model, optimizer, step),
+                    storage_writer=writer,
+                    async_stager=LazyStager(ckpt),
+                    process_group=group,
+                )
+                data = torch.randn(8, 16)
+                model(data).square().mean().backward()
+                optimizer.zero_grad()
+                future.result(PATIENCE_S)  # type: ignore[union-attr]
+            elif save:
                 _save(ckpt, model, optimizer, step, how)
         if how == "process":  # nothing has waited for the last tier
             ckpt.drain()

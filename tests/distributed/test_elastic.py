@@ -41,7 +41,7 @@ def save_and_kill(job: Job, **arguments: Any) -> None:
 
 
 def arenas(folder: Path, node: int = 0) -> list[str]:
-    return sorted(path.name for path in (folder / f"memory-{node}/many").glob("slot-*.arena"))
+    return sorted(path.name for path in (folder / f"memory-{node}/many").glob("*/slot-*.arena"))
 
 
 def digests(folder: Path, tier: str, step: str) -> dict[str, bytes]:

@@ -168,7 +168,7 @@ def skipped(answers: list[Any]) -> str:
 
 def copies_of(folder: Path, *, rank: int) -> list[Path]:
     """The files of the newest image of a rank in other nodes' memory."""
-    found = sorted(folder.glob(f"peers-*/*/many/step-*/rank-{rank:05d}-*.safetensors"))
+    found = sorted(folder.glob(f"peers-*/*/*/many/step-*/rank-{rank:05d}-*.safetensors"))
     newest = max(path.parent.name for path in found)
     return [path for path in found if path.parent.name == newest]
 

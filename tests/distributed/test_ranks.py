@@ -80,7 +80,7 @@ def test_a_job_that_is_killed_goes_on_from_memory(
 
 def test_memory_of_one_rank_alone_is_no_checkpoint(make_job: MakeJob, tmp_path: Path) -> None:
     _run_and_kill(make_job(2), tmp_path, steps=[1, 2], when="pfs")
-    (tmp_path / "memory-0/many/slot-1.arena").unlink()
+    next(tmp_path.glob("memory-0/many/*/slot-1.arena")).unlink()
     restored = make_job(2).run("restore")
     tiers = [["host"], ["nvme"]]
     assert restored == [{"step": 2, "good": True, "tiers": t} for t in tiers]

@@ -50,7 +50,8 @@ def test_the_newest_golden_step_is_chosen(golden: Path) -> None:
 
 
 def test_every_golden_file_is_as_it_was_written(golden: Path) -> None:
-    store, listings = open_place(resolve_path(golden))
+    store = open_place(resolve_path(golden))
+    listings = {store.name: store.list()}
     (listing,) = listings.values()
     assert [copy.id.step for copy in listing.copies] == list(contents.STEPS)
     with CopyVerifier() as verifier:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,7 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         read_state(tmp_path / "nothing.pt")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"GGUF\x03\x00\x00\x00more", b'{"a": 1, "b": 2}']
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b'{"a": 1, "b": 2}'])
 def test_an_unknown_format_is_named_with_those_that_are_known(
     tmp_path: Path, content: bytes
 ) -> None:
@@ -74,7 +73,7 @@ def test_a_folder_with_none_or_several_is_refused(tmp_path: Path, trained: Train
 def test_shards_without_their_index_are_refused(tmp_path: Path, trained: Trained) -> None:
     folder = save_sharded(tmp_path / "hub", trained.model.state_dict())
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds 2 checkpoints.*need their index"):
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.* is a shard .* import the index"):
         read_state(folder)
 
 
@@ -118,7 +117,7 @@ def test_what_is_no_dict_is_refused(tmp_path: Path, value: object) -> None:
 
 def test_a_value_that_no_state_may_hold_is_named(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "sparse": [torch.eye(3).to_sparse()]}, tmp_path / "s.pt")
-    with pytest.raises(CaptureError, match="sparse"):
+    with pytest.raises(CaptureError, match=r"import: .*s\.pt: .*sparse"):
         read_state(tmp_path / "s.pt")
 
 
@@ -242,7 +241,7 @@ def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
 def test_a_class_in_a_value_of_dcp_is_refused(tmp_path: Path, trace: Path) -> None:
     folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(2), "bomb": Bomb(trace)})
     trace.unlink(missing_ok=True)  # DCP itself may have looked at it
-    with pytest.raises(ConfigError, match="bomb holds more than tensors and plain values"):
+    with pytest.raises(ConfigError, match=r"bomb in .* holds more than tensors and plain values"):
         read_state(folder)
     assert not trace.exists()
 
@@ -282,6 +281,17 @@ def test_nothing_is_allocated_for_a_size_that_is_only_claimed(tmp_path: Path) ->
     folder = changed(save_dcp(tmp_path / "dcp", {"w": torch.ones(4)}), claim)
     with pytest.raises(IntegrityError, match=r"would take .* bytes; its records have"):
         read_state(folder)
+
+
+def test_nothing_is_allocated_for_objects_that_a_pickle_only_claims(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x00.")
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError):
+            read_state(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("missing", ["storage_data", "planner_data", "state_dict_metadata"])

@@ -64,7 +64,7 @@ def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> 
         for tier in rules
     ]
     host = SimpleNamespace(name="host")
-    return cast(Config, SimpleNamespace(run="run", stored=stored, host=host))
+    return cast(Config, SimpleNamespace(run="run", stored=stored, host=host, peers=None, file=None))
 
 
 def remembers(

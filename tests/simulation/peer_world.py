@@ -91,7 +91,8 @@ class PeerRank(Rank):
             patch.object(self.world.wires, "on_request", self.world.on_recovery_request),
         ):
             for remote in self.world.remotes_of(self):
-                keeper = StoredTier(name=PEER_TIER, run=RUN, backend=PeerView([remote], ()))
+                view = PeerView([remote], ())
+                keeper = StoredTier(name=PEER_TIER, run=RUN, backend=view, has_latest=False)
                 memory = HostMemory(self.memory)
                 found = recover_image(memory, keeper, self.shard, self.listings, known)
                 self.recovered = self.recovered or found
@@ -104,7 +105,11 @@ class PeerRank(Rank):
             return super()._open_store(tier)
         view = self.world.view_of(self)
         return StoredTier(
-            name=tier, run=RUN, backend=view, packing=packing(self.world.codecs.get(tier))
+            name=tier,
+            run=RUN,
+            backend=view,
+            packing=packing(self.world.codecs.get(tier)),
+            has_latest=False,
         )
 
 

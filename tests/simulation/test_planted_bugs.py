@@ -223,7 +223,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         pytest.param(believe_a_record_that_was_not_synced, run_hour, 4, marks=pytest.mark.torture),
         (take_a_misread_for_damage, run_hour, 84176),
         (try_a_copy_for_ever, run_hour, 1),
-        (decide_per_rank, run_many_hour, 0),
+        (decide_per_rank, run_many_hour, 1),
         (save_at_once, run_many_hour, 4),
         (take_an_absent_tier_for_an_empty_one, run_storage_hour, 3),
         (believe_the_commit_record, run_storage_hour, 1),

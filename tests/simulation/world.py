@@ -176,6 +176,10 @@ class FakeMemory:
     def free_bytes(self) -> int:
         return self.capacity_bytes - sum(region.bytes for region in self.regions)
 
+    @property
+    def largest_free_bytes(self) -> int:
+        return self.free_bytes
+
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[object]
     ) -> bool:

@@ -93,9 +93,9 @@ def test_image_is_aligned_and_exactly_as_long_as_asked(path: Path) -> None:
 
 
 def test_large_images_begin_at_large_pages_where_they_can(path: Path) -> None:
-    arena = create(path, 8 * MIB)
+    arena = create(path, 40 * MIB)
     small = arena.allocate(image_bytes=1, records_bytes=0)
-    large = arena.allocate(image_bytes=2 * MIB, records_bytes=10)
+    large = arena.allocate(image_bytes=32 * MIB, records_bytes=10)
     assert small is not None
     assert large is not None
     assert large.extent.start % (2 * MIB) == 0
@@ -106,9 +106,9 @@ def test_large_images_begin_at_large_pages_where_they_can(path: Path) -> None:
 
 
 def test_large_image_fits_at_a_small_page_where_it_must(path: Path) -> None:
-    arena = create(path, 4 * MIB + 2 * PAGE)
-    assert arena.allocate(image_bytes=2 * MIB, records_bytes=PAGE) is not None
-    second = arena.allocate(image_bytes=2 * MIB, records_bytes=PAGE)
+    arena = create(path, 64 * MIB + 2 * PAGE)
+    assert arena.allocate(image_bytes=32 * MIB, records_bytes=PAGE) is not None
+    second = arena.allocate(image_bytes=32 * MIB, records_bytes=PAGE)
     assert second is not None
     assert second.extent.start % (2 * MIB) != 0
     assert arena.free_bytes == 0

@@ -10,6 +10,7 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
+    STEP_HELP,
     AsStepOption,
     CommandGroup,
     ConfigOption,
@@ -41,8 +42,8 @@ from tierfall.cli.usage import (
     ToTierOption,
     WithOption,
     listen_to_warnings,
+    refuse,
 )
-from tierfall.core.types.values import ExportFormat
 from tierfall.demo.__main__ import demo
 
 app = typer.Typer(
@@ -140,17 +141,18 @@ def ls(
     ls_show.ls(last, metrics, config, run, as_json)
 
 
-@app.command(short_help="Print the newest step that a restore would use.")
+@app.command(short_help="Print the newest step that can be restored.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Print the newest committed step, the one that a restore would use. The exit code is 1 if there is none."""
+    """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
     from tierfall.cli import run_facts
 
     run_facts.latest(config, run, as_json)
 
 
-@app.command(short_help="List the runs on the tiers.")
+@app.command(short_help="List the runs on the tiers, and in this node's memory.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List all runs on the tiers, not only the one that the file names."""
+    """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
+    node. Without a file, it lists the memory alone."""
     from tierfall.cli import run_facts
 
     run_facts.runs(config, as_json)
@@ -225,9 +227,13 @@ def export(
     step: StepArgument,
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
+        typer.Option(
+            "--to",
+            metavar="PATH",
+            help="The folder to write into, created if missing; or a file, by its ending .safetensors or .pt.",
+        ),
     ],
-    format: FormatOption = ExportFormat.SAFETENSORS,
+    format: FormatOption = None,
     only: OnlyOption = None,
     max_shard: MaxShardOption = None,
     dtype: DtypeOption = None,
@@ -254,7 +260,7 @@ def export(
 def import_(
     path: PathArgument,
     as_step: AsStepOption,
-    entry: EntryOption = "model",
+    entry: EntryOption = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
@@ -326,21 +332,37 @@ def unpin(
     commands.unpin(steps, config, run, as_json)
 
 
-@app.command(short_help="Delete steps from every tier.")
+@app.command(short_help="Delete steps from every tier, or a whole run.")
 def rm(
-    steps: StepsArgument,
+    steps: Annotated[
+        list[str] | None, typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+    ] = None,
+    all: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Delete the whole run that --run names: every tier, memory and ids. The run's name is read from "
+            "standard input.",
+        ),
+    ] = False,
     yes: Annotated[
         bool,
         typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
+    ] = False,
+    even_the_last: Annotated[
+        bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a step from every tier; a pinned one is refused."""
+    """Delete a step from every tier; a pinned one is refused, and the last that can be restored."""
     from tierfall.cli import commands
 
-    commands.rm(steps, yes, config, run, as_json)
+    if all:
+        commands.rm_run(steps or [], config, run, as_json)
+        return
+    commands.rm(steps or [], yes, even_the_last, config, run, as_json)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
@@ -366,14 +388,32 @@ def drain(
             help="Stop after this time, such as 30s or 10m; the newest copies come first.",
         ),
     ] = None,
+    every_run: Annotated[
+        bool,
+        typer.Option("--all", help="Every run that has left something in this node's memory."),
+    ] = False,
+    discard: Annotated[
+        bool,
+        typer.Option(
+            "--discard", help="Flush nothing: free the memory, once the run's name was typed."
+        ),
+    ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Flush what a dead trainer left in host memory, then free the memory."""
+    """Flush what a dead trainer left in host memory, then free the memory. With --all no file is needed: each run's
+    memory notes its own."""
     from tierfall.cli import commands
 
-    commands.drain(deadline, config, run, as_json)
+    if every_run and run is not None:
+        refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
+    if discard:
+        commands.discard(every_run, config, run, as_json)
+    elif every_run:
+        commands.drain_all(deadline, config, as_json)
+    else:
+        commands.drain(deadline, config, run, as_json)
 
 
 # Looking on ------------------------------------------------------------------------------------------

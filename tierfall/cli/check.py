@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from tierfall.cli.common import (
     CommandOutput,
     cell,
     counted,
+    describe_new,
     load_settings_of_all,
     parse_option,
     table,
@@ -47,15 +47,15 @@ from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
 from tierfall.plan.day import DayForecast, forecast_day
 from tierfall.plan.simulate import SimulatedChain, Workload
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
 
 def check(
-    size: str, inputs: ForecastInputs, config: Path | None, run: str | None, as_json: bool
+    size: str, inputs: ForecastInputs, config: str | None, run: str | None, as_json: bool
 ) -> None:
     """Check the configuration, measure every tier, and forecast a day."""
-    of_all = load_settings_of_all(config, run)
+    of_all = load_settings_of_all(config, run, doing="check")
     settings = seen_by_one(of_all)
     size_bytes = _size(size)
     answer = CommandOutput(as_json)
@@ -136,9 +136,11 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
             answer.show(
                 f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
             )
+        if tier.not_created:
+            answer.show(describe_new(tier.name, tier.place))
         if tier.error is not None:
             answer.problem(with_tier(tier.name, tier.error))
-    good = sum(tier.error is None for tier in tiers)
+    good = sum(tier.error is None and not tier.not_created for tier in tiers)
     answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
     answer.show(f"{answered}; each rate was measured with {format_size(size_bytes)}")
 

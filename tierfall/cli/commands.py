@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    load_settings_if_any,
     load_settings_of_all,
+    name_other_runs,
     owner_members,
     parse_option,
     table,
@@ -25,39 +29,56 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.usage import parse_step, refuse
+from tierfall.cli.run_facts import held_members
+from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types.text import members
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
+from tierfall.ops.delete_run import delete_run, foreign_files
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
-from tierfall.ops.reader import RunReader, left_in_memory
+from tierfall.ops.memory import HeldMemory, held_by_runs
+from tierfall.ops.reader import RunReader
+from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def pin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Protect steps from every deletion rule."""
-    _run_command(CommandKind.PIN, steps, load_settings(config, run), CommandOutput(as_json))
-
-
-def unpin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
-    """Remove the pin of steps."""
-    _run_command(CommandKind.UNPIN, steps, load_settings(config, run), CommandOutput(as_json))
-
-
-def rm(steps: list[str], yes: bool, config: Path | None, run: str | None, as_json: bool) -> None:
-    """Delete steps from every tier; nothing is deleted where one of them is pinned."""
     _run_command(
-        CommandKind.DELETE, steps, load_settings(config, run), CommandOutput(as_json), yes=yes
+        CommandKind.PIN, steps, load_settings(config, run, doing="pin"), CommandOutput(as_json)
     )
+
+
+def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+    """Remove the pin of steps."""
+    _run_command(
+        CommandKind.UNPIN, steps, load_settings(config, run, doing="unpin"), CommandOutput(as_json)
+    )
+
+
+def rm(
+    steps: list[str],
+    yes: bool,
+    even_the_last: bool,
+    config: str | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Delete steps from every tier; nothing is deleted if one of them is pinned."""
+    if not steps:
+        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
+    settings, answer = load_settings(config, run, doing="rm"), CommandOutput(as_json)
+    _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
 
 
 def _run_command(
@@ -67,30 +88,32 @@ def _run_command(
     answer: CommandOutput,
     *,
     yes: bool = True,
+    even_the_last: bool = True,
 ) -> None:
     """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
     names = [parse_step(step) for step in steps]
-    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    verb = commands.verb_of(kind)
     with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
-        for name in names:
-            answer.note_no_folders(listings, name)
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_step(answer, known, name, unread, doing=verb)]
+            for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
         }
+        lost = commands.without_good_copy(listings)
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is CommandKind.DELETE:
-        _check_deletion(found, known, yes=yes, ask=not answer.as_json)
+        _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
         results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
     else:
         warn_of(elsewhere)
-        results = list(commands.run_commands(settings, kind, list(found)))
+        results = list(
+            commands.run_commands(settings, kind, list(found), even_the_last=even_the_last)
+        )
     documents = []
     for result in results:
         failed = {**result.failed, **(unread if owner else {})}
@@ -107,6 +130,8 @@ def _run_command(
         answer.show(*_describe_result(kind, result, owner))
         for tier, error in failed.items():
             answer.problem(f"{verb} {result.id}: {with_tier(tier, error)}")
+        if kind is CommandKind.PIN and result.id in lost:
+            answer.problem(f"pin {result.id}: {lost[result.id]}")
     answer.document = document_of(settings.run, documents)
     answer.finish()
 
@@ -119,7 +144,7 @@ def _describe_result(
     where = ", ".join(result.done)
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
-    when = "after its next commit there"
+    when = "after its next commit there, or within a minute if that waits for room"
     trainer = f"the trainer (process {owner.pid})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
@@ -129,36 +154,101 @@ def _describe_result(
 def _check_deletion(
     chosen: Mapping[CheckpointId, KnownCheckpoint],
     known: Sequence[KnownCheckpoint],
+    answer: CommandOutput,
     *,
     yes: bool,
-    ask: bool,
+    even_the_last: bool,
 ) -> None:
-    """Refuse to delete a pinned checkpoint, and, without a confirmation, the one that a restore would choose."""
+    """Refuse to delete a pinned checkpoint and, unless ``even_the_last``, the last that can be restored; ask before the
+    newest one is deleted."""
     for id, checkpoint in chosen.items():
         if checkpoint.pinned:
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = commands.newest_restorable(known)
-    if yes or not restorable or restorable[0] not in chosen:
-        return
+    restorable = commands.restorable(known)
     left = [id for id in restorable if id not in chosen]
-    after = f"the next is {left[0]}" if left else "there is no other"
-    what = f"{restorable[0]} is the newest step that can be restored; {after}"
-    if not (ask and at_terminal()):
-        refuse(f"rm: {what}. To delete it, repeat with --yes")
+    what = "after this, no step is left that can be restored"
+    if left:
+        what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
+    unread = {id: c.unread for id, c in chosen.items() if c.unread is not None}
+    for id, error in unread.items():
+        what += f"; {id} could not be read, and may be good: {error}"
+    if not left and not even_the_last:
+        answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
+    if yes or (left and restorable[0] not in chosen and not unread):
+        return
+    if answer.as_json or not at_terminal():
+        answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
-        refuse("rm: nothing was deleted")
+        answer.refuse("rm: nothing was deleted")
 
 
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def is_typed(run: str) -> bool:
+    """Return whether the next line of standard input, a terminal or not, is the name of a run."""
+    return sys.stdin.readline().rstrip("\r\n") == run
+
+
+# A whole run -----------------------------------------------------------------------------------------
+
+
+def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+    """Delete a whole run, after its name was read from standard input."""
+    if steps or run is None:
+        refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
+    settings, answer = load_settings_of_all(config, run, doing="rm"), CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        listings, owner = reader.list(), reader.owner()
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        if owner is not None:
+            refuse(f"rm: a trainer owns run {run!r} ({owner}): end it first; nothing was deleted")
+        answer.note_unread(commands.unread(listings))
+        if answer.problems:
+            answer.refuse(
+                "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
+                "or without the tier in the file"
+            )
+        kept = foreign_files(reader.config, reader.stores)
+        is_there = any(x.copies or x.attempts or x.damaged for x in listings)
+        if not is_there and not any(store.read_tier() for store in reader.stores.values()):
+            refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
+        commands.check_folders(settings)
+        places = {name: store.place for name, store in reader.stores.items()}
+        places[reader.host.name] = str(reader.host.path.parent)
+    warn_of(elsewhere)
+    say = partial(typer.echo, err=as_json)
+    say(f"all of run {run} is to be deleted:")
+    for listing in listings:
+        copies = counted(len(listing.copies), "checkpoint", "checkpoints")
+        size = format_size(listing.used_bytes)
+        say(f"  {listing.tier}: {copies}, {size} in {places[listing.tier]}")
+    for tier, names in kept.items():
+        for name in names:
+            say(f"  {tier}: {run}/{name} stays: tierfall did not write it")
+    say(f"To delete it, type the name of the run: {run}")
+    if not is_typed(run):
+        answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
+    result = delete_run(settings)
+    answer.document = {
+        "run": run,
+        "deleted": list(result.deleted),
+        "kept": {tier: list(names) for tier, names in result.kept.items() if names},
+        "failed": {tier: str(error) for tier, error in result.failed.items()},
+    }
+    answer.show(f"deleted run {run} on {', '.join(result.deleted)}")
+    for tier, error in result.failed.items():
+        answer.problem(f"rm: {with_tier(tier, error)}")
+    answer.finish()
+
+
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(dry_run: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="" if dry_run else "prune")
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
@@ -169,7 +259,7 @@ def prune(dry_run: bool, config: Path | None, run: str | None, as_json: bool) ->
             f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
             "nothing was changed. --dry-run shows what it will do"
         )
-    if dry_run:
+    if dry_run or not any(x.copies for x in listings):  # opening for writing creates folders
         planned = commands.plan_prune(settings, listings)
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
@@ -222,14 +312,22 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
+def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(config, run)
+    settings = load_settings_of_all(config, run, doing="forget")
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
-    forgotten_by, failed = commands.forget(settings, tier)
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+        new = reader.list_with_new()[1]
+    if owner is not None:
+        refuse(
+            f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing was "
+            "changed. Forget it once the trainer has ended"
+        )
+    forgotten_by, failed = ((), {}) if tier in new else commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,
         "tier": tier,
@@ -240,6 +338,8 @@ def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> No
         answer.show(
             f"{tier} is forgotten by {', '.join(forgotten_by)}: an empty folder there counts as a new tier"
         )
+    elif tier in new:
+        answer.show(f"{tier} is not created yet, and nothing remembers it: nothing was changed")
     elif not failed:
         answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():
@@ -250,26 +350,37 @@ def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> No
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(deadline: str | None, config: Path | None, run: str | None, as_json: bool) -> None:
+def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
-    settings = load_settings(config, run)
-    deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
+    settings = load_settings(config, run, doing="drain")
+    deadline_s = _parse_deadline(deadline)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
-        if not _holds_images(reader, settings, answer):
+        if not _holds_images(reader, answer):
             _report_empty(reader, answer)
             answer.finish()
             return
+    answer.document = _drain(answer, settings, deadline_s)
+    answer.finish()
+
+
+def _parse_deadline(deadline: str | None) -> float | None:
+    return None if deadline is None else parse_option("--deadline", deadline, parse_duration)
+
+
+def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
+    """Drain a run, say what was done, and return its document."""
     forecast: list[str] = []
 
     def report_forecast(line: str) -> None:
         forecast.append(line)
-        if not as_json:  # on stderr, while the drain runs
-            typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
+        if not answer.as_json:  # on stderr, while the drain runs
+            typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
-    with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
+    with ProgressBar("drain", 0, shown=watched(answer.as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set, report_forecast)
-    answer.document = {
+    _report_drain(answer, settings, drained)
+    return {
         "run": settings.run,
         "done": [members(owed) for owed in drained.done],
         "left": [members(owed) for owed in drained.left],
@@ -277,23 +388,21 @@ def drain(deadline: str | None, config: Path | None, run: str | None, as_json: b
         "seconds": drained.seconds,
         "forecast": forecast,
     }
-    _report_drain(answer, settings, drained)
-    answer.finish()
 
 
-def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
+def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
     """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
     owner = reader.owner()
     if owner is not None:
         refuse(
             f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
         )
-    count, problems = left_in_memory(settings)
-    for problem in problems:
-        if reader.memory().error is not None:
-            refuse(f"drain: host memory cannot be read: {problem}")
+    memory = reader.memory()
+    if memory.error is not None:
+        refuse(f"drain: host memory cannot be read: {memory.error}")
+    for problem in memory.damaged:
         answer.problem(f"host memory holds a damaged image: {problem}")
-    return count > 0
+    return bool(memory.copies)
 
 
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
@@ -338,3 +447,69 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:
         answer.problem(problem)
+
+
+def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
+    """Drain every run that has left images in this node's memory, by the file that its memory notes."""
+    deadline_s = _parse_deadline(deadline)
+    began = time.monotonic()
+    answer = CommandOutput(as_json)
+    drained: list[dict[str, Any]] = []
+    for held in _left_by_runs(answer, load_settings_if_any(config, doing="drain")):
+        if not (held.checkpoints or held.problems):
+            answer.show(f"{held}: no image in host memory")
+            continue
+        left_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
+        try:
+            drained.append(_drain(answer, held.settings(), left_s))
+        except TierfallError as error:
+            answer.problem(error)
+    answer.document = {"runs": drained}
+    answer.finish()
+
+
+def discard(every_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
+    """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
+    answer = CommandOutput(as_json)
+    if every_run:
+        found = _left_by_runs(answer, load_settings_if_any(config, doing="drain"))
+    else:
+        settings = load_settings(config, run, doing="drain")
+        found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
+    freed = [held for held in found if _discard(answer, held)]
+    answer.document = {"freed": [held_members(held) for held in freed]}
+    answer.finish()
+
+
+def _left_by_runs(
+    answer: CommandOutput, settings: Config | None, *, only: Path | None = None
+) -> list[HeldMemory]:
+    """Return what dead runs hold in memory; a living one is named."""
+    found = [held for held in held_by_runs(settings) if only in (None, held.folder)]
+    for held in found:
+        if held.owner is not None:
+            answer.problem(f"{held}: a trainer owns it ({held.owner}); nothing was done")
+    if not found:
+        answer.show("nothing is in this node's memory")
+    return [held for held in found if held.owner is None]
+
+
+def _discard(answer: CommandOutput, held: HeldMemory) -> bool:
+    """Free what a run holds, if its name is typed."""
+    steps = format_some([str(id) for id in held.checkpoints]) or "no image that can be read"
+    kept = f", {format_size(held.kept_bytes)} kept for other nodes" if held.kept_bytes else ""
+    typer.echo(
+        f"{held}: {steps}, {format_size(held.bytes)}{kept}. What no tier has of it is lost. "
+        f"To free it, type the name of the run:",
+        err=True,
+    )
+    if not is_typed(held.run):
+        answer.problem(f"drain: {held}: nothing was freed: that line was not the name of the run")
+        return False
+    try:
+        held.discard()
+    except TierfallError as error:
+        answer.problem(error)
+        return False
+    answer.show(f"{held}: {format_size(held.bytes + held.kept_bytes)} freed")
+    return True

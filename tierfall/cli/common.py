@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.usage import (
+    DEFAULT_CONFIG,
     CommandRefused,
     Exit,
     StepName,
@@ -42,15 +43,17 @@ from tierfall.cli.usage import (
     to_document,
 )
 from tierfall.config import Config, load_config
+from tierfall.config.fields import is_address
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
-from tierfall.ops.commands import find, newest_restorable, unread
-from tierfall.ops.reader import find_runs
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.commands import find, restorable, unread, without_good_copy
+from tierfall.ops.reader import config_of_place, find_runs
+from tierfall.setup.places import seen_by_one
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -60,6 +63,7 @@ NUMBER_MAX = 1e18
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
+    "unreadable": "bold red",
     "set aside": "red",
     "?": "red",
     "owed": "yellow",
@@ -70,18 +74,38 @@ _STYLES = {
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
-def load_settings(config: Path | None, run: str | None) -> Config:
-    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command where it
-    is invalid."""
-    return seen_by_one(load_settings_of_all(config, run), reads_images=False)
+def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Config:
+    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
+    invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
+    return seen_by_one(load_settings_of_all(config, run, doing=doing), reads_images=False)
 
 
-def load_settings_of_all(config: Path | None, run: str | None) -> Config:
+def load_settings_if_any(
+    config: str | None, run: str | None = None, *, doing: str = ""
+) -> Config | None:
+    """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
+    if config is None and not Path(DEFAULT_CONFIG).exists():
+        return None
+    return load_settings(config, run, doing=doing)
+
+
+def load_settings_of_all(config: str | None, run: str | None, *, doing: str = "") -> Config:
     """Read the configuration as a job on several nodes sees it, with their memory."""
-    if config is None:
-        refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
+    if config is None and not Path(DEFAULT_CONFIG).exists():
+        refuse(
+            f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
+            "TIERFALL_CONFIG; 'tierfall init' writes one",
+            Exit.USAGE,
+        )
+    source = config or DEFAULT_CONFIG
+    is_place = is_address(source) or Path(source).expanduser().is_dir()
+    if is_place and doing:
+        refuse(
+            f"{doing}: a folder or an address is only read; name the YAML file of the run by --config",
+            Exit.USAGE,
+        )
     try:
-        return load_config(config, run=run)
+        return config_of_place(source, run) if is_place else load_config(source, run=run)
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 
@@ -124,11 +148,11 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(self, listings: Iterable[Listing], name: StepName) -> None:
-        """Report files and links that are in the place of the folder of the step that STEP names."""
-        for listing in listings if name.step is not None else ():
-            for error in listing.step_folder_errors(name.step, name.attempt):
-                self.problem(with_tier(listing.tier, error))
+    def note_newer(self, listings: Sequence[Listing], newest: CheckpointId | None) -> None:
+        """Report the checkpoints after ``newest``, which can be restored, of which no tier has a good copy."""
+        for id, why in sorted(without_good_copy(listings).items()):
+            if newest is None or id > newest:
+                self.problem(f"{id} is newer, and {why}")
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command with the problems so far and one more."""
@@ -148,51 +172,39 @@ class CommandOutput:
 
 def find_step(
     answer: CommandOutput,
-    known: Sequence[KnownCheckpoint],
+    listings: Sequence[Listing],
     name: StepName,
-    unread: Mapping[str, TierfallError],
+    tier: str | None = None,
     *,
     doing: str,
 ) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names; where no tier has it, ends the command and names the tiers that could not be
-    read."""
+    """Find the checkpoint that STEP names, on ``tier`` if one is given; if it is not there, end the command and name
+    the tiers that could not be read."""
+    known = [c for c in merge(listings) if tier is None or tier in c.copies]
+    silent = unread([listing for listing in listings if tier in (None, listing.tier)])
     try:
-        if name.step is None:
-            return _find_latest(known, unread, doing)
-        return find(known, name.step, name.attempt, doing=doing, unread=unread)
+        if name.step is not None:
+            return find(known, name.step, name.attempt, doing=doing, unread=silent)
+        found = _find_latest(known, silent, doing)
     except StepError as error:
-        answer.note_unread(unread)
+        answer.note_unread(silent)
         answer.refuse(error)
+    answer.note_newer(listings, found.id)
+    return found
 
 
 def _find_latest(
     known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
 ) -> KnownCheckpoint:
-    """Find the checkpoint that a restore would use; StepError where there is none, or a tier that could not be read may
-    hold a newer one."""
-    newest = newest_restorable(known)
+    """Find the newest checkpoint that can be restored; StepError if there is none, or if a tier that could not be read
+    may hold a newer one."""
+    newest = restorable(known)
     if silent := ", ".join(unread):
         seen = f"; of the others it is {newest[0]}" if newest else ""
         raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
     if not newest:
         raise StepError(f"{doing}: the run has no step that can be restored")
     return next(c for c in known if c.id == newest[0])
-
-
-def find_on(
-    answer: CommandOutput,
-    listings: Sequence[Listing],
-    name: StepName,
-    tier: str | None,
-    *,
-    doing: str,
-) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names, on ``tier`` where one is given; ends the command where it is not there."""
-    known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    asked = [listing for listing in listings if tier in (None, listing.tier)]
-    silent = unread(asked)
-    answer.note_no_folders(asked, name)
-    return find_step(answer, known, name, silent, doing=doing)
 
 
 def check_tier(settings: Config, tier: str | None) -> None:
@@ -317,6 +329,11 @@ def counted(count: int, one: str, many: str) -> str:
 def with_tier(tier: str, error: object) -> str:
     """Prefix an error with its tier, which many messages name by themselves."""
     return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
+
+
+def describe_new(tier: str, place: str) -> str:
+    """Format a tier whose folder no run has used."""
+    return f"{tier}: {place} is not created yet: the first training creates it"
 
 
 def warn_of(elsewhere: Attempt | None) -> None:

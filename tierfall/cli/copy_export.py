@@ -14,7 +14,7 @@ from tierfall.cli.common import (
     check_tier,
     counted,
     document_of,
-    find_on,
+    find_step,
     load_settings,
     parse_option,
     warn_of,
@@ -28,7 +28,7 @@ from tierfall.core.types.units import format_size, parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.export.options import DTYPES
+from tierfall.export.options import DTYPES, format_of
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
 from tierfall.ops.copy import CopyResult
@@ -36,9 +36,9 @@ from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
-def copy(steps: list[str], to: str, config: Path | None, run: str | None, as_json: bool) -> None:
+def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json: bool) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="copy")
     names = [parse_step(step) for step in steps]
     check_tier(settings, to)
     if to == settings.host.name:
@@ -106,7 +106,7 @@ def find_certain(
     Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
     newer attempt: the one that was found may be abandoned.
     """
-    found = find_on(answer, listings, name, tier, doing=doing)
+    found = find_step(answer, listings, name, tier, doing=doing)
     if tier is not None:
         return found
     silent = unread(listings)
@@ -158,7 +158,7 @@ class ExportArguments:
     """The options of ``export`` that say what is written."""
 
     to: Path
-    format: ExportFormat
+    format: ExportFormat | None
     only: list[str]
     max_shard: str | None
     dtype: ExportDtype | None
@@ -167,9 +167,10 @@ class ExportArguments:
 
     def parse(self) -> ExportOptions:
         """Return them parsed; ends the command where that fails."""
+        to = self.to.expanduser()
         return ExportOptions(
-            to=self.to.expanduser(),
-            format=self.format,
+            to=to,
+            format=format_of(to, self.format),
             only=tuple(self.only),
             replace=self.force,
             max_shard_bytes=None
@@ -184,7 +185,7 @@ def export(
     step: str,
     wanted: ExportArguments,
     tier: str | None,
-    config: Path | None,
+    config: str | None,
     run: str | None,
     as_json: bool,
 ) -> None:
@@ -231,18 +232,19 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 
 
 def import_(
-    path: Path, as_step: int, entry: str, config: Path | None, run: str | None, as_json: bool
+    path: Path, as_step: int, entry: str | None, config: str | None, run: str | None, as_json: bool
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
-    settings = load_settings(config, run)
-    if not entry.isidentifier():
+    settings = load_settings(config, run, doing="import")
+    if entry is not None and not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
     answer = CommandOutput(as_json)
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         owner = reader.owner()
+        new = reader.list_with_new()[1]
     if owner is not None:
         refuse(
             f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "
@@ -256,6 +258,8 @@ def import_(
         f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
         f"entries of the state: {', '.join(imported.entries)}",
     )
+    for tier in new:
+        answer.show(f"{tier}: it was not created yet; the import has created it")
     answer.show(*(f"note: {note}" for note in imported.notes))
     if imported.left:
         answer.problem(

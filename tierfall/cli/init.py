@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,11 +65,16 @@ def init(
     asking = not yes and not as_json and at_terminal()
 
     def answer(
-        word: str, given: str | None, text: str, default: str, parse: Callable[[str], T]
+        word: str,
+        given: str | None,
+        text: str,
+        default: str,
+        parse: Callable[[str], T],
+        check: Callable[[T], object] = lambda value: None,
     ) -> T:
         value = given
         if value is None:
-            value = _ask(text, default, parse) if asking else default
+            value = _ask(text, default, lambda text: check(parse(text))) if asking else default
         try:
             return parse(value)
         except ConfigError as error:
@@ -77,7 +82,12 @@ def init(
 
     listed = ",".join(disks) or None
     places = answer(
-        "--disk", listed, "Folders of this machine's disks, fastest first", DISK, _places
+        "--disk",
+        listed,
+        "Folders of this machine's disks, fastest first",
+        DISK,
+        _places,
+        lambda places: _check_parents(places, file.parent),
     )
     beyond = answer(
         "--far",
@@ -85,6 +95,7 @@ def init(
         "What survives this machine (a network folder, or s3://bucket/prefix)",
         "none",
         lambda text: None if text.strip() in ("", "none") else text.strip(),
+        lambda place: _check_parents(filter(None, [place]), file.parent),
     )
     count = answer(
         "--parameters",
@@ -229,6 +240,16 @@ def _folders(answers: Answers) -> Iterator[str]:
 
 def _at(place: str, base: Path) -> Path:
     return (base / os.path.expanduser(place)).absolute()
+
+
+def _check_parents(places: Iterable[str], base: Path) -> None:
+    """Raise ConfigError for a folder that cannot be created, since the one above it is missing."""
+    for place in places:
+        parent = _at(place, base).parent
+        if not (is_address(place) or parent.is_dir()):
+            raise ConfigError(
+                f"{parent} does not exist: mount it, create it, or name another folder"
+            )
 
 
 def _create_folders(answers: Answers, base: Path) -> Iterator[str]:

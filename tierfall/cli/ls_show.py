@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -18,6 +17,7 @@ from tierfall.cli.common import (
     coloured,
     copies_table,
     counted,
+    describe_new,
     document_of,
     find_step,
     load_settings,
@@ -38,7 +38,7 @@ from tierfall.cli.run_facts import (
 from tierfall.cli.usage import parse_step
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import Manifest
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -58,9 +58,7 @@ LARGEST_SHOWN = 5
 _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes", "tensors")
 
 
-def ls(
-    last: int | None, metrics: bool, config: Path | None, run: str | None, as_json: bool
-) -> None:
+def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_json: bool) -> None:
     """List the steps of a run, or the newest ``last`` of them: age, size, and the state on each tier."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
@@ -68,13 +66,13 @@ def ls(
         facts = RunFacts.gather(reader)
         trainer = find_living_status(settings, run=settings.run)
         _note_unread(answer, facts)
-        rows = facts.rows_with_damage()
+        rows = facts.rows()
         listed = rows[-(last or len(rows)) :]
         shown = set(listed)
         answer.document = {
             "run": settings.run,
             "owner": owner_members(facts.owner),
-            "tiers": [_tier_members(reader, listing) for listing in facts.listings],
+            "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
             "loss_bound": to_json(
                 reported_bounds(trainer) if trainer else known_bounds(facts.safety)
@@ -90,7 +88,7 @@ def ls(
     answer.finish()
 
 
-def show(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+def show(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
     """Show steps in full: lineage, files, copies and why each is kept or deleted."""
     settings = load_settings(config, run)
     names = [parse_step(step) for step in steps]
@@ -102,7 +100,7 @@ def show(steps: list[str], config: Path | None, run: str | None, as_json: bool) 
         found = {
             checkpoint.id: checkpoint
             for name in names
-            for checkpoint in [find_step(answer, facts.known, name, facts.unread, doing="show")]
+            for checkpoint in [find_step(answer, facts.listings, name, doing="show")]
         }
         for checkpoint in found.values():
             if documents:
@@ -138,13 +136,15 @@ def _show_step(
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _tier_members(reader: RunReader, listing: Any) -> dict[str, Any]:
+def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[str, Any]:
     store = reader.stores.get(listing.tier)
     kind = next(tier.kind for tier in reader.config.chain if tier.name == listing.tier)
+    places = {tier.name: tier.place for tier in reader.config.stored}
     return {
         "name": listing.tier,
         "kind": str(kind),
-        "place": store.place if store else str(reader.host.path),
+        "place": store.place if store else places.get(listing.tier, str(reader.host.path)),
+        "not_created": listing.tier in facts.not_created,
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),
         **members(listing, "error", "damaged"),
@@ -179,7 +179,8 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
             answer.problem(f"tier {listing.tier} holds a damaged file: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
-                answer.problem(f"{copy.id} is damaged on {with_tier(listing.tier, copy.damage)}")
+                what = "could not be read" if copy.unread else "is damaged"
+                answer.problem(f"{copy.id} {what} on {with_tier(listing.tier, copy.damage)}")
 
 
 def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table | Text:
@@ -229,6 +230,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
         yield format_bounds(reported_bounds(trainer), describe=format_loss)
     elif facts.known:
         yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
+    for tier in settings.stored:
+        if tier.name in facts.not_created:
+            yield describe_new(tier.name, tier.place)
     yield from format_peer_survival((trainer or facts).peer_survival, live=trainer is not None)
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"

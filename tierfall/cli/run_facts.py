@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
+
+from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
     cell,
     counted,
     load_settings,
+    load_settings_if_any,
     name_other_runs,
     owner_members,
     readable_number,
@@ -38,7 +40,8 @@ from tierfall.core.types.values import (
     TierKind,
 )
 from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
-from tierfall.ops.commands import newest_restorable, unread, view_of
+from tierfall.ops.commands import restorable, unread, view_of
+from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds, peer_survival
@@ -52,10 +55,12 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
-    too. ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
+    """One listing of all tiers of a run; those that are ``not_created`` yet are empty. ``safety`` is ``view`` with the
+    read-only tiers, whose copies survive losses too. ``peer_survival`` is of the time at which the newest checkpoint in
+    peer memory was committed."""
 
     listings: tuple[Listing, ...]
+    not_created: tuple[str, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
@@ -65,12 +70,13 @@ class RunFacts:
 
     @classmethod
     def gather(cls, reader: RunReader) -> Self:
-        listings = reader.list()
+        listings, new = reader.list_with_new()
         known = merge(listings)
         rules = tier_rules(reader.config, read_too=True)
         safety = to_view(rules, known, wall_time_s=time.time())
         return cls(
             listings=listings,
+            not_created=tuple(new),
             known=known,
             view=view_of(reader.config, known),
             safety=safety,
@@ -96,13 +102,6 @@ class RunFacts:
         unfinished = {id for listing in self.listings for id in listing.unfinished}
         return sorted({*self.by_id, *unfinished})
 
-    def rows_with_damage(self) -> list[CheckpointId]:
-        """Return ``rows``, and the steps whose folder is a file or a link."""
-        no_folders = {
-            e.checkpoint for listing in self.listings for e in listing.step_folder_errors()
-        }
-        return sorted({*self.rows(), *no_folders})
-
     def cell(self, id: CheckpointId, tier: str) -> str:
         """Return the state of a tier's copy in one word; ``-``: none; ``?``: the tier could not be read."""
         listing = next(x for x in self.listings if x.tier == tier)
@@ -111,8 +110,6 @@ class RunFacts:
         known = self.by_id.get(id)
         if known is not None and tier in known.copies:
             return known.copies[tier].label
-        if listing.step_folder_errors(id.step, id.attempt):
-            return "damaged"
         if id in listing.unfinished:
             return str(CopyState.ARRIVING) if self.owner else "unfinished"
         return "owed" if tier in self._owed.get(id, ()) else "-"
@@ -135,6 +132,9 @@ class RunFacts:
         for decision in plan_retention(self.view, tier):
             if decision.checkpoint == id:
                 return decision
+        if (known := self.by_id.get(id)) is not None and known.copies[tier].unread is not None:
+            reason = "it could not be read, and what could not be read is kept"
+            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
         reason = (
             "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where the "
             "rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
@@ -172,8 +172,7 @@ def _peer_survival(
 
 def known_bounds(view: View) -> dict[LossClass, LossBound]:
     """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
-    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
-    return loss_bounds(view, step=max(steps, default=None))
+    return loss_bounds(view, step=max((c.id.step for c in view.restorable), default=None))
 
 
 def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
@@ -234,14 +233,15 @@ def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str
 # Commands --------------------------------------------------------------------------------------------
 
 
-def latest(config: Path | None, run: str | None, as_json: bool) -> None:
+def latest(config: str | None, run: str | None, as_json: bool) -> None:
     """Print the step that a restore would use."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
+    answer.note_newer(facts.listings, newest)
     if newest is None:
         answer.refuse(
             f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
@@ -249,20 +249,31 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     answer.document = {
         "run": settings.run,
         **members(facts.by_id[newest], "id"),
-        "tiers": list(facts.by_id[newest].copies),
+        "tiers": [t for t, copy in facts.by_id[newest].copies.items() if copy.damage is None],
     }
     answer.show(str(newest))
     answer.finish()
 
 
-def runs(config: Path | None, as_json: bool) -> None:
-    """List all runs on the tiers."""
-    settings = load_settings(config, None)
+def runs(config: str | None, as_json: bool) -> None:
+    """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
+    settings = load_settings_if_any(config, "any")
+    held = held_by_runs(settings)
+    answer.document = {"memory": [held_members(one) for one in held]}
+    if settings is not None:
+        answer.document = {"runs": _show_runs(answer, settings), **answer.document}
+    elif not held:
+        answer.show("nothing is in this node's memory")
+    if held:
+        answer.show(*_memory_of_node(held, below=settings is not None))
+    answer.finish()
+
+
+def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
     names, unread = find_runs(settings)
     answer.note_unread(unread)
     found = [_describe_run(answer, settings, name) for name in names]
-    answer.document = {"runs": found}
     right = ("STEPS", "LATEST", "AGE", "SIZE")
     made = table("RUN", *right, "TIERS", "", right=right)
     for one in found:
@@ -278,14 +289,42 @@ def runs(config: Path | None, as_json: bool) -> None:
     if found:
         answer.show(made)
     answer.show(counted(len(found), "run", "runs") if found else "no run")
-    answer.finish()
+    return found
+
+
+def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Table | str]:
+    if below:
+        yield ""
+    right = ("STEPS", "SIZE", "FOR OTHERS")
+    made = table("IN MEMORY HERE", *right, "OWNER", "FILE", right=right)
+    for one in held:
+        made.add_row(
+            one.run,
+            str(len(one.checkpoints)),
+            format_size(one.bytes),
+            format_size(one.kept_bytes) if one.kept_bytes else "-",
+            "none lives" if one.owner is None else f"process {one.owner.pid}",
+            one.file or "-",
+        )
+    yield made
+    if any(one.owner is None for one in held):
+        yield "'tierfall drain --all' flushes what no living process owns, --discard frees it"
+
+
+def held_members(held: HeldMemory) -> dict[str, Any]:
+    """Return what a run holds in this node's memory, for a document."""
+    return {
+        **members(held, "run", "folder", "file", "bytes", "kept_bytes", "problems"),
+        "steps": [str(id) for id in held.checkpoints],
+        "owner": owner_members(held.owner),
+    }
 
 
 def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str, Any]:
     with RunReader(settings.model_copy(update={"run": run})) as reader:
         facts = RunFacts.gather(reader)
     answer.note_unread(facts.unread)
-    newest = next(iter(newest_restorable(facts.known)), None)
+    newest = next(iter(restorable(facts.known)), None)
     held = [listing for listing in facts.listings if listing.copies]
     return {
         "run": run,

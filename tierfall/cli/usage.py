@@ -22,10 +22,12 @@ import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
+from tierfall.core.types.text import without_secrets
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
+DEFAULT_CONFIG = "tiers.yaml"
 
 
 class Exit(IntEnum):
@@ -45,20 +47,22 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
     import yaml
 
     try:
-        tiers = yaml.safe_load(Path(ctx.params["config"]).expanduser().read_bytes())["tiers"]
+        tiers = yaml.safe_load(
+            Path(ctx.params["config"] or DEFAULT_CONFIG).expanduser().read_bytes()
+        )["tiers"]
         return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
     except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
         return []
 
 
 ConfigOption = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--config",
         "-c",
         envvar="TIERFALL_CONFIG",
         metavar="FILE",
-        help="The YAML file with the tiers.",
+        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
         is_eager=True,
     ),
 ]
@@ -145,13 +149,13 @@ RanksOption = Annotated[
 NodesOption = Annotated[
     int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
 ]
-_STEP_HELP = (
-    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the one that a restore "
-    "would use."
+STEP_HELP = (
+    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
+    "restored."
 )
-StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)]
 StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{_STEP_HELP} May be repeated.")
+    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
 ]
 TierOption = Annotated[
     str | None,
@@ -170,11 +174,11 @@ TierArgument = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    ExportFormat,
+    ExportFormat | None,
     typer.Option(
         "--format",
-        help="safetensors; torch, a file for torch.load; or dcp, for which DIR becomes a folder of "
-        "torch.distributed.checkpoint.",
+        help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
+        "folder of torch.distributed.checkpoint.",
     ),
 ]
 OnlyOption = Annotated[
@@ -188,7 +192,7 @@ MaxShardOption = Annotated[
     typer.Option(
         "--max-shard",
         metavar="SIZE",
-        help="safetensors only: files of at most this size, such as 5GB, with an index; DIR must be new or empty.",
+        help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
     ),
 ]
 DtypeOption = Annotated[
@@ -200,7 +204,7 @@ WithOption = Annotated[
     typer.Option(
         "--with",
         metavar="FILE",
-        help="safetensors only: copy this file, such as config.json, into DIR, which must be new or empty. May be "
+        help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
         "repeated.",
     ),
 ]
@@ -208,9 +212,11 @@ AsStepOption = Annotated[
     int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
 ]
 EntryOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--entry", metavar="NAME", help="The name in the state that a bare state_dict gets."
+        "--entry",
+        metavar="NAME",
+        help="The name in the state of a bare state_dict (model), or of the only part of an export.",
     ),
 ]
 PathArgument = Annotated[
@@ -262,8 +268,8 @@ class CommandRefused(Exception):
     """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
 
     def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
-        super().__init__(*problems)
-        self.problems = list(problems)
+        self.problems = list(map(without_secrets, problems))
+        super().__init__(*self.problems)
         self.code = code
 
 

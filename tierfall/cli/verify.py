@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
@@ -11,7 +10,7 @@ from tierfall.cli.common import (
     check_tier,
     coloured,
     counted,
-    find_on,
+    find_step,
     load_settings,
     table,
     warn_of,
@@ -36,22 +35,23 @@ def verify(
     steps: list[str],
     tier: str | None,
     repair: bool,
-    config: Path | None,
+    config: str | None,
     run: str | None,
     as_json: bool,
 ) -> None:
     """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
-    settings = load_settings(config, run)
+    settings = load_settings(config, run, doing="verify --repair" if repair else "")
     names = [parse_step(step) for step in steps]
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
     repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
-    with owned_reader(settings) if repair else RunReader(settings) as reader:
+    owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
+    with owning as reader:
         listings = reader.list()
         found = frozenset(
-            find_on(answer, listings, name, tier, doing="verify").id for name in names
+            find_step(answer, listings, name, tier, doing="verify").id for name in names
         )
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -35,7 +34,7 @@ def watch(
     every: str,
     once: bool,
     prometheus: str | None,
-    config: Path | None,
+    config: str | None,
     run: str | None,
     as_json: bool,
 ) -> None:

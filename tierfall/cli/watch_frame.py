@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.progress_bar import ProgressBar
@@ -53,15 +53,15 @@ _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` are the
-    copies that are known to be, each by tier and checkpoint."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` has the
+    copies that are damaged or could not be read, each by tier and checkpoint, in one word."""
 
     snapshot: RunSnapshot
     status: RunStatus
     bounds: dict[LossClass, LossBound]
     peer_survival: PeerSurvival | None
     unread: tuple[str, ...] = ()
-    damaged: frozenset[tuple[str, CheckpointId]] = frozenset()
+    damaged: Mapping[tuple[str, CheckpointId], str] = field(default_factory=dict)
     problems: tuple[str, ...]
 
     @property
@@ -118,40 +118,58 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a living trainer's status."""
     return RunView(
         snapshot=snapshot,
-        status=status,
+        status=_with_memory_of_all(status, snapshot),
         bounds=reported_bounds(status),
         peer_survival=status.peer_survival,
         problems=snapshot.problems,
     )
 
 
+def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
+    """Count in the first tier, host memory, what all living ranks of this node have there."""
+    ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
+    held = [rank.tiers[0] for rank in ranks]
+    memory = status.tiers[0].model_copy(
+        update={
+            "used_bytes": sum(tier.used_bytes for tier in held),
+            "capacity_bytes": sum(tier.capacity_bytes or 0 for tier in held) or None,
+        }
+    )
+    return status.model_copy(update={"tiers": (memory, *status.tiers[1:])})
+
+
 def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a listing of the tiers, where no trainer is alive."""
     unread = (with_tier(tier, error) for tier, error in facts.unread.items())
-    damaged = (with_tier(x.tier, error) for x in facts.listings for error in x.damaged)
+    damaged = (
+        with_tier(x.tier, error)
+        for x in facts.listings
+        for error in (*x.damaged, *(copy.unread for copy in x.copies))
+        if error is not None
+    )
     return RunView(
         snapshot=snapshot,
         status=RunStatus(
             run=run,
-            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
+            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.safety.tiers),
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
             checkpoints_known=len(facts.rows()),
         ),
         bounds=loss_bounds(facts.safety),
         peer_survival=facts.peer_survival,
         unread=tuple(facts.unread),
-        damaged=frozenset(
-            (listing.tier, copy.id)
+        damaged={
+            (listing.tier, copy.id): copy.label
             for listing in facts.listings
             for copy in listing.copies
             if copy.damage is not None
-        ),
+        },
         problems=(*snapshot.problems, *unread, *damaged),
     )
 
 
 def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
-    rules = facts.view.tier(name)
+    rules = facts.safety.tier(name)
     listing = next(listing for listing in facts.listings if listing.tier == name)
     return TierStatus(
         name=name,
@@ -276,8 +294,8 @@ def _grid(frame: RunView, rows: int) -> Table | Text:
 
 
 def _cell(frame: RunView, one: CheckpointStatus, tier: str) -> str:
-    if (tier, CheckpointId(one.step, one.attempt)) in frame.damaged:
-        return "damaged"
+    if label := frame.damaged.get((tier, CheckpointId(one.step, one.attempt))):
+        return label
     alive = frame.snapshot.live is not None
     copy = one.copies.get(tier)
     if copy is None:

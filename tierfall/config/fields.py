@@ -30,7 +30,7 @@ BASE = "base"
 """The key of pydantic's context with the folder that relative paths start at; absent: the working directory."""
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
-_EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+_EXPECTED_NAME = "at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
 _EXPECTED_COUNT = "a whole number, 1 or more"
 _EXPECTED_LEVEL = f"a level from {LEVEL_MIN} to {LEVEL_MAX}"
 _EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"

@@ -17,6 +17,8 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_period, format_size, parse_duration
 
 BYTES_A_PARAMETER = 14
+PARAMETERS_MIN = 10_000
+"""Fewer are a number without its unit."""
 KEPT = 3
 RANKS_A_MACHINE = 8
 """So many ranks are taken to share a machine, where there are more."""
@@ -34,6 +36,11 @@ def parse_parameters(text: str) -> int:
     count = int(Decimal(found[1]) * _SCALES[found[2].lower()]) if found else 0
     if not 0 < count < 10**15:
         raise ConfigError(f"{text!r} does not fit; expected {EXPECTED_PARAMETERS}")
+    if count < PARAMETERS_MIN:
+        raise ConfigError(
+            f"{text.strip()} or {text.strip()}B? expected {EXPECTED_PARAMETERS}; of a model with less than "
+            f"{PARAMETERS_MIN:,}, leave it unknown"
+        )
     return count
 
 

@@ -66,7 +66,7 @@ def load_config(
     problems = [*read.problems, *filling.problems, *(p for p in found if p.place not in unfilled)]
     if config is None or problems:
         raise _config_error(read, problems)
-    return config
+    return config if read.folder is None else config.read_from(read.folder / Path(read.label).name)
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:

@@ -7,6 +7,7 @@ together in ``chain``.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -180,6 +181,16 @@ class Config(Section):
             raise PydanticCustomError(
                 CHAIN, "{message}", {"message": message, "findings": findings}
             )
+        return self
+
+    @cached_property
+    def file(self) -> Path | None:
+        """The absolute path of the file that this was read from; None for a dict. It is no part of what is compared."""
+        return None
+
+    def read_from(self, file: Path) -> Self:
+        """Return this, with the path of the file that it was read from."""
+        self.__dict__["file"] = file
         return self
 
     @property

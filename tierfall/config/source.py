@@ -17,6 +17,7 @@ from typing import ClassVar
 import yaml
 
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import hide_address
 
 Place = tuple[str | int, ...]
 
@@ -35,7 +36,8 @@ def write_place(place: Place) -> str:
     return "".join(parts).removeprefix(".")
 
 
-_FILE_BYTES_MAX = 1 << 20
+_FILE_BYTES_MAX = 128 << 10
+_VALUES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,9 @@ def _compose(text: str) -> tuple[yaml.Node | None, tuple[Problem, ...], object]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        problems = () if node is None else tuple(_repeated_keys(node, (), ()))
+        if node is not None:
+            _check_count(node, {})
+        problems = () if node is None else tuple(_repeated_keys(node, ()))
         return node, problems, None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()
@@ -123,7 +127,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(data) > _FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: is larger than 1 MiB; expected a YAML file of a few lines")
+        raise ConfigError(f"{path}: is larger than 128 KiB; expected a YAML file of a few lines")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -148,12 +152,31 @@ def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
     return f"{place}not valid YAML: {error.problem}{context}"
 
 
-def _repeated_keys(node: yaml.Node, place: Place, around: tuple[int, ...]) -> Iterator[Problem]:
-    """Find keys that occur twice. Raises an error for a value that contains itself, by an anchor."""
-    if id(node) in around:
-        raise yaml.constructor.ConstructorError(
-            None, None, "a value that contains itself", node.start_mark
+def _check_count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Count the values of a node, those of an alias wherever it stands. Raises an error for too many, and for a value
+    that contains itself. ``counts`` has those of the nodes that were counted, 0 for one that is being counted."""
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise _error_at(node, "a value that contains itself")
+        return counts[id(node)]
+    counts[id(node)] = 0
+    count = 1 + sum(_check_count(inner, counts) for _, inner, _ in _children(node))
+    if count > _VALUES_MAX:
+        raise _error_at(
+            node,
+            f"more than {_VALUES_MAX} values, those of an alias (*name) counted wherever it stands; expected a file of "
+            "a few lines",
         )
+    counts[id(node)] = count
+    return count
+
+
+def _error_at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _repeated_keys(node: yaml.Node, place: Place) -> Iterator[Problem]:
+    """Find keys that occur twice."""
     first: dict[str | int, int] = {}
     for part, inner, line in _children(node):
         if part in first:
@@ -162,7 +185,7 @@ def _repeated_keys(node: yaml.Node, place: Place, around: tuple[int, ...]) -> It
                 message=f"the key occurs twice here, first on line {first[part]}; remove one",
             )
         first.setdefault(part, line)
-        yield from _repeated_keys(inner, (*place, part), (*around, id(node)))
+        yield from _repeated_keys(inner, (*place, part))
 
 
 def _lines(node: yaml.Node, place: Place) -> Iterator[tuple[Place, int]]:
@@ -177,6 +200,8 @@ def _lines(node: yaml.Node, place: Place) -> Iterator[tuple[Place, int]]:
 def _children(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, inner in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error_at(key, "a key that is a list or a mapping; expected a word")
             yield str(key.value), inner, key.start_mark.line + 1
     elif isinstance(node, yaml.SequenceNode):
         for index, inner in enumerate(node.value):
@@ -217,7 +242,13 @@ class EnvironmentFill:
         if "${" not in text:
             return text
         self.hidden[place] = text
-        return _REFERENCE.sub(lambda match: self._value_of(match, place), text)
+        filled = _REFERENCE.sub(lambda match: self._value_of(match, place), text)
+        scheme, colon, rest = filled.partition("://")
+        if colon and rest:
+            hide_address(filled.rstrip("/"), text)
+            if scheme in ("http", "https"):  # of a server, messages name the host alone
+                hide_address(rest.partition("/")[0], text)
+        return filled
 
     def _value_of(self, match: re.Match[str], place: Place) -> str:
         name, malformed = match[1], match[2]

@@ -18,6 +18,7 @@ from tierfall.config.fields import (
     Flag,
     Folder,
     Name,
+    Rate,
     Size,
     Url,
     Wait,
@@ -149,6 +150,12 @@ class StoredTierConfig(_Tier):
         description="The most that may be written there per second, by one rank: a rate, or a share of how fast the "
         "tier was measured to be; absent: no limit.",
         examples=["500MB/s", "50%"],
+    )
+    read_bandwidth: Rate | None = Field(
+        default=None,
+        description="The most that may be read from there per second, by one rank: by restores, load, verify, export, "
+        "and flushes to other tiers; absent: no limit.",
+        examples=["2GB/s"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] | None = Field(
         default=None,

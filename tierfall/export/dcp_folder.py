@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -31,9 +33,9 @@ class _DcpWriter(FileSystemWriter):
         return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
 
 
-def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> None:
-    """Write a state into ``folder``, which is renamed to ``path`` later. Raises BackendError if DCP cannot write it, or
-    the OSError or interrupt behind that if DCP reports it."""
+def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> dict[int, str]:
+    """Write a state into ``folder``, which is renamed to ``path`` later; returns DCP's names of its tensors, by their
+    addresses. Raises BackendError if DCP cannot write it, or the OSError or interrupt behind that if DCP reports it."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -49,6 +51,9 @@ def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> None:
     for info in (metadata.storage_data or {}).values():
         if info.offset + info.length > sizes.get(info.relative_path, 0):
             raise BackendError(f"export to {path}: {info.relative_path} is shorter than DCP says")
+    named, _ = flatten_state_dict(dict(state))
+    tensors = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and v.numel()}
+    return {tensor.data_ptr(): name for name, tensor in tensors.items()}
 
 
 def _cause(error: BaseException, path: Path) -> BaseException:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,20 @@ from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
     OptimizerNode,
+    TensorNode,
     WrapperNode,
+    walk,
 )
 from tierfall.core.load.build import CPU, Builder
+from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
 from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
 from tierfall.export.output import check_free, check_free_folder, new_file, new_folder
 from tierfall.export.safetensors_files import export_safetensors
 from tierfall.export.select import StatePart, select
-from tierfall.export.torch_file import save_torch
+from tierfall.export.structure import CARRIED, Structure, entries_of, plan_carried
+from tierfall.export.torch_file import add_member, save_torch, why_not_plain
 from tierfall.ops.commands import Watch
 
 __all__ = ["ExportFormat", "ExportOptions", "ExportResult", "export"]
@@ -49,8 +53,7 @@ def export(
     """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes written and bytes in all.
 
     Raises ConfigError for unknown parts, IntegrityError if no copy is good, BackendError and CapacityError for an
-    unusable target, RestoreError for a type that is not registered in this process, and for parts that differ among
-    ranks and cannot be merged.
+    unusable target, and RestoreError for parts that differ among ranks and cannot be merged.
     """
     wish.check()
     gathered = gather(checkpoint, tiers, open_image, watch)
@@ -58,7 +61,8 @@ def export(
     if wish.is_folder:
         check_free_folder(path)
     else:
-        path = wish.to / file_name(gathered.run, gathered.id, wish)
+        if not wish.is_file:
+            path = wish.to / file_name(gathered.run, gathered.id, wish)
         check_free(path, replace=wish.replace)
     parts = select(gathered.header, wish.only)
     gathered.check(parts)
@@ -81,6 +85,15 @@ class _MappedBuilder(Builder):
         self._mapping = mapping
         self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
+        self.notes: dict[str, str] = {}
+        """By the name of a class or a codec that is not there."""
+
+    def unknown(self, value: UnknownValue) -> object:
+        """Export what was saved of the value."""
+        self.notes[value.name] = (
+            f"values of {value.name} are exported as plain values: {value.reason}"
+        )
+        return value.value
 
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
@@ -94,6 +107,23 @@ class _MappedBuilder(Builder):
                 else torch.empty(0, dtype=torch.uint8)
             )
         return self._mapped[position]
+
+    def carried(
+        self, parts: Sequence[StatePart], name_of: Mapping[int, str]
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of the image that describes what was written, for an import; ``name_of`` has the names there
+        of tensors, by address."""
+        nodes = [node for part in parts for node in walk(part.node) if isinstance(node, TensorNode)]
+        built = {node.position: self.laid_out(node.position, CPU).data_ptr() for node in nodes}
+        places = {p: name_of[address] for p, address in built.items() if name_of.get(address)}
+        structure = Structure(self.header, entries_of(parts))
+        layout, view = plan_carried(structure, places)
+        head = layout.header(view)
+        assert head is not None, "the layout was planned with these values"
+        yield memoryview(head)
+        for placement in layout.placements:
+            flat = self.flat(structure.positions[placement.index], CPU)
+            yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 class _DcpBuilder(_MappedBuilder):
@@ -113,9 +143,9 @@ class _DcpBuilder(_MappedBuilder):
 
 def _build(
     kind: type[_MappedBuilder], gathered: MergedCheckpoint, parts: Sequence[StatePart], beside: Path
-) -> Any:
-    """Build the state of the parts, or of a single part. Its tensors are in an unlinked file, which is freed with its
-    mapping; each begins at a multiple of 64 bytes."""
+) -> tuple[_MappedBuilder, Any]:
+    """Build the state of the parts, or of a single part, and return its builder too. Its tensors are in an unlinked
+    file, which is freed with its mapping; each begins at a multiple of 64 bytes."""
     places, end = {}, 0
     for position in positions_in(parts):
         places[position] = end
@@ -133,7 +163,7 @@ def _build(
     for part in parts:
         builder.prepare(part.node, CPU)
     built = {part.name: builder.build(part.node, CPU) for part in parts}
-    return built[parts[0].name] if len(parts) == 1 else built
+    return builder, built[parts[0].name] if len(parts) == 1 else built
 
 
 def _export_torch(
@@ -141,8 +171,10 @@ def _export_torch(
 ) -> tuple[int, list[str]]:
     room_bytes = _room_bytes(gathered, parts)
     with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
-        state = _build(_MappedBuilder, gathered, parts, unfinished)
-        notes = save_torch(state, unfinished, path)
+        builder, state = _build(_MappedBuilder, gathered, parts, unfinished)
+        number_of = save_torch(state, unfinished, path)
+        add_member(unfinished, CARRIED, builder.carried(parts, number_of))
+        notes = [*builder.notes.values(), *why_not_plain(unfinished)]
     return len(positions_in(parts)), notes
 
 
@@ -152,9 +184,11 @@ def _export_dcp(
     from tierfall.export.dcp_folder import save_dcp
 
     with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
-        state = _build(_DcpBuilder, gathered, parts, unfinished)
-        save_dcp(_as_state(state, parts[0].name), unfinished, path)
-    return len(positions_in(parts)), []
+        builder, state = _build(_DcpBuilder, gathered, parts, unfinished)
+        name_of = save_dcp(_as_state(state, parts[0].name), unfinished, path)
+        with open(unfinished / CARRIED, "xb") as file:
+            file.writelines(builder.carried(parts, name_of))
+    return len(positions_in(parts)), [*builder.notes.values()]
 
 
 def _by_parameter(node: OptimizerNode, built: dict[str, Any], prefix: str) -> dict[str, Any]:

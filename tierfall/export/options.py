@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.select import StatePart, values_of
+from tierfall.export.small_dtypes import small_dtypes
 
 NAMES_SHOWN = 4
+TRUE_DTYPES = "tierfall.dtypes"
+"""The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
 CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that ``ExportOptions.dtype`` converts."""
 DTYPES = {
@@ -29,11 +32,13 @@ DTYPES = {
 
 
 _SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"}
+_FORMATS = {suffix: format for format, suffix in _SUFFIXES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """The parts named by ``only`` (empty: all) are exported into the folder ``to``.
+    """The parts named by ``only`` (empty: all) are exported into the folder ``to``, or as that file if its name ends as
+    one of ``format``.
 
     Of safetensors: ``max_shard_bytes`` divides the tensors into files, with an index; ``dtype`` converts tensors of
     floating-point numbers; the files ``beside`` are copied into the folder.
@@ -53,6 +58,11 @@ class ExportOptions:
         several = self.max_shard_bytes is not None or self.beside
         return self.format is ExportFormat.DCP or bool(several)
 
+    @property
+    def is_file(self) -> bool:
+        """Whether ``to`` is the file itself, in place of a folder."""
+        return _FORMATS.get(self.to.suffix) is self.format
+
     def check(self) -> None:
         """Raise ConfigError for options that do not go together, and for files that cannot be copied."""
         special = self.max_shard_bytes is not None or self.dtype is not None or self.beside
@@ -60,9 +70,14 @@ class ExportOptions:
             raise ConfigError(
                 f"export: --max-shard, --dtype and --with are for --format safetensors, not {self.format}"
             )
-        if self.dtype is not None and not self.only:
+        if special and not self.only:
             raise ConfigError(
-                "export: --dtype needs --only PREFIX, such as --only model: random states and values stay as they are"
+                "export: --max-shard, --dtype and --with need --only PREFIX, such as --only model: a whole step is one "
+                "image, which tierfall import reads"
+            )
+        if self.is_folder and self.is_file:
+            raise ConfigError(
+                f"export: --max-shard and --with write a folder, and --to {self.to} is the name of a file"
             )
         names = [path.name for path in self.beside]
         for path in self.beside:
@@ -117,6 +132,20 @@ def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
     )
 
 
+def format_of(to: Path, named: ExportFormat | None) -> ExportFormat:
+    """Return the format of an export to a path: that of its ending, else the one that was named, or safetensors.
+
+    Raises ConfigError if these are two.
+    """
+    found = _FORMATS.get(to.suffix)
+    if found is not None and named not in (None, found):
+        raise ConfigError(
+            f"export: --to {to} is the name of a file of --format {found}, not {named}: leave --format out, or name a "
+            "folder"
+        )
+    return found or named or ExportFormat.SAFETENSORS
+
+
 def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
     """Return the name of the exported file. Raises ConfigError if the name of a part is not a file name."""
     name = f"{run}-step-{id.step:08d}"
@@ -142,17 +171,15 @@ def lay_out(
     unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
         for name, position in named.items()
-        if dtypes.code_of((tensor := header.tensors[position]).dtype) is None
+        if _code_and_shape(tensor := header.tensors[position]) is None
     }
-    dtypes_of = {"tierfall.dtypes": json.dumps(unsupported)} if unsupported else {}
+    dtypes_of = {TRUE_DTYPES: json.dumps(unsupported)} if unsupported else {}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
     places: dict[int, list[int]] = {}
     end = 0
     for name, position in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
         tensor = header.tensors[position]
-        code, shape = dtypes.code_of(tensor.dtype), list(tensor.shape)
-        if code is None:
-            code, shape = dtypes.RAW_CODE, [tensor.length]
+        code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
         table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
         places.setdefault(position, []).append(end)
         end += tensor.length
@@ -161,6 +188,17 @@ def lay_out(
     head = struct.pack("<Q", len(text)) + text
     placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
     return head, placed, len(head) + end
+
+
+def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
+    """Return how safetensors has a tensor; None if it must be stored as bytes."""
+    shape = list(tensor.shape)
+    if (code := dtypes.code_of(tensor.dtype)) is not None:
+        return code, shape
+    small = small_dtypes().get(tensor.dtype)
+    if small is None or not shape:
+        return None
+    return small[0], [*shape[:-1], shape[-1] * small[1]]
 
 
 def left_out(parts: Sequence[StatePart]) -> list[str]:
@@ -173,13 +211,11 @@ def left_out(parts: Sequence[StatePart]) -> list[str]:
 
 
 def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
-    raw = [
-        n for n, position in named.items() if dtypes.code_of(header.tensors[position].dtype) is None
-    ]
+    raw = [n for n, position in named.items() if _code_and_shape(header.tensors[position]) is None]
     if not raw:
         return []
     return [
-        f"as bytes, since safetensors' loader has no such dtype (see tierfall.dtypes): {some(raw)}"
+        f"as bytes, since the installed safetensors has no such dtype (see tierfall.dtypes): {some(raw)}"
     ]
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.tree import CONTAINERS_AND_OBJECTS, ValueNode, leaves
+from tierfall.core.image.layout import plan_layout
 from tierfall.core.types.errors import ConfigError
 from tierfall.export.gather import MergedCheckpoint
 from tierfall.export.options import (
@@ -23,8 +23,7 @@ from tierfall.export.options import (
 )
 from tierfall.export.output import new_file, new_folder, write_all
 from tierfall.export.select import StatePart, tensors_of
-
-VALUES = "tierfall.named_values"
+from tierfall.export.structure import Structure, entries_of
 
 
 def export_safetensors(
@@ -34,22 +33,16 @@ def export_safetensors(
 
     Raises ConfigError where there is no tensor, and as ``new_file``, ``new_folder`` and ``MergedCheckpoint.write`` do.
     """
+    if not wish.only:
+        return _export_image(gathered, parts, path, wish)
     header = gathered.header
-    if not wish.only and gathered.images.world_size == 1 and not wish.is_folder:
-        return _export_image(gathered, path, wish)
     metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
-    if wish.only:
-        named: dict[str, int] = {}
-        for part in parts:
-            named |= tensors_of(header, part, full_names=len(parts) > 1)
-        notes = left_out(parts)
-    else:
-        named = {stored.name: position for position, stored in enumerate(header.tensors)}
-        metadata[VALUES] = _named_values(gathered, parts)
-        notes = []
+    named: dict[str, int] = {}
+    for part in parts:
+        named |= tensors_of(header, part, full_names=len(parts) > 1)
     if not named:
         raise ConfigError(
-            f"export: {', '.join(wish.only) or gathered.id} has no tensor, and safetensors stores nothing else; "
+            f"export: {', '.join(wish.only)} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
     shards = _divide(cast_header(header, wish.dtype), named, wish.max_shard_bytes)
@@ -57,7 +50,7 @@ def export_safetensors(
         _export_folder(gathered, shards, metadata, path, wish)
     else:
         _export_file(gathered, shards[0], metadata, path, wish)
-    return len(named), [*notes, *as_bytes(header, named)]
+    return len(named), [*left_out(parts), *as_bytes(header, named)]
 
 
 class _Shard:
@@ -158,15 +151,29 @@ def _index_of(shards: Sequence[_Shard], files: Sequence[str]) -> str:
 
 
 def _export_image(
-    gathered: MergedCheckpoint, path: Path, wish: ExportOptions
+    gathered: MergedCheckpoint, parts: Sequence[StatePart], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
-    """The image of a single rank is a safetensors file already."""
-    with (
-        gathered.images.open(0) as job,
-        _opened(path, wish, job.manifest.image_bytes) as descriptor,
-    ):
-        gathered.write_image(job, descriptor)
-    return len(gathered.header.tensors), []
+    """Write a whole step as the image of one rank: that of a single rank as it is."""
+    if gathered.images.world_size == 1:
+        with (
+            gathered.images.open(0) as job,
+            _opened(path, wish, job.manifest.image_bytes) as descriptor,
+        ):
+            gathered.write_image(job, descriptor)
+        return len(gathered.header.tensors), []
+    structure = Structure(gathered.header, entries_of(parts))
+    view = structure.view()
+    layout = plan_layout(view)
+    head = layout.header(view)
+    assert head is not None, "the layout was planned with these values"
+    places = {
+        structure.positions[place.index]: [layout.data_start + place.start]
+        for place in layout.placements
+    }
+    with _opened(path, wish, layout.image_bytes) as descriptor:
+        write_all(descriptor, memoryview(head), 0)
+        gathered.write(places, descriptor)
+    return len(places), []
 
 
 @contextmanager
@@ -186,20 +193,3 @@ def _created(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str:
-    """Return the values by name: for each its tagged JSON, and the names of the tensors that are parts of it."""
-    header = gathered.header
-    return json.dumps(
-        {
-            name: [
-                header.values[leaf.number],
-                [header.tensors[position].name for position in leaf.blobs],
-            ]
-            for part in parts
-            for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)
-            if isinstance(leaf, ValueNode)
-        },
-        separators=(",", ":"),
-    )

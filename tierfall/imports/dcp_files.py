@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +25,59 @@ from tierfall.imports.dcp_metadata import (
     TensorRecord,
     read_metadata,
 )
-from tierfall.imports.torch_files import refused_name
+from tierfall.imports.sources import check_file, unreadable
+from tierfall.imports.torch_files import load_plain
 
 _Offset = tuple[int, ...]
 
 
 class DcpFolder:
-    """One checkpoint of DCP. ``state`` is nested as it was saved; its tensors have dtype and shape alone, and ``load``
-    returns the one with the bytes for each."""
+    """One checkpoint of DCP. Its tensors have dtype and shape alone, and ``load`` returns the one with the bytes for
+    each."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError and IntegrityError, as ``read_metadata`` does, and for files that are missing."""
         self._folder = folder
         self._tensors: dict[int, tuple[str, TensorRecord]] = {}
+        with self._checked():
+            self._metadata = read_metadata(folder / ".metadata")
+            self._records = _records_of(self._metadata)
+            records = [record for found in self._records.values() for record in found.values()]
+            for file in {str(record.relative_path) for record in records}:
+                self._check_file(file)
+
+    def _check_file(self, file: str) -> None:
+        if Path(file).name != file:
+            raise ConfigError(
+                f"import: {self._folder}: its .metadata names {file!r:.80}, outside of it"
+            )
         try:
-            metadata = read_metadata(folder / ".metadata")
-            self._records = _records_of(metadata)
-            entries = metadata.state_dict_metadata
-            flat = {name: self._entry(name, entries[name]) for name in entries}
-            self.state = _nested(flat, metadata.planner_data)
+            check_file(self._folder / file)
+        except OSError as error:
+            raise unreadable(self._folder / file, error) from error
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Turn what a malformed .metadata raises into an IntegrityError."""
+        try:
+            yield
         except TierfallError:
             raise
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # whatever its bytes lead to
             raise IntegrityError(
-                f"import: {folder}: its .metadata is malformed: {error}"
+                f"import: {self._folder}: its .metadata is malformed: {error}"
             ) from error
+
+    def state(self) -> dict[str, Any]:
+        """Return all entries, nested as they were saved. Raises as the constructor does."""
+        with self._checked():
+            flat = {name: self.entry(name) for name in self._metadata.state_dict_metadata}
+            return _nested(flat, self._metadata.planner_data)
+
+    def entry(self, name: str) -> Any:
+        """Return the entry of a name: a value, or a tensor. Raises as ``state`` does."""
+        with self._checked():
+            return self._entry(name, self._metadata.state_dict_metadata[name])
 
     def _entry(self, name: str, entry: object) -> Any:
         if isinstance(entry, BytesRecord):
@@ -71,10 +100,15 @@ class DcpFolder:
             raise ValueError(f"{name!r:.80} would take {size} bytes; its records have {held}")
 
     def load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a tensor of ``state``, whole. Raises IntegrityError where they are damaged."""
-        if not tensor.numel():
+        """Return a tensor of this folder with its bytes, whole; any other tensor as it is. Raises IntegrityError where
+        they are damaged."""
+        entry = self._tensors.get(tensor.data_ptr())
+        if entry is None:  # it has no bytes, or has its own already
             return tensor
-        name, entry = self._tensors[tensor.data_ptr()]
+        with self._checked():
+            return self._whole(tensor, *entry)
+
+    def _whole(self, tensor: torch.Tensor, name: str, entry: TensorRecord) -> torch.Tensor:
         records = self._records[name]
         if len(entry.chunks) == 1:
             return self._block(name, records, entry.chunks[0].offsets, tensor)
@@ -116,27 +150,14 @@ class DcpFolder:
                 "supported; save it without extensions"
             )
         file = str(record.relative_path)
-        if Path(file).name != file:
-            raise ConfigError(f"import: {self._folder}: {name} is in {file!r:.80}, outside of it")
+        path = self._folder / file
         try:
-            with open(self._folder / file, "rb") as stream:
+            with open(path, "rb") as stream:
                 stream.seek(record.offset)
-                data = stream.read(record.length)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(
-                f"import: {self._folder}: {name} holds more than tensors and plain values, and nothing of it was run: "
-                f"{refused_name(error) or error}"
-            ) from error
+                data = stream.read(min(record.length, os.fstat(stream.fileno()).st_size))
         except OSError as error:
-            raise ConfigError(
-                f"import: {self._folder}: {file} cannot be read: {error.strerror}"
-            ) from error
-        except (RuntimeError, EOFError, ValueError) as error:
-            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise IntegrityError(
-                f"import: {self._folder}: {name} in {file} is damaged, or truncated: {why}"
-            ) from error
+            raise unreadable(path, error) from error
+        return load_plain(io.BytesIO(data), f"import: {self._folder}: {name} in {file}")
 
 
 def _records_of(metadata: MetadataRecord) -> dict[str, dict[_Offset | None, StorageRecord]]:

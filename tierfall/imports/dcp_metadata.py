@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.imports.sources import unreadable
 
 _BYTES_MAX = 1 << 30
 
@@ -110,7 +111,9 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 _DTYPES = {("torch", str(v)[6:]): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """In Python: the one in C allocates as many places as a pickle claims to have objects."""
+
     def find_class(self, module: str, name: str) -> Any:
         found = _DTYPES.get((module, name)) or _STAND_INS.get((module, name))
         if found is None:
@@ -126,11 +129,17 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> MetadataRecord:
     """Read DCP's metadata. Raises ConfigError where it names anything but DCP's own classes, IntegrityError where it is
     damaged."""
-    size = path.stat().st_size
-    if size > _BYTES_MAX:
-        raise ConfigError(f"import: {path} has {size} bytes, more than the limit of {_BYTES_MAX}")
     try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        size = path.stat().st_size
+        if size > _BYTES_MAX:
+            raise ConfigError(
+                f"import: {path} has {size} bytes, more than the limit of {_BYTES_MAX}"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
     except ConfigError as error:
         raise ConfigError(f"import: {path}: {error}") from None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Import: what another program saved becomes a step of a run, on all of its stored tiers.
+"""Import: what another program saved, or tierfall exported, becomes a step of a run, on all of its stored tiers.
 
 The run is opened as a trainer opens it, by an attempt of its own. The image is written to the first stored tier without
 host memory, from mapped files or, of DCP, one tensor at a time; the other tiers get it from there, each as it packs.
@@ -18,20 +18,26 @@ from tierfall.core.copies.view_writes import Load, write_view
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
-from tierfall.core.types.errors import CapacityError, ConfigError, StepError
+from tierfall.core.tensors import names
+from tierfall.core.tensors.value_codec import DEPTH_MAX
+from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.imports.dcp_files import DcpFolder
+from tierfall.imports.own_exports import read_image, read_own_dcp, read_own_torch
 from tierfall.imports.safetensors_files import read_safetensors
 from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
 from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
-from tierfall.ops.commands import Progress, Watch, check_folders, trained_elsewhere, unread
+from tierfall.ops.commands import Progress, Watch, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
+
+_MODEL = "model"
+"""The entry of the state that a bare state_dict becomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,34 +65,62 @@ class ImportResult:
     notes: tuple[str, ...]
 
 
-def read_state(path: Path, entry: str = "model") -> ReadState:
-    """Read a checkpoint of another program; ``entry`` is the name of a bare state_dict in the state.
+def read_state(path: Path, entry: str | None = None) -> ReadState:
+    """Read a checkpoint of another program, or an export; ``entry`` is the name in the state of a bare state_dict, or
+    of the only part that was exported.
 
     No tensor is read yet. Raises ConfigError for what cannot be imported, IntegrityError for damage, CaptureError for
     what no state may hold.
     """
     source = find_source(path)
-    found: Mapping[Any, Any]
+    found: Mapping[Any, Any] | None = None
     load: Load = lambda tensor: tensor  # noqa: E731
     match source.format:
         case Format.SAFETENSORS:
             found = read_safetensors(source)
+            own = None if found is not None else read_image(source.path, entry)
         case Format.TORCH:
-            found = read_torch(source.path)
+            own = read_own_torch(source.path, entry)
+            found = None if own is not None else read_torch(source.path)
         case Format.DCP:
             folder = DcpFolder(source.path)
-            found, load = folder.state, folder.load
+            load = folder.load
+            own = read_own_dcp(source.path, folder, entry)
+            found = None if own is not None else folder.state()
+    if own is not None:
+        entries = tuple(names.component(key) for key in own.tree[2])
+        return ReadState(format=source.format, entries=entries, stripped=0, view=own, load=load)
     if not found:
         raise ConfigError(f"import: {path} is empty: it has no tensor and no value")
+    _check_depth(found, path)
     state = ImportedState()
-    state.add({entry: found} if is_module(found) else found)
+    state.add({entry or _MODEL: found} if is_module(found) else found)
+    try:
+        view = state.view()
+    except CaptureError as error:
+        raise CaptureError(f"import: {path}: {str(error).removeprefix('save: ')}") from error
     return ReadState(
         format=source.format,
         entries=tuple(state.entries),
         stripped=state.stripped,
-        view=state.view(),
+        view=view,
         load=load,
     )
+
+
+def _check_depth(found: Mapping[Any, Any], path: Path) -> None:
+    """Raise ConfigError for containers that are nested deeper than a state may be, as one that contains itself is."""
+    level: list[Any] = [found]
+    for _ in range(DEPTH_MAX + 2):
+        children = (each.values() if isinstance(each, Mapping) else each for each in level)
+        inner = {
+            id(c): c for each in children for c in each if isinstance(c, Mapping | list | tuple)
+        }
+        level = [*inner.values()]
+    if level:
+        raise ConfigError(
+            f"import: {path} holds a container that is nested deeper than {DEPTH_MAX} levels, or contains itself"
+        )
 
 
 def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping[str, Any]) -> None:
@@ -119,19 +153,18 @@ def import_state(
 ) -> ImportResult:
     """Save what was read as ``step`` of the run, on every stored tier; ``watch`` gets bytes written, and in all.
 
-    Raises UnreachableError for the missing folder of a tier, StepError as ``check_step`` does, ConfigError without a
+    The folder of a tier that no run has used is created. Raises StepError as ``check_step`` does, ConfigError without a
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
     and what reading the source raises. After an error nothing of the step counts.
     """
     if not config.written:
         raise ConfigError("import: the configuration has no stored tier that may be written")
-    check_folders(config)
     size = plan_layout(read.view).image_bytes
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
     _check_room(config, listings, size)
-    with Checkpointer(config, run=config.run) as ckpt:
+    with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         run.by_path.continue_from_newest(step)
         request = direct_write(run, step, metrics={}, tags=())
@@ -191,4 +224,7 @@ def _check_room(config: Config, listings: Sequence[Listing], size: int) -> None:
 def _notes(read: ReadState) -> tuple[str, ...]:
     if not read.stripped:
         return ()
-    return (f"removed the prefixes of wrappers (module., _orig_mod.) from {read.stripped} names",)
+    return (
+        f"removed the prefixes of wrappers (module., _orig_mod.) from {read.stripped} names; if the model has an "
+        "attribute of that name and no wrapper, restore with rename={'model': 'model.module'}",
+    )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.imports.sources import DEEPSPEED, unreadable
 
 _REFUSED = re.compile(r"(?:GLOBAL|[Cc]lass|function) ([\w.]+)")
 _LIGHTNING = "pytorch-lightning_version"
+_DEEPSPEED = "ds_version"
 _ADVICE = (
     "Load it with weights_only=False where you trust it, and save it again as tensors and plain values, or save it by "
     "Checkpointer.save"
@@ -27,43 +30,62 @@ def read_torch(path: Path) -> Mapping[Any, Any]:
 
     Raises ConfigError where it needs a class, or holds no mapping; IntegrityError where it is damaged.
     """
-    is_zip = zipfile.is_zipfile(path)
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        raise _refusal(path, error, is_zip=is_zip) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise _damage(path, error) from error
+    members = zip_members(path)
+    if members and "data.pkl" not in members:
+        raise ConfigError(f"import: {path} is a zip file that torch.save did not write")
+    if "constants.pkl" in members:
+        raise ConfigError(
+            f"import: {path} is a TorchScript module: load it by torch.jit.load, and torch.save its state_dict()"
+        )
+    found = load_plain(path, f"import: {path}", mmap=bool(members))
     if isinstance(found, torch.Tensor) or not isinstance(found, Mapping):
         raise ConfigError(
             f"import: {path} holds a {type(found).__name__}; expected a state_dict, or a dict of them"
         )
+    if _DEEPSPEED in found:
+        raise ConfigError(f"import: {path} {DEEPSPEED}")
     return _of_lightning(found) if _LIGHTNING in found else found
 
 
-def _refusal(path: Path, error: Exception, *, is_zip: bool) -> ConfigError | IntegrityError:
-    """Return the error for a file that ``weights_only`` does not load; it names the classes, if that is why."""
+def zip_members(path: Path) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of the zip file that torch.save writes, by their names below its folder; none for a file of
+    another format. Raises IntegrityError where it is damaged."""
     try:
-        classes = sorted(get_unsafe_globals_in_checkpoint(path)) if is_zip else []
-    except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError):
-        classes = []
-    which = ", ".join(classes[:4]) or refused_name(error)
-    if not which:
-        return _damage(path, error)
-    return ConfigError(
-        f"import: {path} holds more than tensors and plain values, and nothing of it was run: {which}. {_ADVICE}"
-    )
+        if not zipfile.is_zipfile(path):
+            return {}
+        with zipfile.ZipFile(path) as archive:
+            return {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    except Exception as error:  # whatever its bytes lead to
+        raise _refusal(path, f"import: {path}", error) from error
 
 
-def refused_name(error: Exception) -> str:
-    """Return the name of the class or function that ``weights_only`` has refused; '' if it failed otherwise."""
-    found = _REFUSED.search(str(error))
-    return found[1] if found else ""
+def load_plain(source: Path | IO[bytes], what: str, *, mmap: bool = False) -> Any:
+    """Return what torch.save wrote, by ``weights_only``; ``what`` names it in errors. Raises as ``read_torch`` does."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # whatever its bytes lead to
+        raise _refusal(source, what, error) from error
 
 
-def _damage(path: Path, error: Exception) -> IntegrityError:
+def _refusal(source: Path | IO[bytes], what: str, error: Exception) -> ConfigError | IntegrityError:
+    """Return the error for bytes that ``weights_only`` does not load; it names the classes, if that is why."""
+    if isinstance(error, OSError) and isinstance(source, Path) and error.errno != errno.EINVAL:
+        return unreadable(source, error)  # EINVAL: a seek to where damaged bytes lead
+    classes: list[str] = []
+    if isinstance(error, pickle.UnpicklingError):
+        refused = _REFUSED.search(str(error))
+        try:
+            classes = sorted(get_unsafe_globals_in_checkpoint(source))
+        except (EOFError, LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+            classes = []  # a legacy file, or a damaged one
+        classes = classes or ([refused[1]] if refused else [])
+    if classes:
+        return ConfigError(
+            f"{what} holds more than tensors and plain values, and nothing of it was run: {', '.join(classes[:4])}. "
+            f"{_ADVICE}"
+        )
     why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return IntegrityError(f"import: {path} is damaged, or truncated: {why}")
+    return IntegrityError(f"{what} is damaged, or truncated: {why}")
 
 
 def _of_lightning(found: Mapping[Any, Any]) -> dict[str, Any]:

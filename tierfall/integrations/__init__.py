@@ -13,7 +13,7 @@ register_implementation("tiers", "tierfall.integrations.path.TierFileSystem", cl
 
 
 def lightning_callbacks() -> list[Any]:
-    """Return what Lightning adds to the callbacks of each Trainer; nothing where the program does not use
-    ``tierfall.integrations.lightning``. It is an entry point."""
+    """Return what Lightning adds to the callbacks of each Trainer, and logs: nothing in a program without a
+    ``TierfallIO``. It is an entry point."""
     module = sys.modules.get("tierfall.integrations.lightning.files")
-    return [] if module is None else [module.FromPlugin()]
+    return [module.FromPlugin()] if module is not None and module.PLUGINS else []

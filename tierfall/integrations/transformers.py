@@ -5,19 +5,19 @@ A Trainer, one of TRL too, then saves to a Checkpointer in place of ``checkpoint
 
 from __future__ import annotations
 
+import math
 import shutil
-import tempfile
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer  # type: ignore[import-not-found]
 
 from tierfall import Checkpointer, item
-from tierfall.errors import ConfigError, RestoreError
-from tierfall.integrations import frameworks
+from tierfall.errors import ConfigError
+from tierfall.integrations import frameworks, keeping
 from tierfall.integrations.accelerate import weights_of
-from tierfall.integrations.transformers_state import Attached, TrainerJson, problems
+from tierfall.integrations.transformers_arguments import best_of, problems
+from tierfall.integrations.transformers_state import Attached, TrainerJson, metrics_at
 
 __all__ = ["attach"]
 
@@ -38,8 +38,10 @@ def attach(
     RestoreError where the checkpoint cannot be read or is not one of a Trainer.
     """
     frameworks.check_version("transformers")
-    if found := "; ".join(problems(trainer, extra or {})):
+    if found := "; ".join(problems(trainer, extra or {}, ckpt)):
         raise ConfigError(f"attach: {found}")
+    keeping.keep_last(ckpt, trainer.args.save_total_limit, best_of(trainer.args))
+    keeping.note_evaluation(ckpt, 0 if trainer.args.eval_strategy == "no" else math.inf)
     kept = TrainerJson(trainer)
     entry = item(kept, on_resize="replicate")
     restored = ckpt.restore({"trainer": entry}, step=step, only=["trainer"])
@@ -48,15 +50,9 @@ def attach(
         extra={"trainer": entry, **(extra or {})},
         kept=kept,
         restored=restored,
-        folder=None,
         step=step,
     )
-    if restored is None:
-        ckpt.begin()
-    else:
-        own.folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
-        weakref.finalize(trainer, shutil.rmtree, own.folder, ignore_errors=True)
-        own.write_json()
+    own.begin(trainer)
     if not isinstance(trainer, _Resumable):
         kind = type(trainer)
         # Behind the trainer's own class, whose overrides still run, and before Trainer.
@@ -81,9 +77,7 @@ class _Resumable(Trainer):  # type: ignore[misc]
             "scaler": self.accelerator.scaler,
             **self.tierfall.extra,
         }
-        logged = [x for x in self.state.log_history[-9:] if x.get("step") == step]
-        metrics = {k: x for entry in logged for k, x in entry.items() if isinstance(x, float)}
-        return {"step": step, "state": state, "metrics": metrics}
+        return {"step": step, "state": state, "metrics": metrics_at(step, self.state.log_history)}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if trial is not None:
@@ -95,6 +89,8 @@ class _Resumable(Trainer):  # type: ignore[misc]
             self.tierfall.last = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
+        if self.control.should_evaluate:
+            keeping.note_evaluation(self.tierfall.ckpt, self.state.global_step)
         super()._maybe_log_save_evaluate(*args, **more)
         if self.args.save_strategy == "no":
             self.tierfall.ckpt.maybe_save(**self._saved())
@@ -140,9 +136,13 @@ class _Resumable(Trainer):  # type: ignore[misc]
             frameworks.restore_random(self.tierfall.ckpt, self.tierfall.restored)
 
     def _load_best_model(self) -> None:
-        best, state = self.state.best_global_step, {"model": weights_of(self.model)}
+        state = {"model": weights_of(self.model)}
+        self.tierfall.load_best(best_of(self.args), self.state.best_global_step, state)
+
+    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+        # With a limit of 1, Trainer deletes folders here that a training without tierfall has left.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            self.tierfall.ckpt.restore(state, step=best, only=["model"])
-        except RestoreError as error:
-            error.add_note("`retain: {best: {metric: eval_loss}}` of a tier keeps the best model")
-            raise
+            return super()._finalize_training(*args, **more)
+        finally:
+            self.args.save_total_limit = limit

@@ -1,10 +1,14 @@
-"""What ``attach`` adds to a Trainer, and which of a Trainer's arguments rely on its own checkpoint folders."""
+"""What ``attach`` adds to a Trainer: what a save consists of, and what a restore does."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import random
-from collections.abc import Collection, Iterator
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,9 @@ from transformers.trainer_callback import ExportableState  # type: ignore[import
 
 from tierfall import Checkpointer, RestoreReport
 from tierfall.errors import ConfigError, IntegrityError, RestoreError
+from tierfall.integrations import keeping
+
+logger = logging.getLogger("tierfall")
 
 
 class TrainerJson:
@@ -42,25 +49,37 @@ class Attached:
     extra: dict[str, Any]
     kept: TrainerJson
     restored: RestoreReport | None
-    folder: str | None
     step: int | None  # the step that attach was given
+    folder: str | None = None
     begun: bool = False
     last: int | None = None  # the step that was saved or restored last
     model: Any = None  # as it was prepared for the restore
 
+    def begin(self, trainer: Any) -> None:
+        """Begin a new run, or make the folder that Trainer resumes from, which is deleted with the Trainer at the
+        latest."""
+        if self.restored is None:
+            self.ckpt.begin()
+            return
+        self.folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{self.restored.step}")
+        weakref.finalize(trainer, shutil.rmtree, self.folder, ignore_errors=True)
+        self.write_json()
+
     def resumes_from(self, folder: Any) -> Any:
         """Return what a ``train`` that is given ``folder`` resumes from. Raises ConfigError if it would begin anew."""
-        folder = self.folder if folder is True else folder or None
-        if self.begun or (self.folder is not None and folder != self.folder):
+        found = self.folder if folder is True else folder or None
+        if self.begun or (self.folder is not None and found != self.folder):
             raise ConfigError(
-                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}"
+                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}. To "
+                "begin anew, open another run, or this one with fresh=True"
             )
-        return folder
+        return found
 
     def write_json(self) -> None:
-        """Write what Trainer reads of the checkpoint."""
+        """Write what Trainer reads of the checkpoint. Trainer looks for the folder of the best one: there is none."""
         assert self.folder is not None
-        Path(self.folder, "trainer_state.json").write_text(self.kept.restored)
+        found = json.loads(self.kept.restored) | {"best_model_checkpoint": None}
+        Path(self.folder, "trainer_state.json").write_text(json.dumps(found))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore all but the random state, from which Trainer draws until the first batch: the newest checkpoint that
@@ -85,25 +104,30 @@ class Attached:
         self.write_json()
         self.ckpt.begin()  # no warning of the loader: its order follows from seed and step
 
+    def load_best(self, best: keeping.Best, named: int, state: dict[str, Any]) -> None:
+        """Restore the best model that there is. Trainer names the step that was the best, whether it was saved or not;
+        of equal ones, retention keeps the newest."""
+        step = keeping.best_step(self.ckpt, best, named)
+        if step is None:
+            missing = keeping.missing_for(self.ckpt, best)
+            raise RestoreError(
+                f"load_best_model_at_end: no checkpoint has the metric {best.metric}: save at steps that are evaluated"
+                + (missing and f", and write {missing}")
+            )
+        if step != named:
+            logger.warning(
+                "load_best_model_at_end: there is no checkpoint of step %d: that of step %d is loaded, the best by %s "
+                "that there is",
+                named,
+                step,
+                best.metric,
+            )
+        self.ckpt.restore(state, step=step, only=["model"])
 
-def problems(trainer: Any, extra: Collection[str]) -> Iterator[str]:
-    """Yield what has to be changed before ``attach`` accepts a Trainer, and further entries of these names."""
-    args = trainer.args
-    if taken := sorted(
-        {"model", "optimizer", "scheduler", "scaler", "trainer", "rng"}.intersection(extra)
-    ):
-        yield f"extra has entries of the Trainer's own names: rename {', '.join(taken)}"
-    if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed trains: use tierfall.integrations.deepspeed"
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        yield "FSDP1 shards the model: set fsdp_config={'fsdp_version': 2}"
-    if args.save_total_limit:
-        yield "save_total_limit has no folders to delete: remove it, and set `retain: {last: N}` of the tiers"
-    if args.save_only_model:
-        yield "save_only_model leaves nothing to resume from: remove it; `tierfall export --only model` writes weights"
-    if args.push_to_hub and args.hub_strategy != "end":
-        yield "hub_strategy has no folders to push: set hub_strategy='end'"
-    if getattr(args, "enable_jit_checkpoint", False):
-        yield "enable_jit_checkpoint and tierfall both act on SIGTERM: remove it; see docs/hugging-face.md"
-    if args.auto_find_batch_size or getattr(args, "use_adaptive_entropy", False):
-        yield "auto_find_batch_size and use_adaptive_entropy rely on checkpoint folders: remove them"
+
+def metrics_at(step: int, log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that were logged at a step. Entries of a callback's own may have no step."""
+    named = (entry for entry in reversed(log) if "step" in entry)
+    entries = [*itertools.takewhile(lambda entry: entry["step"] == step, named)]
+    logged = ((k, x) for entry in reversed(entries) for k, x in entry.items() if k != "step")
+    return {k: x for k, x in logged if isinstance(x, int | float)}

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -41,8 +43,11 @@ from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
+from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, run_folder, tier_rules
+from tierfall.setup.tiers import ANSWER_S, SLOT, bounds_s, open_stores, tier_rules
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -126,13 +131,25 @@ def _describe(checkpoint: KnownCheckpoint) -> str:
     return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
-def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
-    """Return the candidates of a restore, newest first."""
-    return tuple(
-        c.id
-        for c in sorted(known, key=lambda c: c.id, reverse=True)
-        if c.commit is not None and not c.abandoned and not c.tombstoned
-    )
+def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
+    """Return the checkpoints that can be restored, newest first. Memory counts if it has the images of all ranks."""
+    whole = [
+        replace(c, copies={t: copy for t, copy in c.copies.items() if not copy.lacks_ranks})
+        for c in known
+    ]
+    return tuple(c.id for c in to_view((), whole, wall_time_s=0.0).restorable)
+
+
+def without_good_copy(listings: Sequence[Listing]) -> dict[CheckpointId, str]:
+    """Return why no tier has a good copy of a live checkpoint, for each such one: "damaged: ..." if all are damaged,
+    else "could not be read: ..."."""
+    found = {}
+    for checkpoint in merge(listings):
+        problems = [copy.damage for copy in checkpoint.copies.values() if copy.damage]
+        if checkpoint.live and len(problems) == len(checkpoint.copies):
+            what = "could not be read" if checkpoint.unread else "damaged"
+            found[checkpoint.id] = f"{what}: {'; '.join(map(str, problems))}"
+    return found
 
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
@@ -140,7 +157,11 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     owed to none."""
     view = to_view(tier_rules(config), known, wall_time_s=time.time())
     written = {tier.name for tier in view.tiers}
-    readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
+    readable = {
+        c.id
+        for c in known
+        if any(tier in written and copy.damage is None for tier, copy in c.copies.items())
+    }
     return replace(
         view,
         checkpoints=tuple(
@@ -188,18 +209,22 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
+    if missing := _missing_folders(config):
+        named = ", ".join(f"tier {name}: {folder}" for name, folder in missing.items())
+        raise UnreachableError(
+            f"nothing was changed, since a folder is missing ({named}): mount or restore it. A new tier's folder is "
+            "created by the first training, or by hand"
+        )
+
+
+def _missing_folders(config: Config) -> dict[str, Path]:
     folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
     answers = BoundedCalls().call_all(
         {name: partial(_is_missing, folder) for name, folder in folders.items()},
         bounds_s(config),
         doing="open",
     )
-    missing = [f"tier {name}: {folder}" for name, folder in folders.items() if answers[name].value]
-    if missing:
-        raise UnreachableError(
-            f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it. A new "
-            "tier's folder is created by the first training, or by hand"
-        )
+    return {name: folder for name, folder in folders.items() if answers[name].value}
 
 
 def _is_missing(path: Path) -> bool:
@@ -279,14 +304,15 @@ def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
 
 
 @contextmanager
-def owned_session(config: Config) -> Iterator[Session]:
-    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end.
+def owned_session(config: Config, command: str) -> Iterator[Session]:
+    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end. ``command``
+    is the name of the command that does.
 
     Raises UnreachableError, before anything is created, where a tier's folder is missing.
     """
     check_folders(config)
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, tending=True)
+        tiers = OpenedTiers(config, run=config.run, tending=True, command=command)
         undo.callback(tiers.close, keep=True)
         session = Session(tiers, tend(tiers))
         undo.callback(session.abandon)
@@ -299,12 +325,23 @@ def owned_session(config: Config) -> Iterator[Session]:
 
 
 def run_commands(
-    config: Config, kind: CommandKind, ids: Sequence[CheckpointId]
+    config: Config, kind: CommandKind, ids: Sequence[CheckpointId], *, even_the_last: bool = True
 ) -> tuple[CommandResult, ...]:
-    """Execute a command for each checkpoint, on every tier, memory included. Raises LockError where a trainer has
-    started."""
-    with owned_session(config) as session:
+    """Execute a command for each checkpoint, on every tier, memory included.
+
+    Raises LockError if a trainer has started, StepError, unless ``even_the_last``, if a deletion would leave nothing
+    that can be restored: another command may have deleted the rest just now.
+    """
+    with owned_session(config, f"tierfall {verb_of(kind)}") as session:
+        left = set(restorable(merge(session.listings))) - set(ids)
+        if kind is CommandKind.DELETE and not (left or even_the_last):
+            raise StepError("rm: no step would be left that can be restored; nothing was deleted")
         return tuple(_run_command(session, kind, id) for id in ids)
+
+
+def verb_of(kind: CommandKind) -> str:
+    """Return the name that a command has on the command line."""
+    return "rm" if kind is CommandKind.DELETE else str(kind)
 
 
 def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
@@ -342,7 +379,7 @@ def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
     """Apply retention on every stored tier, as a trainer does after each commit."""
-    with owned_session(config) as session:
+    with owned_session(config, "tierfall prune") as session:
         coordinator = session.coordinator
 
         def plan() -> tuple[Decision, ...]:
@@ -373,21 +410,44 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
     in its place counts as a new tier. Return where it was removed, and the errors by tier.
 
-    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed.
+    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed. Raises LockError if a
+    trainer of this machine is alive: it goes by what it remembers.
     """
+    config = with_own_peers(config, config.run)
+    folder = prepare_folder(run_folder(config, config.run))
+    lock = RunLock.acquire(
+        folder / lock_name(SLOT),
+        run=config.run,
+        command="tierfall forget",
+        wait_s=config.max_wait_s,
+    )
+    try:
+        return _forget(config, tier, folder)
+    finally:
+        lock.release()
+
+
+def _forget(
+    config: Config, tier: str, folder: Path
+) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
     peers = config.peers
     others = config.without(peers.name) if peers is not None else config
-    stores, failed = open_stores(others, config.run, is_bounded=True)
+    there = others.reading_only(_missing_folders(others))  # opening for writing creates a folder
+    stores, failed = open_stores(there, config.run, is_bounded=True)
     if peers is not None and kept_folders(peers.path):
         kept = view_kept(peers, tends=True)
-        stores[peers.name] = StoredTier(name=peers.name, run=config.run, backend=kept)
-    try:
-        folder = run_folder(config, config.run)
-        ask = ask_within_bound(config, stores, BoundedCalls())
-        forgotten_by, refused = TierIdentities(config, stores, folder, ask=ask).forget(
-            tier, wall_time_s=time.time()
+        stores[peers.name] = StoredTier(
+            name=peers.name, run=config.run, backend=kept, has_latest=False
         )
+    try:
+        ask = ask_within_bound(config, stores, BoundedCalls())
+        identities = TierIdentities(config, stores, folder, ask=ask)
+        forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
     finally:
         close_stores(stores, ANSWER_S)
     failed.pop(tier, None)  # the tier itself need not answer
-    return forgotten_by, {**failed, **refused}
+    return forgotten_by, {
+        name: error
+        for name, error in {**failed, **refused}.items()
+        if identities.is_remembered(name) or not isinstance(error, NoFolderError)
+    }

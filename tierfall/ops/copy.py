@@ -68,7 +68,7 @@ def copy(
     where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
     it. After an error nothing of the copy is left.
     """
-    with owned_reader(config) as reader:
+    with owned_reader(config, "tierfall copy") as reader:
         listings = reader.list()
         checkpoint = next((c for c in merge(listings) if c.id == id), None)
         if checkpoint is None:
@@ -226,7 +226,7 @@ def _name_latest(
         return ()
     try:
         store.write_latest(checkpoint.id)
-    except BackendError as error:  # only a hint for people: the checkpoint is committed
+    except BackendError as error:  # the checkpoint is committed all the same
         return (f"{store.name}: could not write 'latest': {error}",)
     return ()
 

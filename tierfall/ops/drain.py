@@ -6,13 +6,10 @@ copies are listed before the first is begun; memory is freed once all of them ar
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing, merge
@@ -29,10 +26,9 @@ from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
 from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import run_folder
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import SealedImage, arena_slots
-from tierfall.tiers.stored import StoredTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +74,15 @@ def drain(
     check_folders(config)
     slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, accept_arena=True, draining=True)
+        tiers = OpenedTiers(
+            config, run=config.run, accept_arena=True, draining=True, command="tierfall drain"
+        )
         undo.callback(tiers.close, keep=True)
         images = images_in(tiers.hosts())
         if not images:  # the owner of a moment ago has flushed them
             return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
-        tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
+        tiers.write_for(writer_of(newest, tiers))
         planned = _owed(tiers.config, tiers.listings)
         shards = MachineShards(tiers, slots) if tiers.agrees else None
         if shards is None:  # else other machines may be writing
@@ -110,8 +108,10 @@ def drain(
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.call(lambda: _committed(session, planned))
-        problems = [*(shards.problems if shards else ()), *map(str, session.coordinator.errors)]
-        kept = must_keep_memory(session) or (shards is not None and bool(set(planned) - done))
+        left = set(planned) - done
+        errors = session.coordinator.errors if left else ()  # else the tier has recovered
+        problems = [*(shards.problems if shards else ()), *map(str, errors)]
+        kept = must_keep_memory(session) or (shards is not None and bool(left))
     finally:
         session.close(keep_memory=kept)
     problems += [
@@ -128,22 +128,25 @@ def drain(
     )
 
 
-def writer_of(
-    newest: SealedImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
-) -> Attempt:
-    """Return the attempt that left the newest image, or a later one of this node whose process is dead.
+def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
+    """Return the attempt that left the newest image, or a later one that owned this memory after it: it saved nothing
+    that memory does not hold, and it is dead, as this process has the locks of this memory.
 
-    Such a process saved nothing that memory does not hold. Raises FencedError where another later attempt exists,
-    IntegrityError where the record of one is damaged.
+    Raises FencedError where another later attempt exists, IntegrityError where the record of one is damaged.
     """
+    listings, stores = tiers.listings, tiers.stores
     line = newest.commit.lineage
     number = line.checkpoint.attempt
+    start = (
+        "start the training here: its start looks at all tiers and at this memory, goes on from the newest checkpoint, "
+        "and flushes what is still owed. To free this memory: 'tierfall drain --discard'"
+    )
     try:
         later = newest_attempt(listings, stores, above=number)
     except IntegrityError as error:
         raise IntegrityError(
-            f"drain: {error}: it may be of a newer start than the one that left {path}, and nothing is written beside "
-            f"a newer start. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
+            f"drain: {error}: it may be of a newer start than the one that left {tiers.host.path}, and nothing is "
+            f"written beside a newer start. If no newer start of run {line.run!r} is alive, {start}"
         ) from error
     if later is None:
         attempt = attempt_of(line)
@@ -154,25 +157,14 @@ def writer_of(
                 stores[listing.tier].trust_attempt(attempt)
         return attempt
     attempt, tier = later
-    if not _is_dead(attempt):
+    remembered = tiers.identities.remembered
+    if remembered is None or remembered.attempt_id != attempt.id:
         raise FencedError(
             f"drain: attempt {number} of run {line.run!r} was followed by attempt {attempt.number} (process "
-            f"{attempt.pid} on {attempt.node}) by tier {tier}: nothing of the older one is written any more. If its "
-            f"images are not needed, remove {path}"
+            f"{attempt.pid} on {attempt.node}) by tier {tier}, which did not begin with this memory: nothing of the "
+            f"older one is written any more. Once that start has ended, {start}"
         )
     return attempt
-
-
-def _is_dead(attempt: Attempt) -> bool:
-    if attempt.node != socket.gethostname():
-        return False
-    try:
-        os.kill(attempt.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 def find_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:

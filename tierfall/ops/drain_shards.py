@@ -20,7 +20,6 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
-from tierfall.ops.commands import unread
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.session import Session
@@ -89,10 +88,14 @@ class MachineShards:
             lacking = known.commit.world_size - len(_shards_at_hand(known))
             if not lacking or not self.are_all_here:
                 yield known.commit
-            elif unread(self.tiers.listings):
+            elif self._has_unread:
                 self.problems.append(
-                    f"{id}: {lacking} of its images are not in memory; a tier that could not be read may have them"
+                    f"{id}: {lacking} of its images are not in memory; what could not be read may have them"
                 )
+
+    @property
+    def _has_unread(self) -> bool:
+        return any(listing.unread is not None for listing in self.tiers.listings)
 
     def may_flush(self, id: CheckpointId) -> bool:
         """Whether a checkpoint is of one rank, or of several whose images may all be found."""
@@ -119,7 +122,7 @@ class MachineShards:
 
     def add_stored(self, session: Session) -> None:
         """Add the images that only other tiers have to what this machine uploads, and leave out what is uploaded."""
-        if not unread(self.tiers.listings):  # what lacks images is no checkpoint
+        if not self._has_unread:  # what lacks images is no checkpoint
             session.leftovers.partial_images.clear()
         for entry in session.leftovers.whole_images:
             assert entry.shards is not None

@@ -43,7 +43,8 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import open_writable
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.lanes import lane_limits
-from tierfall.setup.tiers import ANSWER_S, open_stores, run_folder
+from tierfall.setup.places import memory_root
+from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 
@@ -75,6 +76,7 @@ class TierMeasurement:
     read_only: bool = False
     capacity_bytes: int | None = None
     run_bytes: int | None = None
+    not_created: bool = False
     error: TierfallError | None = None
 
 
@@ -88,6 +90,7 @@ def measure(
     found = []
     with RunReader(config) as reader:
         listings, missing = reader.list_with_missing()
+        new = reader.not_created(listings)
     run_bytes = {x.tier: x.used_bytes for x in listings if x.error is None}
     for tier in config.chain:
         on_tier(tier.name)
@@ -96,13 +99,15 @@ def measure(
         else:
             why = missing.get(tier.name)
             measured = _measure_stored(config, tier, size_bytes, why)
+            if tier.name in new:
+                measured = replace(measured, not_created=True, error=None)
             found.append(replace(measured, run_bytes=run_bytes.get(tier.name)))
     return tuple(found)
 
 
 def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
     """Return the free bytes of host memory; its rate is not measured."""
-    folder = run_folder(config, config.run)
+    folder = memory_root(config) / config.run
     known = TierMeasurement(
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
     )

@@ -8,7 +8,7 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Self, TypeVar
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.config import Config, PeerTierConfig
+from tierfall.config import Config, PeerTierConfig, load_config
+from tierfall.config.fields import is_address
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
@@ -26,10 +27,11 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
-from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.session.leftovers import regions_in
+from tierfall.core.types.text import format_some
+from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
+from tierfall.session.leftovers import images_in, list_slots, regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.places import memory_root, run_folder, seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -39,7 +41,6 @@ from tierfall.setup.tiers import (
     bounds_s,
     list_all,
     open_stores,
-    run_folder,
     unattached_slot,
 )
 from tierfall.tiers.arena.arena import arena_name, lock_name
@@ -49,6 +50,8 @@ from tierfall.tiers.stored import StoredTier
 T = TypeVar("T")
 _RECORD_BYTES_MAX = 64 << 20
 _ARENAS = arena_name(0).replace("0", "*")
+NO_MEMORY = "/nonexistent/tierfall"
+"""A folder that never exists, in place of host memory: that of a run is found by its configuration."""
 PATH_ANSWER_S = 60.0
 """Seconds that the file system of a path has to answer: as ``max_wait`` by default, which a path has not."""
 
@@ -64,33 +67,63 @@ def known_slots(folder: Path) -> list[int]:
 
 
 def find_owner(folder: Path) -> LockOwner | None:
-    """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
+    """Return the living trainer that owns the lowest slot of a run's folder on this machine, or None; a command is
+    none."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
-    return next((owner for owner in owners if owner is not None), None)
+    return next((owner for owner in owners if owner is not None and not owner.command), None)
 
 
-def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
-    """Count the images that all ranks have left in host memory, and list what is damaged; no slot is locked."""
-    folder = run_folder(config, config.run)
-    count, problems = 0, []
-    for slot in known_slots(folder):
-        host = unattached_slot(folder, slot, name=config.host.name, run=config.run)
+def open_memory(
+    folder: Path, slots: Iterable[int], *, name: str, run: str
+) -> tuple[list[HostTier], TierfallError | None]:
+    """Open slots of a run's folder for reading, without locking them. Return them, and why one cannot be read."""
+    hosts: list[HostTier] = []
+    problem: TierfallError | None = None
+    for slot in slots:
+        host = unattached_slot(folder, slot, name=name, run=run)
+        hosts.append(host)
         try:
-            if not host.attach(writable=False):
-                continue
-            listing = host.list()
+            host.attach(writable=False)
         except TierfallError as error:
-            problems.append(error)
-            continue
-        count += len(listing.copies)
-        problems += listing.damaged
-        host.close(keep=True)
-    return count, problems
+            problem = error
+    return hosts, problem
+
+
+def config_of_place(place: str, run: str | None) -> Config:
+    """Return a configuration that only reads one tier, and no memory: a tier's folder, a run's folder or an address.
+
+    Raises ConfigError if ``run`` is not given, and the tier has not one run; else the error of a tier that could not be
+    read.
+    """
+    tier = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
+    advice = ""
+    if not is_address(place):
+        folder = Path(place).expanduser().absolute()
+        try:
+            if _is_run(folder):
+                folder, run = folder.parent, run or folder.name
+            elif (folder / "tiers.yaml").exists():
+                advice = f"; did you mean {folder / 'tiers.yaml'}?"
+        except OSError as refusal:
+            raise UnreachableError(f"{place} could not be listed: {refusal.strerror}") from refusal
+        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
+    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
+    config = load_config({"run": run or "run", "tiers": [host, {**tier, "read_only": True}]})
+    if run is not None:
+        return config
+    names, errors = find_runs(config)
+    for error in errors.values():
+        raise error
+    if len(names) == 1:
+        return load_config(config, run=names[0])
+    found = f"the runs {format_some(names)}: name one by --run" if names else "no run"
+    shown = "the address" if is_address(place) else place
+    raise ConfigError(f"{shown} has {found}{advice}")
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
-    """Return the names of all runs on the tiers and in host memory, and the errors of the tiers that could not be
-    read."""
+    """Return the names of all runs on the tiers, and of these tiers in host memory, and the errors of the tiers that
+    could not be read."""
     stores, errors = open_stores(config, config.run, read_only=True)
     folders = {
         tier.name: None if isinstance(tier, PeerTierConfig) else tier.folder
@@ -98,7 +131,7 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     }
     names = set[str]()
     try:
-        names = _runs_in_memory(run_folder(config, config.run).parent)
+        names = _runs_in_memory(config)
     except TierfallError as error:
         errors[config.host.name] = error
     try:
@@ -115,12 +148,28 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
             errors[name] = answer.error
         else:
             names |= answer.get()
+    for name in _not_created(config, names) if errors else ():
+        errors.pop(name, None)
     return sorted(names), errors
 
 
-def _runs_in_memory(folder: Path) -> set[str]:
-    below = _folders_in(folder) if folder.exists() else []
-    return {run.name for run in below if any(run.glob(_ARENAS)) or find_owner(run)}
+def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
+    """Return the tiers whose folder is missing, and that no run remembers: none of these, none of this machine."""
+    root = memory_root(config)
+    known = {config.run, *runs, *(f.name for f in (_folders_in(root) if root.exists() else ()))}
+    new = {tier.name for tier in config.stored}
+    for run in known:
+        with RunReader(config.model_copy(update={"run": run})) as reader:
+            new &= {*reader.list_with_new()[1]}
+    return new
+
+
+def _runs_in_memory(config: Config) -> set[str]:
+    """Return the runs of these tiers in host memory; other projects may have other ones there."""
+    root = memory_root(config)
+    names = [folder.name for folder in _folders_in(root)] if root.exists() else []
+    folders = {name: run_folder(config, name) for name in names}
+    return {name for name, run in folders.items() if any(run.glob(_ARENAS)) or find_owner(run)}
 
 
 def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
@@ -151,60 +200,61 @@ class RunReader:
         self.config = config = seen_by_one(config, reads_images=False)
         self.run = run or config.run
         folder = run_folder(config, self.run)
-        self._lock_path = folder / lock_name(SLOT)
         self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
         self._calls = BoundedCalls()
         self._folder = folder
-        self._host_error: TierfallError | None = None
-        self.host = self._attach()
+        self._hosts = self._attach()
 
-    def _host(self, slot: int) -> HostTier:
-        return unattached_slot(self._folder, slot, name=self.config.host.name, run=self.run)
+    def _attach(self) -> list[HostTier]:
+        """Open the memory of every rank on this node."""
+        slots = sorted({SLOT, *known_slots(self._folder)})
+        hosts, self._host_error = open_memory(
+            self._folder, slots, name=self.config.host.name, run=self.run
+        )
+        return hosts
 
-    def _attach(self) -> HostTier:
-        host = self._host(SLOT)
-        self._host_error = None
-        try:
-            host.attach(writable=False)
-        except TierfallError as error:
-            self._host_error = error
-        return host
+    @property
+    def host(self) -> HostTier:
+        """The memory of the first rank on this node."""
+        return self._hosts[0]
 
     def reopen_memory(self) -> None:
         """Open memory again: a living trainer may have reused a region for another image."""
-        self.host.close(keep=True)
-        self.host = self._attach()
+        self._close_memory()
+        self._hosts = self._attach()
+
+    def _close_memory(self) -> None:
+        for host in self._hosts:
+            host.close(keep=True)
 
     def owner(self) -> LockOwner | None:
         """Return the living process that trains this run on this machine, or None."""
-        return RunLock.owner(self._lock_path) or find_owner(self._folder)
+        return find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
-        listings, missing = self.list_with_missing()
-        listings = tuple(
-            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
-            for x in listings
-        )
-        if self._host_error is None:
-            return listings
-        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+        """List all tiers; those that are not created yet are empty: ``open`` creates them."""
+        return self.list_with_new()[0]
 
-    def list_as_at_open(self) -> tuple[Listing, ...]:
-        """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
-        it."""
-        listings = self.list()
-        identities = self._identities(listings)
+    def list_with_new(self) -> tuple[tuple[Listing, ...], Sequence[str]]:
+        """Return the same, and the tiers that are not created yet."""
+        listings, missing = self.list_with_missing()
+        new = self.not_created(listings)
+        errors = {**dict.fromkeys(new), **missing}
         return tuple(
-            Listing(tier=x.tier)
-            if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
-            else x
-            for x in listings
-        )
+            Listing(tier=x.tier, error=errors[x.tier]) if x.tier in errors else x for x in listings
+        ), new
+
+    def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
+        """Return the tiers whose folder is missing, and that nothing remembers: no run has used them."""
+        missing = [x.tier for x in listings if isinstance(x.error, NoFolderError)]
+        identities = self._identities(listings) if missing else None
+        return [t for t in missing if identities is not None and not identities.is_remembered(t)]
 
     def list_with_missing(self) -> tuple[tuple[Listing, ...], dict[str, UnreachableError]]:
         """Return the listings of all tiers, and the tiers that count as not mounted, as they are empty and should not
         be, each with the error."""
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        listings = (self.memory(), *listings[1:])
         return listings, self._missing(listings)
 
     def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
@@ -215,21 +265,22 @@ class RunReader:
         return TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
 
     def memory(self) -> Listing:
-        """List host memory, without the other tiers."""
+        """List the host memory of all ranks on this node, without the other tiers."""
         if self._host_error is not None:
             return Listing(tier=self.host.name, error=self._host_error)
-        return self.host.list()
+        return list_slots(self._hosts)
 
-    def images(self) -> dict[CheckpointId, SealedImage]:
-        return self.host.images()
+    def images(self) -> Sequence[tuple[CheckpointId, SealedImage]]:
+        """Return the images in the memory of all ranks on this node."""
+        return images_in(self._hosts)
 
     def opener(self) -> OpenImage:
         """Return a function that opens images, also those in memory now."""
-        return image_opener(self.stores, self.host.name, regions_in([self.host]))
+        return image_opener(self.stores, self.host.name, regions_in(self._hosts))
 
     def close(self) -> None:
         close_stores(self.stores, ANSWER_S)
-        self.host.close(keep=True)
+        self._close_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -314,7 +365,7 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
+def open_place(place: RunPath) -> StoredTier:
     """Open the root of a resolved path as a tier, for reading, each read with a bound."""
     backend = PosixBackend(place.root, read_only=True)
     received = LastAnswer(backend)
@@ -325,14 +376,13 @@ def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
         bytes_per_s_min=READ_BYTES_PER_S_MIN,
         last_answer_s=lambda: received.last_answer_s,
     )
-    store = StoredTier(
+    return StoredTier(
         name=str(place.root),
         run=place.run,
         backend=bounded,
-        links=backend.links,
+        names=backend.names,
         last_answer_s=lambda: received.last_answer_s,
     )
-    return store, {store.name: store.list()}
 
 
 class PathReader:
@@ -343,12 +393,11 @@ class PathReader:
         self._path = path
         self._calls = BoundedCalls()
         self.place = self._call(lambda: resolve_path(path))
-        self.store, self.listings = self._call(
-            lambda: open_place(self.place), too_late=lambda opened: opened[0].close()
-        )
+        self.store = self._call(lambda: open_place(self.place), too_late=StoredTier.close)
 
-    def opener(self) -> OpenImage:
-        return image_opener({self.store.name: self.store})
+    def look(self) -> tuple[Sequence[Listing], OpenImage]:
+        """List the run, and return how its images are opened."""
+        return [self._call(self.store.list)], image_opener({self.store.name: self.store})
 
     def advice_if_moved(self) -> str | None:
         """See ``advice_if_moved``."""

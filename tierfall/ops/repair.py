@@ -21,7 +21,6 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
-    KeyNotFoundError,
     NotSupportedError,
     StepError,
     TierfallError,
@@ -139,9 +138,9 @@ class Repairer:
             return
         try:
             store.read_commit(copy.id)
-        except NotSupportedError:
-            raise
-        except (IntegrityError, KeyNotFoundError):
+        except TierfallError as error:
+            if not error.is_damage:
+                raise
             self._check_line(store, copy.id, known)
 
     def _check_line(self, store: StoredTier, id: CheckpointId, known: Commit | None) -> None:
@@ -151,7 +150,9 @@ class Repairer:
             try:
                 data = store.read_manifest(id, shard)
                 manifest = parse_manifest(data, what=keys.manifest_name(shard))
-            except (IntegrityError, KeyNotFoundError):
+            except TierfallError as error:
+                if not error.is_damage:
+                    raise
                 continue
             if known is not None and manifest.lineage != known.lineage:
                 raise StepError("its files are of another checkpoint than that on other tiers")
@@ -209,7 +210,7 @@ class Repairer:
 
     def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
         """Whether every file of a commit record exists."""
-        there = {stored.key for stored in store.files(commit.lineage.checkpoint)}
+        there = {stored.key for stored in store.files(commit.lineage.checkpoint, commit)}
         return all(file.name in there for file in commit.files)
 
     def _delete_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:

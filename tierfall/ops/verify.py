@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.config import Config
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
-from tierfall.core.format.catalog import Listing, StepFolderError
+from tierfall.core.format.catalog import Listing
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -106,10 +107,10 @@ def check_run(
                 copies, more = _check_memory(reader, listing, scope, verifier)
                 found += copies
                 findings += more
-            else:
-                store = reader.stores[listing.tier]
-                ids = [c.id for c in listing.copies if scope.covers(listing.tier, c.id)]
-                found += [verifier.check_stored(store, id) for id in ids]
+            elif listing.tier in reader.stores:  # else it is not created yet
+                copies, more = _check_stored(reader, listing, scope, verifier)
+                found += copies
+                findings += more
         stored = [x for x in covered if x.error is None and x.tier in reader.stores]
         for listing in stored if scope.checkpoints is None else ():
             store = reader.stores[listing.tier]
@@ -178,6 +179,31 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
         logger.info("%s: %s was deleted meanwhile", store.name, copy.id)
 
 
+# Stored tiers ----------------------------------------------------------------------------------------
+
+
+def _check_stored(
+    reader: RunReader, listing: Listing, scope: VerifyScope, verifier: CopyVerifier
+) -> tuple[list[CheckedCopy], list[Finding]]:
+    """Verify the copies on a stored tier. What has no record, and had none before, is a finding."""
+    store, found, findings = reader.stores[listing.tier], [], []
+    for copy in listing.copies:
+        if not scope.covers(listing.tier, copy.id):
+            continue
+        if isinstance(copy.damage, KeyNotFoundError) and scope.checkpoints is None:
+            continue  # ``latest`` alone names it, and is checked
+        checked = verifier.check_stored(store, copy.id)
+        if checked.gone and copy.damage is not None and copy.commit is None:
+            text = str(copy.damage).removeprefix(f"{listing.tier}: ")
+            problem, _, advice = text.partition(": ")
+            findings.append(
+                Finding(tier=listing.tier, id=copy.id, file="", problem=problem, advice=advice)
+            )
+        else:
+            found.append(checked)
+    return found, findings
+
+
 # Memory ----------------------------------------------------------------------------------------------
 
 
@@ -193,7 +219,7 @@ def _check_memory(
         time.sleep(BETWEEN_LOOKS_S)  # a trainer may be writing there now; real damage stays
         reader.reopen_memory()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
-        broken = reader.host.list().damaged
+        broken = reader.memory().damaged
         found = [again.get(c.id, _deleted(c)) if c.damage else c for c in found]
     advice = (
         f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
@@ -209,10 +235,12 @@ def _check_memory(
 def _look_at_memory(
     reader: RunReader, scope: VerifyScope, verifier: CopyVerifier
 ) -> list[CheckedCopy]:
+    regions: dict[CheckpointId, list[HostRegion]] = {}
+    for id, image in reader.images():
+        if scope.covers(reader.host.name, id):
+            regions.setdefault(id, []).append(image.region)
     return [
-        verifier.check_region(reader.host.name, id, image.region)
-        for id, image in sorted(reader.images().items())
-        if scope.covers(reader.host.name, id)
+        verifier.check_regions(reader.host.name, id, held) for id, held in sorted(regions.items())
     ]
 
 
@@ -224,7 +252,7 @@ def _deleted(copy: CheckedCopy) -> CheckedCopy:
 
 
 def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
-    """Check the records of attempts, the folders of steps, and ``latest``."""
+    """Check the records of attempts, and ``latest``."""
     findings = []
     for number in listing.attempts:
         key = keys.attempt_key("", number).lstrip("/")
@@ -239,26 +267,17 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))
-    findings += [_no_folder(store, error) for error in listing.step_folder_errors()]
-    findings += _check_latest(store, listing)
-    return findings
+    return [*findings, *_check_latest(store)]
 
 
-def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
-    problem, _, advice = str(error).removeprefix(f"{store.name}: ").rpartition(": ")
-    return Finding(tier=store.name, id=error.checkpoint, file="", problem=problem, advice=advice)
-
-
-def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
+def _check_latest(store: StoredTier) -> list[Finding]:
     latest = store.read_latest()
-    if latest is None or listing.step_folder_errors(latest.step, latest.attempt):
-        return []  # reported as a finding of its own
-    if _is_there(store, latest) or store.read_latest() != latest:
+    if latest is None or _is_there(store, latest) or store.read_latest() != latest:
         return []
     problem = IntegrityError(f"it names {latest}, which does not exist")
     advice = (
-        "it is a hint for people, and no restore reads it; the next commit there rewrites it, and so does tierfall "
-        f"verify --tier {store.name} --repair"
+        "if the folder of the step was moved, bring it back; if it was deleted, the next commit there has it name "
+        f"another step, and so does tierfall verify --tier {store.name} --repair"
     )
     return [_tier_finding(store, keys.LATEST_NAME, problem, advice)]
 
@@ -268,7 +287,7 @@ def _is_there(store: StoredTier, id: CheckpointId) -> bool:
         store.read_commit(id)
     except KeyNotFoundError:
         return False
-    except (IntegrityError, NotSupportedError):
+    except TierfallError:
         return True  # reported with its copy
     return True
 

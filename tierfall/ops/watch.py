@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from tierfall.config import Config
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import TierfallError
 from tierfall.ops.reader import known_slots
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import run_folder
 from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name
@@ -101,6 +102,7 @@ class Watcher:
         path = config.events and config.events.file_of(run=run, rank=0)
         self._tail = LogTail(Path(path)) if path else None
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
+        self._conditions = Conditions()
 
     def take_snapshot(self) -> RunSnapshot:
         problems: list[str] = []
@@ -119,10 +121,14 @@ class Watcher:
 
     def living_statuses(self) -> tuple[Status, ...]:
         """Return the statuses of the living processes of this node, by slot; for any thread."""
-        problems: list[str] = []
-        slots = [self._slot(number, problems) for number in known_slots(self._folder)]
-        for problem in problems:
-            logger.warning("%s", problem)
+        slots = []
+        for number in known_slots(self._folder):
+            problems: list[str] = []
+            slots.append(self._slot(number, problems))
+            for problem in problems:
+                self._conditions.report(number, logging.WARNING, "%s", problem)
+            if not problems:
+                self._conditions.end(number, "the status in slot %d is read again", number)
         return tuple(slot.status for slot in slots if slot.alive and slot.status is not None)
 
     def _slot(self, number: int, problems: list[str]) -> RankProcess:

@@ -32,7 +32,8 @@ from tierfall.ops.commands import check_folders
 from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.bounded_tiers import close_stores
-from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores, run_folder
+from tierfall.setup.places import run_folder
+from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
@@ -42,11 +43,13 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK, keys.ON_PEERS_MARK})
 
 
 @contextmanager
-def owned_reader(config: Config) -> Iterator[RunReader]:
+def owned_reader(config: Config, command: str) -> Iterator[RunReader]:
     """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
     alive."""
     folder = prepare_folder(run_folder(config, config.run))
-    lock = RunLock.acquire(folder / lock_name(SLOT), run=config.run)
+    lock = RunLock.acquire(
+        folder / lock_name(SLOT), run=config.run, command=command, wait_s=config.max_wait_s
+    )
     try:
         with RunReader(config) as reader:
             yield reader

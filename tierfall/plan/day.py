@@ -135,7 +135,7 @@ def _with_limit(
     if rules.kind is TierKind.HOST or limit is None or not size <= limit < wanted.bytes_max:
         return tier
     reason = (
-        f"without a limit it would hold up to {wanted.kept_max} checkpoints within the day, "
+        f"without a limit it would hold at most {wanted.kept_max} checkpoints within the day, "
         f"{format_size(wanted.bytes_max)}; {_describe_limit(limit, rules)} has room for {limit // size}: "
         f"{_larger(limit, rules)}, keep fewer (retain), or save there less often (flush.every)"
     )

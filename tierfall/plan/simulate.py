@@ -118,6 +118,10 @@ class SimulatedMemory:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = self.free_bytes = capacity_bytes
 
+    @property
+    def largest_free_bytes(self) -> int:
+        return self.free_bytes
+
     def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None:
         if image_bytes > self.free_bytes:
             return None

@@ -36,7 +36,6 @@ from tierfall.run.saver import Saver
 from tierfall.run.staging import PathStages
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage
-from tierfall.setup.tiers import run_folder
 from tierfall.tiers.arena.folder import room_for_arena
 
 logger = logging.getLogger("tierfall")
@@ -170,7 +169,7 @@ class PathSaves:
         capacity = self._config.host.capacity_bytes
         if capacity is not None:
             return capacity
-        room = room_for_arena(run_folder(self._config, self.session.run))
+        room = room_for_arena(self.session.tiers.folder)
         free = room.memory_free_bytes
         ranks = len(self.session.ranks.topology.local_ranks)
         return (room.file_system_free_bytes if free is None else free) // (2 * ranks)

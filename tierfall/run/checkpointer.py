@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +30,14 @@ from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
+from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
 from tierfall.run import group_commands
-from tierfall.run.open_run import OpenRun
+from tierfall.run.open_run import OpenRun, failed_by_exception
 from tierfall.session import statistics
 from tierfall.setup import pointer
 from tierfall.setup.lineage import as_step
@@ -47,6 +47,12 @@ from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreRepor
 logger = logging.getLogger("tierfall")
 
 
+@public_class(
+    alone=(
+        *("save", "maybe_save", "restore", "load", "begin", "drain", "close"),
+        *("pin", "unpin", "delete", "prune"),
+    )
+)
 class Checkpointer:
     """Saves and restores one training run. Made by ``tierfall.open``; a context manager.
 
@@ -62,8 +68,11 @@ class Checkpointer:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
-        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, connect=connect)
+        opened = OpenRun(
+            config, run=run, fresh=fresh, ranks=ranks, connect=connect, command=command
+        )
         self._opened = opened
         self._config = opened.config
         self._session = opened.session
@@ -100,6 +109,17 @@ class Checkpointer:
         CapacityError where a tier cannot hold one checkpoint, FencedError where a newer attempt of the run exists, and
         under ``on_error: raise`` what failed since the last call.
         """
+        return self._save(step, state, metrics, tags, block=block)
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        *,
+        block: bool,
+    ) -> SaveHandle:
         handle = self._opened.save_state(step, state, metrics, tags)
         if block:
             with self._session.waiting_for_copies(f"save of step {step}"):
@@ -126,7 +146,7 @@ class Checkpointer:
         self._saver.counts.steps.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
-            handle = self.save(step, state, metrics=metrics, tags=tags, block=block)
+            handle = self._save(step, state, metrics, tags, block=block)
         if handle is not None:
             self._session.status.training = statistics.cadence_metrics(
                 self._cadence.report(), self._cadence.ettr()
@@ -181,8 +201,8 @@ class Checkpointer:
         named: what ``skip`` names is left unchanged (``*`` matches one component: ``"optimizer.param_groups.*.lr"``),
         ``rename`` maps names in the checkpoint to names in the state, ``retype`` names optimizers and objects whose
         class has changed, and ``resize`` tensors that may have another shape: what both shapes have in common is
-        restored, with the optimizers' state of it, whose new elements are 0. Gradients of restored parameters are set
-        to None.
+        restored, with the optimizers' state of it, whose new elements are 0. A place that is None or an empty list or
+        dict takes what the checkpoint has there. Gradients of restored parameters are set to None.
 
         Returns None where every tier answered and none has a checkpoint. Raises RestoreError where the state does not
         match, where no checkpoint can be read whole, and where a tier did not answer that may have a newer one
@@ -344,16 +364,21 @@ class Checkpointer:
         """Remove a checkpoint's pin on every tier."""
         self._command(CommandKind.UNPIN, step, attempt)
 
-    def delete(self, step: int, *, attempt: int | None = None) -> None:
-        """Delete a checkpoint from every tier. Raises StepError for a pinned one."""
-        self._command(CommandKind.DELETE, step, attempt)
+    def delete(self, step: int, *, attempt: int | None = None, even_the_last: bool = False) -> None:
+        """Delete a checkpoint from every tier.
 
-    def _command(self, kind: CommandKind, step: int, attempt: int | None) -> None:
+        Raises StepError for a pinned one and, unless ``even_the_last``, for the last one that can be restored.
+        """
+        self._command(CommandKind.DELETE, step, attempt, even_the_last=even_the_last)
+
+    def _command(
+        self, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool = True
+    ) -> None:
         self._opened.check_usable()
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._opened.finish_capture()
-        group_commands.run_command(self._session, kind, step, attempt)
+        group_commands.run_command(self._session, kind, step, attempt, even_the_last=even_the_last)
 
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.
@@ -401,9 +426,9 @@ class Checkpointer:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: without a bound).
 
         With a deadline, half-written copies come first, then the newest. Copies that cannot arrive in time, by measured
-        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is not
-        waited for. The report also names what is left, and what was given up meanwhile. With several ranks, all call
-        it, and the report is the same on all.
+        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is tried
+        at once, and again until the deadline; without one, once. The report also names what is left, and what was given
+        up meanwhile. With several ranks, all call it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
         self._opened.check_usable()
@@ -423,11 +448,12 @@ class Checkpointer:
         ``tierfall drain``, flushes it. It logs (INFO; WARNING after an exception) which checkpoint is the newest and
         where its copies are. Raises, under ``on_error: raise``, what failed.
         """
-        self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
+        self._opened.close(failed_by_exception())
 
     def __enter__(self) -> Self:
         return self
 
+    @public_call
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from tierfall.core.ranks.messages import Message
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
@@ -28,8 +30,8 @@ from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
 FAILED_S = 5.0
-"""Seconds for which rank 0 waits for the others at each meeting, once the training has failed on one: others may be in
-a collective, until the launcher ends them. Another rank waits for rank 0 for ``ANSWER_S`` more."""
+"""Seconds for which rank 0 waits for the others at each meeting, once the training has failed on one that owes copies:
+others may be in a collective, until the launcher ends them. Another rank waits for rank 0 for ``ANSWER_S`` more."""
 LOOK_S = 1.0
 """Seconds for which ``close`` waits for the folder of a tier that fails."""
 
@@ -79,22 +81,32 @@ def agree_on_end(
 
     The saves after the last that all ranks have begun are given up: no rank begins one any more. If a rank saves
     ``by_path``, on a thread of its own, they are kept. ``changed`` is how the state differs from that of the last step,
-    ``failed`` how the training ended early; each is empty where that is not so.
+    ``failed`` how the training ended early; each is empty where that is not so. A rank whose training failed waits for
+    the others only until its copies are finished, which takes none of their training threads.
     """
+    copied, gone = _copied(session) if failed and session.ranks.many else (None, False)
     step = None if last is None else last.step
     mine = LastStepReport(
         step=step,
         saved=step is not None and lineage.has_saved(step),
         changed=changed,
         failed=failed,
+        gone=gone,
         reached=None if by_path else -1 if lineage.last_step is None else lineage.last_step,
     )
     try:
         decision = session.ranks.agree(
-            "close: the last step", mine, decide, ClosingDecision, timeout_s=timeout_s
+            "close: the last step",
+            mine,
+            decide,
+            ClosingDecision,
+            timeout_s=timeout_s,
+            is_last=True,
+            leave=copied,
         )
     except RanksError as error:
-        logger.warning("close: the last step is not saved: %s", error)
+        if copied is None or not copied.is_set:
+            logger.warning("close: the last step is not saved: %s", error)
         return ClosingPlan.NOTHING, 0.0 if failed else math.inf
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)
@@ -104,29 +116,44 @@ def agree_on_end(
         session.call_soon(partial(coordinator.group.end_saves, reached))
     if step is not None and decision.plan is ClosingPlan.FLUSH:
         session.call_soon(partial(coordinator.owe_to_all_tiers, CheckpointId(step, attempt)))
+    if decision.gone:
+        return decision.plan, 0.0
     return decision.plan, FAILED_S if decision.failed else math.inf
+
+
+def _copied(session: Session) -> tuple[InterruptibleEvent, bool]:
+    """Return what is set once this rank has made the copies that it can, and whether it owes none now."""
+    coordinator, copied = session.coordinator, InterruptibleEvent()
+
+    def ask() -> bool:
+        coordinator.set_when_idle(copied, copies_only=True)
+        return not coordinator.owed_copies()
+
+    return copied, session.call(ask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStepReport(Message):
     """What one rank knows of the last step; see ``agree_on_end``. ``reached`` is the last step that it began to save,
-    or restored, -1 without one; None if it may begin to save another."""
+    or restored, -1 without one; None if it may begin to save another. A rank that is ``gone`` waits for no other."""
 
     step: int | None
     saved: bool
     changed: str
     failed: str
+    gone: bool = False
     reached: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosingDecision(Message):
-    """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank. ``reached`` is the
-    lowest of all ranks; None if one may begin to save another step."""
+    """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank; ``gone``: one is gone.
+    ``reached`` is the lowest of all ranks; None if one may begin to save another step."""
 
     plan: ClosingPlan = ClosingPlan.NOTHING
     reason: str = ""
     failed: bool = False
+    gone: bool = False
     reached: int | None = None
 
 
@@ -136,6 +163,7 @@ def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
     return replace(
         _decide_plan(reports),
         failed=any(report.failed for report in reports.values()),
+        gone=any(report.gone for report in reports.values()),
         reached=min(reached) if len(reached) == len(reports) else None,
     )
 
@@ -321,16 +349,31 @@ def _nothing_whole(session: Session) -> tuple[str, str]:
     return "no tier has a checkpoint of it", "a restart begins anew"
 
 
-def log_newest(
-    session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
-) -> None:
-    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
-    ended ``early``, with what a restart does."""
-    if not session.ranks.topology.is_root:
-        return
-    host = session.host.name
-    survives = memory_kept and session.memory.problem is None
-    tiers = [*([host] if survives else []), *session.stores]
+def announce(text: str) -> None:
+    """Log at level INFO; on a terminal, if the program configures no logging, so that it is shown."""
+    shows_warnings = not logger.hasHandlers() and logger.level == logging.NOTSET
+    on_terminal = shows_warnings and sys.stderr is not None and sys.stderr.isatty()
+    logger.log(logging.WARNING if on_terminal else logging.INFO, "%s", text)
+
+
+def log_open(session: Session) -> None:
+    """Log, on rank 0, the attempt that has begun, and the newest checkpoint and which tiers have it."""
+    if session.ranks.topology.is_root and session.attempt is not None:
+        tiers = [session.host.name, *session.stores]
+        found = _describe_newest(session, _find_newest(session, tiers, LookedAt({})))
+        announce(f"run {session.run} is open as attempt {session.attempt.number}; {found}")
+
+
+def _describe_newest(session: Session, newest: tuple[CheckpointId, list[str]] | None) -> str:
+    if newest is None:
+        return _nothing_whole(session)[0]
+    return f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
+
+
+def _find_newest(
+    session: Session, tiers: Sequence[str], looked_at: LookedAt
+) -> tuple[CheckpointId, list[str]] | None:
+    """Return the newest live checkpoint that some of the tiers have, and which; None if there is none."""
 
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
@@ -342,22 +385,32 @@ def log_newest(
                 return id, there
         return None
 
+    return session.call(ask)
+
+
+def log_newest(
+    session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
+) -> None:
+    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
+    ended ``early``, with what a restart does."""
+    if not session.ranks.topology.is_root:
+        return
+    host = session.host.name
+    survives = memory_kept and session.memory.problem is None
     try:
-        newest = session.call(ask)
+        tiers = [*([host] if survives else []), *session.stores]
+        newest = _find_newest(session, tiers, looked_at)
     except TierfallError as error:  # an interrupt is being raised, which it must not replace
         logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return
-    if newest is None:
-        found, restart = _nothing_whole(session)
-    else:
-        found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
-        restart = "a restart continues there"
+    found = _describe_newest(session, newest)
+    restart = "a restart continues there" if newest else _nothing_whole(session)[1]
     if unread := [x.tier for x in session.tiers.listings if x.error is not None]:
         restart = f"not read at the start: {', '.join(unread)}"
     if early and session.coordinator.fenced is None:
         logger.warning("%s; %s; %s", event, found, restart)
     else:
-        logger.info("%s; %s", event, found)
+        announce(f"{event}; {found}")
     if newest is not None and newest[1] == [host] and session.stores:
         unasked = [tier for tier in session.stores if looked_at.is_unknown(newest[0], tier)]
         unless = f", unless {format_some(unasked)} has it, which did not answer" if unasked else ""

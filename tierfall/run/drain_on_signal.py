@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from signal import Signals
 
 from tierfall.config import Config
@@ -15,6 +16,7 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_duration
 from tierfall.run import group_commands
 from tierfall.run.closing import LookedAt, log_newest
+from tierfall.session.requests import free_memory_at_end, must_keep_memory
 from tierfall.session.session import Session
 from tierfall.setup import signal_hub
 from tierfall.telemetry.reports import DrainReport
@@ -22,14 +24,17 @@ from tierfall.telemetry.reports import DrainReport
 logger = logging.getLogger("tierfall")
 WHAT = "drain.on_signal"
 POLL_S = 0.05
+FREE_S = 2.0
+"""Seconds for which the end of the process waits until memory is freed."""
 
 
 class DrainOnSignal:
     """Listens for the signal until ``stop``. Made on the main thread.
 
     The signal has its previous effect once the drain has ended: every copy that can be durable is, or the deadline has
-    passed. Where the same signal requests a save (``interval.on_signal``), the drain also waits until that save is
-    durable, or until the run is closed.
+    passed. If it ends the process then, host memory is freed, unless something in it is needed. Where the same signal
+    requests a save (``interval.on_signal``), the drain also waits until that save is durable, or until the run is
+    closed.
     """
 
     def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
@@ -42,7 +47,11 @@ class DrainOnSignal:
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
         self._listener = signal_hub.add_listener(
-            signals_named(config.drain.on_signal), what=WHAT, flag=self._on_signal, work=self._drain
+            signals_named(config.drain.on_signal),
+            what=WHAT,
+            flag=self._on_signal,
+            work=self._drain,
+            before_end=partial(free_memory_at_end, session, FREE_S),
         )
 
     def stop(self) -> None:
@@ -76,7 +85,8 @@ class DrainOnSignal:
         left = format_some([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
         logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
         event = f"{name}: run {session.run} may end now"
-        log_newest(session, event, LookedAt({}), memory_kept=True, early=True)
+        kept = must_keep_memory(session)
+        log_newest(session, event, LookedAt({}), memory_kept=kept, early=True)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())

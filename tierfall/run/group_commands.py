@@ -40,18 +40,29 @@ def known_checkpoints(session: Session) -> list[CheckpointInfo]:
     return session.call(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
 
 
-def run_command(session: Session, kind: CommandKind, step: int, attempt: int | None) -> None:
+def run_command(
+    session: Session, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool
+) -> None:
     """Carry out a command, on all ranks. Rank 0 decides which checkpoint it names.
 
-    Raises StepError where there is none, and what kept a tier from it: the same on every rank.
+    Raises StepError if there is none, or if a deletion would leave none that can be restored, unless
+    ``even_the_last``; and what kept a tier from it: the same on every rank.
     """
     ranks = session.ranks
 
     def decide(calls: dict[int, _CommandCall]) -> CheckpointId:
         check_same_arguments(kind, {rank: call.named for rank, call in calls.items()})
-        return find_checkpoint(session, kind, step, attempt)
+        id = find_checkpoint(session, kind, step, attempt)
+        restorable = session.call(lambda: session.coordinator.ledger.view().restorable)
+        # a pinned one is refused with another reason
+        if not even_the_last and all(c.id == id and not c.pinned for c in restorable):
+            raise StepError(
+                f"{kind}: after {id}, no step is left that can be restored; save one first, or pass "
+                "even_the_last=True"
+            )
+        return id
 
-    call = _CommandCall(named={"step": step, "attempt": attempt})
+    call = _CommandCall(named={"step": step, "attempt": attempt, "even_the_last": even_the_last})
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
@@ -164,6 +175,7 @@ def drain_here(
     """
     began = time.monotonic()
     coordinator = session.coordinator
+    session.call(coordinator.try_again)
     owed = session.call(coordinator.owed_copies)
     forecast: tuple[DrainForecast, ...] = ()
     asker = object()
@@ -234,7 +246,7 @@ def finish_commands(session: Session, left_s: Callable[[], float]) -> bool:
     if not ranks.many:
         return True
     try:
-        ranks.meet("close", timeout_s=max(1.0, left_s()))
+        ranks.meet("close", timeout_s=max(1.0, left_s()), is_last=True)
     except RanksError as error:
         logger.warning(
             "close: rank %d does not wait for the others: %s", ranks.topology.rank, error

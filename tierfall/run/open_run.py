@@ -11,6 +11,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.sampling.fingerprint import Fingerprint
-from tierfall.core.state.omissions import omissions
+from tierfall.core.state.omissions import omissions, unsaved_parameters
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -45,6 +46,7 @@ from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_e
 from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.peers import close_peers, meet_peers
+from tierfall.setup.places import run_folder
 from tierfall.setup.signal_hub import SignalWatch
 from tierfall.setup.tiers import patience_s
 from tierfall.telemetry.step_timer import StepClock
@@ -71,6 +73,7 @@ class OpenRun:
         fresh: bool = False,
         ranks: Ranks | None = None,
         connect: Connect | None = None,
+        command: str = "",
     ) -> None:
         """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
         self.run = run
@@ -89,7 +92,13 @@ class OpenRun:
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
                 tiers = OpenedTiers(
-                    config, run=run, ranks=ranks, adopts=True, fresh=fresh, peers=self._peers
+                    config,
+                    run=run,
+                    ranks=ranks,
+                    adopts=True,
+                    fresh=fresh,
+                    peers=self._peers,
+                    command=command,
                 )
             undo.callback(tiers.close, keep=True)
             start = begin_attempt(tiers)
@@ -143,6 +152,7 @@ class OpenRun:
             if config.drain is not None:
                 counts = self.saver.counts
                 self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
+            closing.log_open(self.session)
             undo.pop_all()
         OPEN.add(self)
 
@@ -159,9 +169,17 @@ class OpenRun:
     ) -> SaveHandle:
         """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
         check_no_files(state)
+        omitted: list[str] = []
+
+        def walk(cache: WalkCache) -> StateView:
+            view = walk_state(state, cache)
+            if self.checks_omissions:
+                omitted.extend(unsaved_parameters(state, view))
+            return view
+
         handle = self.save(
             step,
-            lambda cache: walk_state(state, cache),
+            walk,
             metrics=metrics or {},
             tags=tags,
             at_end=at_end,
@@ -171,7 +189,7 @@ class OpenRun:
             self._last = None  # a later step is saved
         if self.checks_omissions:
             self.checks_omissions = False
-            for text in omissions(state):
+            for text in (*omitted, *omissions(state)):
                 logger.warning("%s", text)
         return handle
 
@@ -378,8 +396,6 @@ class OpenRun:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
         self._meets_s = closing.FAILED_S if failed else math.inf
         self.cadence.end()
-        if not self.config.interval.at_end:
-            return None
         last = self._last
         plan, self._meets_s = closing.agree_on_end(
             self.session,
@@ -405,7 +421,7 @@ class OpenRun:
 
 def opened_runs() -> list[PathSaves]:
     """Return, for each run that is open in this process, what saves to it by path."""
-    return [one.by_path for one in _open_here()]
+    return [one.by_path for one in open_runs()]
 
 
 def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
@@ -415,7 +431,7 @@ def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
     """
 
     def note(tier: str, id: CheckpointId, error: TierfallError) -> None:
-        for one in _open_here():
+        for one in open_runs():
             for name, store in one.session.stores.items() if one.run == run else ():
                 if store.place == places.get(tier):
                     one.session.report_damaged(name, id, error)
@@ -423,26 +439,42 @@ def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
     return note
 
 
-def _open_here() -> list[OpenRun]:
+def open_runs() -> list[OpenRun]:
+    """Return the runs that are open in this process."""
     return [one for one in list(OPEN) if one.pid == os.getpid()]
+
+
+def open_run_on(config: Config, run: str) -> OpenRun | None:
+    """Return the run of this name that is open in this process with the same host memory or a tier of ``config``."""
+    places = {tier.place for tier in config.stored}
+    for other in open_runs():
+        theirs = {tier.place for tier in other.config.stored}
+        if other.run == run and (
+            places & theirs or other.session.tiers.folder == run_folder(config, run)
+        ):
+            return other
+    return None
+
+
+def failed_by_exception() -> str:
+    """Return how the training ended, for ``OpenRun.close``, if an exception is being handled."""
+    return "" if sys.exc_info()[0] is None else "it ended by an exception"
 
 
 def _check_first(config: Config, run: str) -> None:
     """Refuse to open a run twice in one process: the second would fence the first."""
-    places = {tier.place for tier in config.stored}
-    for other in _open_here():
-        both = places & {tier.place for tier in other.config.stored}
-        if other.run == run and both:
-            raise ConfigError(
-                f"open: a second Checkpointer of run {run!r} in this process, which has one with a tier in "
-                f"{sorted(both)[0]} already: close it before opening another"
-            )
+    if (other := open_run_on(config, run)) is not None:
+        raise ConfigError(
+            f"open: a second Checkpointer of run {run!r} in this process, which has one with host memory in "
+            f"{other.session.tiers.folder} already. tierfall.open(..., replace=True) closes that one first, also if no "
+            "variable holds it any more; tierfall.close_all() closes all of this process"
+        )
 
 
 @atexit.register
 def _close_open_runs() -> None:
     """Close what a script has left open: nothing that it saved is lost."""
-    for one in _open_here():
+    for one in open_runs():
         if not one.by_path.opened_by_path:  # else a path has opened it, and no code could close it
             logger.warning("run %s: the program ends and did not close it: closing", one.run)
         try:

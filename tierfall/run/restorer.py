@@ -15,12 +15,13 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.candidates import states_only
+from tierfall.core.restore.candidates import naming_deletion, states_only
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import (
     HALF_FILLED,
+    Choice,
     RestoreRequest,
     RestoreResult,
     choose,
@@ -119,28 +120,33 @@ class Restorer:
         Raises RestoreError where no candidate can be read whole.
         """
         session, tally = self._session, self._session.new_tally()
-        listings = session.list_now()
-        hosts = session.tiers.hosts()
         ranks = session.ranks
         with ExitStack() as seen:
 
-            def look_again() -> Sequence[Listing]:
-                hosts[:] = seen.enter_context(session.tiers.slots_of_node())
-                return session.tiers.with_memory(listings, hosts)
+            def choose_now(request: RestoreRequest) -> Choice:
+                listings, hosts = session.list_now(), session.tiers.hosts()
 
-            candidates = self.candidates(listings, request, tally, look_again)
-            if not candidates:
+                def look_again() -> Sequence[Listing]:
+                    hosts[:] = seen.enter_context(session.tiers.slots_of_node())
+                    return session.tiers.with_memory(listings, hosts)
+
+                candidates = self.candidates(listings, request, tally, look_again)
+                open_image = session.tiers.opener(regions_in(hosts))
+                return Choice(candidates=candidates, listings=listings, open_image=open_image)
+
+            chosen = choose_now(request)
+            if not chosen.candidates:
                 self._warn_of_other_runs()
                 return None
-            open_image = session.tiers.opener(regions_in(hosts))
-            where = (candidates, listings, request, open_image, ranks.shard)
+            where = (chosen.candidates, chosen.listings, request, chosen.open_image, ranks.shard)
             seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
+            seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
             return fill_first(
-                candidates,
-                listings,
+                chosen.candidates,
+                chosen.listings,
                 request,
                 tally,
-                open_image=open_image,
+                open_image=chosen.open_image,
                 make_plan=states_only(make_plan, *where),
                 shard=ranks.shard,
                 ring=session.ring,
@@ -148,6 +154,7 @@ class Restorer:
                 together=make_barrier(ranks, timeout_s=self.patience_s),
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
+                choose_again=choose_now,
             )
 
     def _warn_of_other_runs(self) -> None:

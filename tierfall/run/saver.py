@@ -32,6 +32,7 @@ from tierfall.core.image.raw_files import ENTRY as FILES_ENTRY
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.pinned import cuda_available
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -119,6 +120,7 @@ class Saver:
         self._places = CaptureDevices(self._streams, _open_slab(config))
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _LazyMode(config.capture.mode)
+        self._conditions = Conditions()
         self.counts = SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
         """Held during a save: saves of several threads follow one another."""
@@ -167,11 +169,22 @@ class Saver:
             before_wait=partial(self._help_capture, id, threading.get_ident()),
             callbacks=self._session.callbacks,
         )
-        room = self._request_region(place, image.layout, call)
+        try:
+            room = self._request_region(place, image.layout, call)
+        except CapacityError as error:
+            if not self.counts.begun:  # a configuration that can never work
+                raise
+            self._conditions.report(
+                "skips", logging.WARNING, "save of step %d is skipped: %s", call.step, error
+            )
+            self._skip(lineage, handle, error)
+            return handle
         with _as_capture_errors(id, room.cancel), gc_paused():  # while the coordinator makes room
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
+        text = "step %d fits into host memory again: saves are not skipped"
+        self._conditions.end("skips", text, call.step)
         self._session.host.prepare(self._places.first)
         region, no_room = room.wait()
         if region is None:
@@ -217,8 +230,10 @@ class Saver:
         self._places = CaptureDevices(Streams())
 
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
-        """Request a region of host memory. Raises CapacityError where some tier can never hold such an image."""
-        self._check_capacities(layout)
+        """Request a region of host memory. Raises CapacityError if memory can never hold such an image; at the first
+        save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
+        if not self.counts.begun:
+            self._check_capacities(layout)
         records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(

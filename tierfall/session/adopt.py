@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit, geometry, parse_manifest
-from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.scheduler.group.pins import note_on_peers
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -21,14 +19,10 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import AdoptedSlot, Leftovers
 from tierfall.setup.attempts import ids_by_commits
-from tierfall.setup.places import same_place
-from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
-LOOK_S = 5.0
-"""Seconds for which the folders of another run are waited for."""
 
 
 def check_memory(
@@ -37,14 +31,12 @@ def check_memory(
     listings: Iterable[Listing],
     *,
     run: str,
-    elsewhere: Sequence[str],
     may_be_unknown: bool,
 ) -> None:
     """Raise ConfigError for host memory of another run of the same name.
 
     ``listings`` are those of all tiers. Where all tiers answered, memory is refused too if no tier knows its attempt,
-    or the attempt's record is damaged, unless it ``may_be_unknown``. Memory of an unknown attempt is always refused
-    where the tiers of the run that it is of are ``elsewhere``.
+    or the attempt's record is damaged, unless it ``may_be_unknown``.
     """
     answered = [x for x in listings if x.tier in stores and x.error is None]
     is_known = len(answered) == len(stores) > 0 and not may_be_unknown
@@ -53,44 +45,14 @@ def check_memory(
         for id, image in host.images().items():
             found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
-            must_be_known = is_known or (bool(elsewhere) and len(answered) == len(stores))
-            why = _why_foreign(number, attempt_id, stores, answered, is_known=must_be_known)
-            steps = format_some([str(id) for id in ids])
-            if why is not None and elsewhere:
-                raise ConfigError(
-                    f"open: {host.path} holds {steps} of another run that is called {run!r} too, with tiers in "
-                    f"{format_some(elsewhere)}: choose another run name here. 'tierfall drain' with the file of that "
-                    "run flushes them"
-                )
+            why = _why_foreign(number, attempt_id, stores, answered, is_known=is_known)
             if why is not None:
+                steps = format_some([str(id) for id in ids])
                 raise ConfigError(
                     f"open: {host.path} holds {steps} of another life of run {run!r}: {why}. To continue "
-                    "from them, copy them to the tiers by 'tierfall drain', and start again. To begin anew, remove "
-                    "that file, or choose another run name"
+                    "from them, copy them to the tiers by 'tierfall drain', and start again. To begin anew, free that "
+                    "memory by 'tierfall drain --discard', or choose another run name"
                 )
-
-
-def places_elsewhere(identities: TierIdentities, run: str) -> list[str]:
-    """Return the folders of the tiers of another run of this name; empty if there is no other run.
-
-    This machine remembers tiers by the name of their run. If none of them is a tier of this configuration, by id or
-    place, they are of another run. Folders that no longer exist do not count.
-    """
-    known = identities.remembered.others.values() if identities.remembered is not None else ()
-    ids = {record.id for record in identities.records.values()}
-    if any(
-        tier.id in ids or same_place(tier.place, place)
-        for tier in known
-        for place in identities.places.values()
-    ):
-        return []
-    folders = {tier.place: Path(tier.place, run) for tier in known}
-    answers = BoundedCalls().call_all(
-        {place: folder.is_dir for place, folder in folders.items()},
-        dict.fromkeys(folders, LOOK_S),
-        doing="look for the tiers of a run of this name",
-    )
-    return [place for place in folders if answers[place].value]
 
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:

@@ -30,7 +30,7 @@ def start_drain(
     lost = any(decision.outlook is ArrivalOutlook.TOO_LATE for decision in decisions)
     for line in describe_drain(decisions):
         level = logging.WARNING if lost else logging.INFO
-        logger.log(level, "%s: in %s %s", doing, format_duration(max(0.0, left_s)), line)
+        logger.log(level, "%s: in at most %s %s", doing, format_duration(max(0.0, left_s)), line)
     return forecast_of(decisions)
 
 

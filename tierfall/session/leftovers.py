@@ -23,7 +23,7 @@ from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
-from tierfall.core.types.errors import IntegrityError, TierfallError
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.tiers import unattached_slot
@@ -51,29 +51,38 @@ class AdoptedSlot:
 
 
 def adopt_slots(
-    folder: Path, *, first: int, name: str, run: str, refuses_damaged: bool = False
-) -> list[AdoptedSlot]:
+    folder: Path,
+    *,
+    first: int,
+    name: str,
+    run: str,
+    refuses_damaged: bool = False,
+    command: str = "",
+) -> tuple[list[AdoptedSlot], list[TierfallError]]:
     """Adopt every slot from ``first`` on that has an arena. An empty one is deleted; one that cannot be read is logged,
-    and stays.
+    and stays: also return the errors of those that may hold good images.
 
     Raises LockError where another process owns one: a rank of an earlier start that still runs; with
     ``refuses_damaged``, ConfigError where one cannot be read.
     """
     adopted: list[AdoptedSlot] = []
+    problems: list[TierfallError] = []
     try:
         for slot in arena_slots(folder):
             if slot >= first:
-                lock = RunLock.acquire(folder / lock_name(slot), run=run)
+                lock = RunLock.acquire(folder / lock_name(slot), run=run, command=command)
                 host = unattached_slot(folder, slot, name=name, run=run)
-                adopted += _adopt(lock, host, refuses_damaged=refuses_damaged)
+                adopted += _adopt(lock, host, problems, refuses_damaged=refuses_damaged)
     except BaseException:
         for one in adopted:
             one.close(keep=True)
         raise
-    return adopted
+    return adopted, problems
 
 
-def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[AdoptedSlot]:
+def _adopt(
+    lock: RunLock, host: HostTier, problems: list[TierfallError], *, refuses_damaged: bool
+) -> list[AdoptedSlot]:
     try:
         host.attach()
     except BaseException as error:
@@ -86,6 +95,8 @@ def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[Adop
             "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
             error,
         )
+        if not (error.is_damage or isinstance(error, ConfigError)):  # the latter: not of this run
+            problems.append(error)
         return []
     slot = AdoptedSlot(lock, host)
     if host.is_empty():

@@ -51,7 +51,7 @@ class MemoryFiles:
         self._call = call
         self._call_soon = call_soon
         self._one_repair = threading.Lock()
-        self._state = threading.Lock()
+        self._state = threading.RLock()  # a signal handler may ask while its thread is in here
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._logged: str | None = None
@@ -162,13 +162,14 @@ class MemoryFiles:
 
     def _on_recovered(self) -> None:
         with self._state:
-            self._logged = None
-            if self.problem is not None:
-                self.problem = None
+            if self._logged is not None or self.problem is not None:
                 logger.warning(
                     "%s: its files are made anew: what is in memory outlives this process again",
                     self._tiers.host.name,
                 )
+            self._logged = None
+            if self.problem is not None:
+                self.problem = None
                 self._report()
 
     def _report(self) -> None:

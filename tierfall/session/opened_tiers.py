@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory, is_ours, places_elsewhere
+from tierfall.session.adopt import check_memory, is_ours
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -46,8 +47,9 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
-from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.nodes.kept import discard_kept
 from tierfall.setup.peers import PeerMemory
+from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -60,7 +62,6 @@ from tierfall.setup.tiers import (
     mark_not_durable,
     open_stores,
     patience_s,
-    run_folder,
 )
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
@@ -93,12 +94,14 @@ class OpenedTiers:
         draining: bool = False,
         fresh: bool = False,
         peers: PeerMemory | None = None,
+        command: str = "",
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
         ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may, too; damaged memory is an error. ``fresh``: bring no image back.
+        A ``command``, by its name, waits for another one that holds the run, for ``max_wait`` at most.
         """
         config = config if adopts else seen_by_one(config)
         check_written(config)
@@ -112,6 +115,7 @@ class OpenedTiers:
         self.warned_starts: set[Key] = set()
         self.stores: dict[str, StoredTier] = {}
         self.adopted: list[AdoptedSlot] = []
+        self._memory_problems: list[TierfallError] = []
         self._closed = False
         self._peers = peers
         self._calls = BoundedCalls()
@@ -126,11 +130,17 @@ class OpenedTiers:
             progress=log_allocation(config.host.name),
             images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
         )
-        self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
+        self._lock = RunLock.acquire(
+            self.folder / lock_name(self.ranks.local_index),
+            run=run,
+            command=command,
+            wait_s=config.max_wait_s if command else 0.0,
+        )
         try:
             self._attach_host(
                 adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
                 refuses_damaged=draining,
+                command=command,
             )
             self.stores, self.errors = open_stores(config, run, find_read_only=True, peers=peers)
             self.make_read_only(
@@ -150,7 +160,6 @@ class OpenedTiers:
                 self.stores,
                 self.listings,
                 run=run,
-                elsewhere=places_elsewhere(self.identities, run),
                 may_be_unknown=accept_arena
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),
@@ -164,19 +173,20 @@ class OpenedTiers:
             raise
         self._log_unreadable()
 
-    def _attach_host(self, *, adopts: bool, refuses_damaged: bool) -> None:
+    def _attach_host(self, *, adopts: bool, refuses_damaged: bool, command: str) -> None:
         try:
             self.host.attach()
         except IntegrityError as error:
             raise damaged_arena_error(error, self.host.path) from error
         if adopts:
             first = len(self.ranks.topology.local_ranks)
-            self.adopted = adopt_slots(
+            self.adopted, self._memory_problems = adopt_slots(
                 self.folder,
                 first=first,
                 name=self.host.name,
                 run=self.run,
                 refuses_damaged=refuses_damaged,
+                command=command,
             )
 
     def _check_identities(self) -> None:
@@ -200,7 +210,23 @@ class OpenedTiers:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
             for damage in listing.damaged:
-                logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
+                if damage not in self._memory_problems:  # which were logged
+                    what = "damaged" if damage.is_damage else "that could not be read"
+                    logger.warning(
+                        "open: tier %s holds something %s: %s", listing.tier, what, damage
+                    )
+            for copy in listing.copies:
+                if copy.unread is not None or (copy.damage is not None and copy.commit is None):
+                    what = "could not be read, and is kept" if copy.unread else "is damaged"
+                    logger.warning(
+                        "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
+                    )
+            if listing.lags:
+                logger.warning(
+                    "open: the listing of tier %s leaves out checkpoints that are there: it lags behind. They are "
+                    "restored from, and no rule deletes anything in this start",
+                    listing.tier,
+                )
 
     def _has_images_of_others(self) -> bool:
         return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
@@ -215,7 +241,7 @@ class OpenedTiers:
 
     def finds_nothing(self) -> bool:
         """Return whether every tier was listed and none has a checkpoint of this run."""
-        if any(listing.error is not None for listing in self.listings):
+        if any(not each.is_damage for x in self.listings for each in x.problems):
             return False
         return all(checkpoint.tombstoned for checkpoint in merge(self.listings))
 
@@ -315,6 +341,8 @@ class OpenedTiers:
                 owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
                 leads=self.ranks.topology.is_leader,
             )
+        else:
+            self.identities.note_attempt(attempt)
         self.attempt = attempt
         return True
 
@@ -330,7 +358,9 @@ class OpenedTiers:
                 return False
             except (StorageFullError, UnreachableError, LostWriteError) as error:
                 logger.warning(
-                    "open: tier %s did not accept the attempt's record: %s", store.name, error
+                    "open: tier %s did not accept the attempt's record, which comes before its first copy there: %s",
+                    store.name,
+                    error,
                 )
             except AccessDeniedError as error:
                 if not has_files(next(x for x in self.listings if x.tier == store.name)):
@@ -400,6 +430,7 @@ class OpenedTiers:
     ) -> tuple[Listing, ...]:
         """Replace the listing of memory by that of the slots ``hosts``."""
         memory = list_slots(hosts)
+        memory = replace(memory, damaged=(*memory.damaged, *self._memory_problems))
         return tuple(memory if x.tier == self.host.name else x for x in listings)
 
     def look(
@@ -426,6 +457,14 @@ class OpenedTiers:
         return image_opener(stores, self.host.name, regions)
 
     # The end -----------------------------------------------------------------------------------------
+
+    def discard_memory(self) -> None:
+        """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
+        needs any more: the process ends now."""
+        for host in self.hosts():
+            host.discard()
+        if self.config.peers is not None and self.ranks.topology.is_leader:
+            discard_kept(self.config.peers.path, self.run)
 
     def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
         """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from tierfall.config.sections import OnClose
@@ -21,6 +23,7 @@ from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.session.session import Session
 
+logger = logging.getLogger("tierfall")
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST, TierKind.PEER)
 
 
@@ -103,20 +106,41 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
 
 def must_keep_memory(session: Session) -> bool:
     """Return whether host memory has something that no stored tier has, or that one is still owed."""
+    return session.call(partial(_needs_memory, session))
+
+
+def free_memory_at_end(session: Session, timeout_s: float) -> None:
+    """Delete the files of host memory, unless something in them is needed or a save is in progress: the process ends
+    now."""
+    done = InterruptibleEvent()
+
+    def free() -> None:
+        entries = session.coordinator.ledger.entries.values()
+        try:
+            if not (_needs_memory(session) or any(e.snapshot is not None for e in entries)):
+                session.tiers.discard_memory()
+        except TierfallError as error:
+            logger.warning("host memory is not freed: %s", error)
+        finally:
+            done.set()
+
+    session.memory.close()  # else it makes them anew
+    session.call_soon(free)
+    session.wait(done, timeout_s)
+
+
+def _needs_memory(session: Session) -> bool:
+    """See ``must_keep_memory``; on the coordinator's thread."""
     if session.config.host.on_close is OnClose.KEEP or session.leftovers.partial_images:
         return True
-
-    def ask() -> bool:
-        ledger = session.coordinator.ledger
-        if any(entry.owed for entry in ledger.entries.values()):
-            return True
-        stored = [rules.name for rules in ledger.rules if rules.kind not in _IN_MEMORY]
-        return not all(
-            any(entry.state(tier) is CopyState.COMMITTED for tier in stored)
-            for entry in images_needed(ledger)
-        )
-
-    return session.call(ask)
+    ledger = session.coordinator.ledger
+    if any(entry.owed for entry in ledger.entries.values()):
+        return True
+    stored = [rules.name for rules in ledger.rules if rules.kind not in _IN_MEMORY]
+    return not all(
+        any(entry.state(tier) is CopyState.COMMITTED for tier in stored)
+        for entry in images_needed(ledger)
+    )
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:

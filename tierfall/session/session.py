@@ -23,6 +23,8 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.cores import hash_threads
 from tierfall.core.runtime.holds import Holds
+from tierfall.core.runtime.messages import wait_for_messages
+from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -51,6 +53,8 @@ T = TypeVar("T")
 Listener = Callable[[RankMessage], None]
 CHECK_S = 0.5
 """Seconds after which a wait for the coordinator checks whether it still runs."""
+NESTED_S = 2.0
+"""Seconds for which a call within another one of its thread waits for the coordinator."""
 ABANDON_S = 1.0
 
 
@@ -180,7 +184,11 @@ class Session:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the coordinator's thread and return its value; raises what it raised."""
+        """Run a function on the coordinator's thread and return its value; raises what it raised.
+
+        Within another public call of this thread, as in a signal handler, the coordinator may wait for what this thread
+        has locked: TierfallError then.
+        """
         done = InterruptibleEvent()
         answer: list[Any] = []
 
@@ -189,7 +197,11 @@ class Session:
             done.set()
 
         self.coordinator.post(LedgerQuery(function=function, on_answer=on_answer))
-        self.wait(done)
+        if not self.wait(done, NESTED_S if is_within_another() else None):
+            raise TierfallError(
+                f"the coordinator gave no answer within {NESTED_S:g} s: this call was made within another one of this "
+                "thread, as by a signal handler, which holds what the coordinator waits for. Make it after that one"
+            )
         value, error = answer
         if error is not None:
             raise error
@@ -257,13 +269,18 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """List every tier now. Copies that lack files are reported to the ledger."""
+        """List every tier now. Copies that lack files are reported to the ledger, and a listing that lags."""
         found = self.tiers.list_now()
+        if any(listing.lags for listing in found):
+            self.call_soon(self._note_lag)
         for listing in found:
             for copy in listing.copies if listing.tier != self.host.name else ():
                 if copy.damage is not None and copy.commit is not None:
-                    self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
+                    self._report_if_damaged(listing.tier, copy.id, copy.damage)
         return found
+
+    def _note_lag(self) -> None:
+        self.coordinator.ledger.lags = True
 
     def look_at(
         self, id: CheckpointId, tiers: Iterable[str], timeout_s: float
@@ -277,30 +294,39 @@ class Session:
                 found[name] = answer.error
                 continue
             copy = answer.get()
-            found[name] = copy is not None and copy.damage is None
             if copy is None:
                 why = f"{name}: {id} is not there any more: its commit record has gone"
                 self._report_damage(name, id, why, repairable=False)
             elif copy.damage is not None:
-                self._report_damage(name, id, str(copy.damage), repairable=True)
+                self._report_if_damaged(name, id, copy.damage)
+            unread = None if copy is None else copy.unread
+            found[name] = unread or (copy is not None and copy.damage is None)
         return found
 
     def new_tally(self) -> ReadTally:
-        """Return a tally for reads in this process, which reports damaged copies to the ledger."""
-        return ReadTally(found_damage=self.report_damaged)
+        """Return a tally for reads in this process, which reports to the ledger what is damaged or not read."""
+        return ReadTally(found_damage=self.report_damaged, found_unread=self.keep_unread)
 
     def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
         store = self.stores.get(tier)
-        look = {} if store is None else {tier: partial(store.is_committed, id)}
+        look = {} if store is None else {tier: partial(store.find_copy, id)}
         found = BoundedCalls().call_all(look, bounds_s(self.config), doing="look")
         try:
-            there = all(answer.get() for answer in found.values())
+            there = all(answer.get() is not None for answer in found.values())
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
         why = str(error) if there else f"{error}; its commit record has gone, too"
         self._report_damage(tier, id, why, repairable=there)
+
+    def keep_unread(self, id: CheckpointId) -> None:
+        """Keep what could not be read: for the rest of this start only a command deletes it. For any thread."""
+        self.call_soon(lambda: self.coordinator.ledger.reading.update([id]))
+
+    def _report_if_damaged(self, tier: str, id: CheckpointId, damage: TierfallError) -> None:
+        if damage.is_damage:
+            self._report_damage(tier, id, str(damage), repairable=True)
 
     def _report_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
         found = self.coordinator.found_damage
@@ -351,6 +377,7 @@ class Session:
             self.journal.close()
             self.callbacks.close(CLOSE_S)
             self._release(keep=keep, timeout_s=left_s())
+            wait_for_messages()
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""
@@ -404,7 +431,11 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
     held = [listing for listing in start.listings if listing.tier in written]
     ledger.load(merge(held), held)
-    ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
+    for entry in ledger.entries.values():
+        entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
+    seen = start.seen & written
+    ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
+    ledger.lags = any(listing.lags for listing in tiers.listings)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
     leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)

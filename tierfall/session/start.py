@@ -51,14 +51,15 @@ class Start:
 
     ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
     that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
-    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read. ``first``: no rank found a
-    checkpoint. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank
-    found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that
-    may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank
+    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``inherited``: see
+    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
+    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
+    their damage; ``starts`` how the attempts began that have committed a checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
-    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file
-    of, though they are whole there, or may be repaired.
+    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
+    though they are whole there, or may be repaired.
     """
 
     attempt: Attempt | None = None
@@ -68,6 +69,7 @@ class Start:
     on_few_nodes: Mapping[str, OnFewNodes] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
     first: bool = False
+    image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     inherited: tuple[Commit, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
@@ -155,6 +157,7 @@ class StartDecision(Message):
     starts: tuple[AttemptStart, ...]
     overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
     first: bool
+    image_bytes: tuple[tuple[CheckpointId, int], ...]
     reported: tuple[TierReport, ...]
     elsewhere: Mapping[str, tuple[CopyMessage, ...]]
 
@@ -252,6 +255,7 @@ def read_start(decision: StartDecision) -> Start:
         on_few_nodes={tier: dict(pairs) for tier, pairs in decision.on_few_nodes.items()},
         seen=decision.seen,
         first=decision.first,
+        image_bytes=dict(decision.image_bytes),
         inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
         marks={tier: dict(pairs) for tier, pairs in decision.marks.items()},
         deleted=decision.deleted,
@@ -327,7 +331,7 @@ def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> It
     except BaseException as error:
         with suppress(TierfallError):  # it has the same reason: this rank raises its own error
             message = StartMessage(error=str(error) or repr(error))
-            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s)
+            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s, is_last=True)
         raise
 
 
@@ -365,7 +369,7 @@ def decide(
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
         on_few_nodes={tier: tuple(sorted(ids.items())) for tier, ids in few.items()},
-        seen=frozenset(listing.tier for listing in listings if listing.error is None),
+        seen=frozenset(x.tier for x in listings if x.unread is None),
         inherited=committed_in_memory(
             listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
         ),
@@ -378,6 +382,7 @@ def decide(
         starts=tuple(starts_in(listings, whole_somewhere)),
         overtaken=tuple(sorted(overtaken(merge(map(only_whole, listings))).items())),
         first=all(one.nothing for one in found.values()),
+        image_bytes=tuple((c.id, c.bytes) for c in merge(listings)),
         reported=tuple(
             TierReport(tier=tier, rank=rank, found=inventories[rank][tier])
             for tier, rank in sorted({x for one in found.values() for x in one.unlisted.items()})

@@ -77,7 +77,7 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
         sources=tuple(sorted(read, key=lambda source: -source.bytes)),
         bytes=sum(source.bytes for source in read),
         seconds=seconds,
-        fallbacks=tuple(tally.fallbacks),
+        fallbacks=restored.fallbacks,
     )
 
 
@@ -105,7 +105,8 @@ def _info(entry: LedgerEntry, abandoned: bool, wall_time_s: float) -> Checkpoint
         attempt=entry.id.attempt,
         ordinal=entry.ordinal,
         tiers=dict(entry.states),
-        bytes=commit.image_bytes if commit else max(entry.bytes.values(), default=0),
+        bytes=entry.image_bytes
+        or (commit.image_bytes if commit else max(entry.bytes.values(), default=0)),
         age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
         pinned=entry.pinned,
         abandoned=abandoned,

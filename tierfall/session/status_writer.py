@@ -18,6 +18,7 @@ from itertools import islice
 
 from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -93,7 +94,7 @@ class StatusWriter:
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
         self._last: Status | None = None
-        self._warned = False
+        self._conditions = Conditions()
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
@@ -170,11 +171,10 @@ class StatusWriter:
         except FileNotFoundError as error:  # ``MemoryFiles`` logs it, and creates the folder anew
             logger.debug("the status is not written at present: %s", error)
         except OSError as error:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            logger.log(
-                level, "the status for 'tierfall watch' is not written at present: %s", error
-            )
+            text = "the status for 'tierfall watch' is not written at present: %s"
+            self._conditions.report("status", logging.WARNING, text, error)
+        else:
+            self._conditions.end("status", "the status for 'tierfall watch' is written again")
 
     # On the coordinator's thread ---------------------------------------------------------------------
 
@@ -299,7 +299,14 @@ class StatusWriter:
         )
 
     def _bytes_per_s(self, tier: str) -> float | None:
-        return self._coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
+        """Return the rate to a tier; None in the first copy until more of it is written than is being written: only
+        whole chunks are counted."""
+        rates, lane = self._coordinator.rates, self._coordinator.lanes.get(tier)
+        if lane is not None and lane.active is not None and not rates.stretches(tier):
+            transfer = lane.active
+            if transfer.done_bytes * len(transfer.runs) < _done(lane)[1] * transfer.in_flight:
+                return None
+        return rates.arriving_bytes_per_s(tier, time.monotonic())
 
     def _transfer(self, lane: FlushLane) -> TransferStatus:
         assert lane.active is not None
@@ -348,8 +355,7 @@ def _done(lane: FlushLane) -> tuple[int, int]:
     geometry = transfer.entry.geometry
     if geometry is None:
         return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
-    total = geometry.image_bytes
-    return total * transfer.done // len(transfer.runs) if transfer.runs else 0, total
+    return transfer.done_bytes, geometry.image_bytes
 
 
 def _checkpoint(
@@ -361,7 +367,7 @@ def _checkpoint(
         if state is not CopyState.ABSENT:
             copies[name] = CopyStatus(
                 state=state,
-                bytes=entry.bytes.get(name, 0),
+                bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
                 fraction=_fraction(entry, name, ledger, coordinator, state),
             )
     return CheckpointStatus(

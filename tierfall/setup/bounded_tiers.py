@@ -47,7 +47,11 @@ def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
     tier = next(tier for tier in config.stored if tier.name == store.name)
     backend = bounded(store.backend, tier, config, store.last_answer_s)
     return StoredTier(
-        name=store.name, run=config.run, backend=backend, read_only="it is only to be read"
+        name=store.name,
+        run=config.run,
+        backend=backend,
+        record=store.record,
+        read_only="it is only to be read",
     )
 
 

@@ -75,12 +75,18 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
         raise ConfigError(
             "open: process_group is given, but torch.distributed is not initialised; call init_process_group() first"
         )
+    names = _launcher_variables()
+    return (0, 1) if names is None else _numbers(*names)
+
+
+def _launcher_variables() -> tuple[str, str] | None:
+    """Return the variables with the rank and the number of ranks; None in a process of its own."""
     if "WORLD_SIZE" in os.environ:
-        return _numbers("RANK", "WORLD_SIZE")
+        return "RANK", "WORLD_SIZE"
     # A batch script has the same variables for what srun will start: only a job step has ranks.
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _numbers("SLURM_PROCID", "SLURM_NTASKS")
-    return 0, 1
+        return "SLURM_PROCID", "SLURM_NTASKS"
+    return None
 
 
 def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
@@ -130,6 +136,16 @@ def _settings(config: Config) -> dict[str, str]:
     return settings
 
 
+def _no_address() -> str:
+    _, size = _launcher_variables() or ("", "WORLD_SIZE")
+    alone = "unset it" if size == "WORLD_SIZE" else "unset SLURM_STEP_ID, or start it by srun -n 1"
+    return (
+        f"open: there are other ranks, but no address to connect to them: {size} is {os.environ.get(size)} in the "
+        "environment, and MASTER_ADDR and MASTER_PORT name no address. Start by torchrun, or call "
+        f"torch.distributed.init_process_group first; if this process trains alone, {alone}"
+    )
+
+
 def _bootstrap() -> Store:
     """Return a store that all ranks of the job share already."""
     distributed = torch.distributed
@@ -137,10 +153,7 @@ def _bootstrap() -> Store:
         return distributed.distributed_c10d._get_default_store()
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if address is None or not port.isdecimal():
-        raise ConfigError(
-            "open: there are other ranks, but no address to connect to them: start by torchrun, or call "
-            "torch.distributed.init_process_group first"
-        )
+        raise ConfigError(_no_address())
     try:
         return connect(address, int(port))
     except (OSError, RuntimeError) as error:

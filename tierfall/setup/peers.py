@@ -56,8 +56,8 @@ from tierfall.setup.nodes.placement import (
     warn_of_placement,
 )
 from tierfall.setup.nodes.recover import recover_image
+from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.tiers.arena.folder import (
-    default_folder,
     is_in_memory,
     prepare_folder,
     room_for_arena,
@@ -230,7 +230,8 @@ class PeerMemory:
         if not host.is_empty():
             return None
         for seen in self._open_on_keepers(time.monotonic() + timeout_s):
-            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keeper:
+            tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
+            with closing(tier) as keeper:
                 id = recover_image(host, keeper, self._shard, listings, is_ours)
                 if id is not None:
                     return id
@@ -308,6 +309,7 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
+    config = with_own_peers(config, run)
     tier = config.peers
     if tier is None:
         return config, None
@@ -315,7 +317,7 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if nodes >= tier.nodes_min:
         bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
         timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
-        folder = (config.host.folder or default_folder()) / run
+        folder = run_folder(config, run)
         peers = PeerMemory(tier, run, ranks, originals=folder, timeout_s=timeout_s)
         return config, peers
     if nodes > 1 and tier.parity is not None:

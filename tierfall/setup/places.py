@@ -1,21 +1,131 @@
-"""The places of tiers: whether two are one, one is a copy of the other, and which have lost the files of a run."""
+"""The places of tiers: whether two are one, one is a copy of the other, which have lost the files of a run, and which
+folder of this machine's memory belongs to them."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tierfall.core.format.tier_record import KnownTier, parse_tier_record
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig
+from tierfall.core.format.tier_record import KnownTier, TierRecord, parse_tier_record
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError
+from tierfall.tiers.arena.folder import default_folder
 
 logger = logging.getLogger("tierfall")
 LOOK_S = 2.0
 """Seconds that a look at an earlier place may take: it may be on a mount that hangs."""
+MEMORY_NAME = "tiers.json"
+"""The file of what this machine remembers of a run's tiers until it is restarted, beside the run's host memory."""
+
+
+def memory_root(config: Config) -> Path:
+    """Return the folder with the host memory of all runs that are configured alike."""
+    return Path(config.host.folder or default_folder())
+
+
+def run_folder(config: Config, run: str) -> Path:
+    """Return the folder of a run's host memory on this machine. Two projects may have runs of one name: each set of
+    tiers has a folder of its own.
+
+    A folder is named by the places of the tiers. If they have changed, it is the folder of an earlier start that
+    remembers one of them: by its place, or by its id if the tier was moved.
+    """
+    base = memory_root(config) / run
+    tiers = [tier for tier in config.stored if not isinstance(tier, PeerTierConfig)]
+    places = "\n".join(sorted(_written_place(tier) for tier in tiers))
+    own = base / hashlib.sha256(places.encode()).hexdigest()[:12]
+    if own.exists():
+        return own
+    found = [
+        (remembered, folder)
+        for folder in folders_of_run(base)
+        if (remembered := read_memory(folder))
+    ]
+    calls = {str(folder): partial(_is_of, remembered, tiers, run) for remembered, folder in found}
+    answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, LOOK_S), doing="look")
+    earlier = [(r.wall_time_s, folder) for r, folder in found if answers[str(folder)].value]
+    return max(earlier, default=(0.0, own))[1]
+
+
+def with_own_peers(config: Config, run: str) -> Config:
+    """Return the configuration with a folder of peer memory for these tiers alone, named as that of their host memory:
+    another project on this node may have a run of that name."""
+    tier = config.peers
+    if tier is None or tier.path.name == (name := run_folder(config, run).name):
+        return config
+    own = tier.model_copy(update={"path": tier.path / name})
+    return config.model_copy(update={"tiers": tuple(own if t is tier else t for t in config.tiers)})
+
+
+def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
+    """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
+    keeps, if anything. Of parity it reads no images."""
+    config = with_own_peers(config, config.run)
+    tier = config.peers
+    if tier is None:
+        return config
+    if tier.path.exists() and not (reads_images and tier.parity is not None):
+        return config.reading_only([tier.name])
+    return config.without(tier.name)
+
+
+def folders_of_run(base: Path) -> list[Path]:
+    """Return the folders of host memory of all runs of one name: below ``base``, and ``base`` itself, which an earlier
+    version used."""
+    try:
+        return [base, *sorted(child for child in base.iterdir() if child.is_dir())]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read_memory(folder: Path) -> TierRecord | None:
+    """Return what this machine remembers of the tiers of the run whose host memory is in ``folder``; None if nothing,
+    or if it cannot be read."""
+    path = folder / MEMORY_NAME
+    try:
+        return parse_tier_record(path.read_bytes(), what=str(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, TierfallError) as error:
+        logger.warning("what this machine remembers of the tiers could not be read: %s", error)
+        return None
+
+
+def _written_place(tier: FileTierConfig | ObjectTierConfig) -> str:
+    """Return a tier's place as it is written: nothing is asked of a file system that may hang."""
+    return tier.place if tier.folder is None else os.path.abspath(tier.folder)
+
+
+def _is_of(
+    remembered: TierRecord, tiers: Sequence[FileTierConfig | ObjectTierConfig], run: str
+) -> bool:
+    """Return whether one of the tiers is remembered."""
+    known = remembered.others.values()
+    if any(each.place == _written_place(tier) for each in known for tier in tiers):
+        return True
+    return any(
+        same_place(each.place, tier.place) or _is_moved(each, tier.folder, run)
+        for each in known
+        for tier in tiers
+    )
+
+
+def _is_moved(known: KnownTier, folder: Path | None, run: str) -> bool:
+    """Return whether a tier was moved to ``folder``: its record is there, and not in its earlier place."""
+    if folder is None or not known.id:
+        return False
+    here, before = (Path(place, run, keys.TIER_NAME) for place in (folder, known.place))
+    try:
+        record = parse_tier_record(here.read_bytes(), what=str(here))
+    except (OSError, TierfallError):
+        return False
+    return record.id == known.id and not before.exists()
 
 
 def same_place(one: str, other: str) -> bool:

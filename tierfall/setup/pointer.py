@@ -16,11 +16,12 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, ObjectTierConfig, PeerTierConfig, load_config
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
 from tierfall.core.types.keys import ATTEMPT_MAX, STEP_MAX
 from tierfall.core.types.values import CheckpointId, TierKind
-from tierfall.setup.tiers import run_folder
+from tierfall.setup.places import memory_root
 
 POINTER_NAME = "tierfall.json"
 _BYTES_MAX = 64 << 10
@@ -55,7 +56,7 @@ def pointer_to(config: Config, checkpoint: CheckpointId) -> Pointer:
     for tier in config.chain:
         if isinstance(tier, PeerTierConfig):  # another machine has another part of it
             continue
-        place = os.path.abspath(run_folder(config, config.run).parent)
+        place = os.path.abspath(memory_root(config))
         if tier.kind is not TierKind.HOST:
             place = tier.url if isinstance(tier, ObjectTierConfig) else tier.place
         if tier.kind is TierKind.OBJECT and not _ADDRESS.match(place):
@@ -98,6 +99,7 @@ def is_pointer(path: Path) -> bool:
     return path.name == POINTER_NAME or (path / POINTER_NAME).is_file()
 
 
+@public_call
 def read_pointer(folder: str | os.PathLike[str]) -> Pointer:
     """Read the pointer in a folder that ``Checkpointer.write_pointer`` wrote; its file may be named, too.
 

@@ -4,7 +4,8 @@ A listener has a ``flag`` or a ``work`` function. A flag is called on the main t
 like any Python signal handler. A work function runs on a thread of its own as soon as the signal arrives, even while
 the main thread waits for the GPU: the interpreter writes each signal's number to a socket (its wakeup fd), which a
 thread here reads. Once all work functions have ended, the signal has its previous effect: the previous handler runs on
-the main thread, or the process ends as the signal would have ended it.
+the main thread, or the process ends as the signal would have ended it. The kernel ends no process 1, as in a container,
+by a default action: that process exits with 128 and the signal's number, as a shell would report it.
 
 A forked child inherits none of this. Nothing here knows what the signals mean.
 """
@@ -24,10 +25,18 @@ from signal import Signals
 from types import FrameType
 from typing import Any
 
+from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.types.errors import ConfigError
 
 logger = logging.getLogger("tierfall")
 OnSignal = Callable[[Signals], None]
+_HARMLESS = frozenset(
+    (
+        *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
+        *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+    )
+)
+"""Signals whose default action does not end a process."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -37,6 +46,7 @@ class Listener:
     signals: frozenset[Signals]
     flag: OnSignal | None = None
     work: OnSignal | None = None
+    before_end: Callable[[], None] | None = None
     begun: bool = False
     ended: bool = False
 
@@ -47,15 +57,17 @@ def add_listener(
     what: str,
     flag: OnSignal | None = None,
     work: OnSignal | None = None,
+    before_end: Callable[[], None] | None = None,
 ) -> Listener:
     """Listen to signals until ``stop``. With a flag and no work function, a signal that would end the process does not;
     a previous handler is called after the flag.
 
-    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. Raises ConfigError, which
-    names the setting ``what``, on another than the main thread: Python installs handlers on that one only.
+    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. ``before_end`` is called, on
+    any thread, if the default action of the signal ends the process now. Raises ConfigError, which names the setting
+    ``what``, on another than the main thread: Python installs handlers on that one only.
     """
     check_thread(what)
-    listener = Listener(signals=frozenset(signals), flag=flag, work=work)
+    listener = Listener(signals=frozenset(signals), flag=flag, work=work, before_end=before_end)
     _hub.add(listener)
     return listener
 
@@ -182,7 +194,7 @@ class _SignalHub:
             return
         if all(x.ended for x in works):
             if self._effect(number) is signal.SIG_DFL:
-                _take_default_action(number)
+                self._take_default_action(number)
             return
         self._due.add(number)
         fresh = [x for x in works if not x.begun]
@@ -195,7 +207,9 @@ class _SignalHub:
 
     def _work(self, number: Signals, works: list[Listener]) -> None:
         threads = [
-            threading.Thread(target=_run, args=(listener, number), daemon=True)
+            threading.Thread(
+                target=_run, args=(listener, number), name="tierfall-signalled", daemon=True
+            )
             for listener in works
         ]
         for thread in threads:
@@ -211,7 +225,7 @@ class _SignalHub:
         """Cause a signal's previous effect, now that the work functions have ended."""
         effect = self._effect(number)
         if effect is signal.SIG_DFL:
-            _take_default_action(number)
+            self._take_default_action(number)
         elif effect is signal.SIG_IGN:
             self._seen.discard(number)
         elif _taken_from(self._seen, number):
@@ -252,13 +266,24 @@ class _SignalHub:
     def _call_previous(self, number: Signals, frame: FrameType | None) -> None:
         previous = self._before(number)
         if previous is signal.SIG_DFL:
-            _take_default_action(number)
+            self._take_default_action(number)
         elif callable(previous):
             self._calling[number] += 1
             try:
                 previous(number, frame)
             finally:
                 self._calling[number] -= 1
+
+    def _take_default_action(self, number: Signals) -> None:
+        """Cause the signal's default action, from any thread: the main thread may be stuck in C."""
+        if number not in _HARMLESS:
+            wait_for_messages()
+            for listener in [x for x in self._listeners if x.before_end and number in x.signals]:
+                _call_before_end(listener)
+        ctypes.CDLL(None).signal(ctypes.c_int(number), ctypes.c_void_p(None))  # SIG_DFL
+        os.kill(os.getpid(), number)
+        if os.getpid() == 1 and number not in _HARMLESS:
+            os._exit(128 + number)
 
     def _before(self, number: Signals) -> Any:
         """Return the handler before the latest one, or before the one that is being called.
@@ -315,10 +340,12 @@ def _run(listener: Listener, number: Signals) -> None:
         listener.ended = True
 
 
-def _take_default_action(number: Signals) -> None:
-    """Cause the signal's default action, from any thread: the main thread may be stuck in C."""
-    ctypes.CDLL(None).signal(ctypes.c_int(number), ctypes.c_void_p(None))  # SIG_DFL
-    os.kill(os.getpid(), number)
+def _call_before_end(listener: Listener) -> None:
+    assert listener.before_end is not None
+    try:
+        listener.before_end()
+    except Exception:  # the process ends all the same
+        logger.exception("what was to be done before the process ends failed")
 
 
 def _pass_bytes(fd: int, data: bytes) -> None:

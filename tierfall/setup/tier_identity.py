@@ -18,7 +18,7 @@ from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Attempt
-from tierfall.core.format.tier_record import KnownTier, TierRecord, parse_tier_record
+from tierfall.core.format.tier_record import KnownTier, TierRecord
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -31,17 +31,19 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
-from tierfall.setup.places import device_of, find_emptied, is_same_folder, same_place, warn_of_copy
+from tierfall.setup.places import (
+    MEMORY_NAME,
+    device_of,
+    find_emptied,
+    is_same_folder,
+    read_memory,
+    same_place,
+    warn_of_copy,
+)
 from tierfall.setup.tiers import holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
-
-MEMORY_NAME = "tiers.json"
-"""The file of what this machine remembers of a run's tiers until it is restarted, beside the run's host memory."""
-_EMPTY_ELSEWHERE = (
-    "open: tier %s is empty in %s, was not in %s, and no tier has a checkpoint: is its path right?"
-)
 
 
 class TierIdentities:
@@ -76,21 +78,12 @@ class TierIdentities:
             except TierfallError as error:  # the listing has the same error, and that is logged
                 logger.debug("tier %s: which tier it is was not read: %s", name, error)
                 self._unread[name] = error
-        self.remembered = self._read_memory()
+        self.remembered = read_memory(folder)
         self._written: TierRecord | None = None
 
     @property
     def _stores(self) -> dict[str, StoredTier]:
         return {name: x for name, x in self._opened.items() if name not in self._silent}
-
-    def _read_memory(self) -> TierRecord | None:
-        try:
-            return parse_tier_record(self._memory.read_bytes(), what=str(self._memory))
-        except FileNotFoundError:
-            return None
-        except (OSError, TierfallError) as error:
-            logger.warning("what this machine remembers of the tiers could not be read: %s", error)
-            return None
 
     def _remembers(self, name: str) -> KnownTier | None:
         """Return the newest memory of a tier by its name, or else of its place by a name that is configured no more."""
@@ -136,11 +129,10 @@ class TierIdentities:
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
-        nothing = not any(map(holds_any, listings))
         missing: dict[str, UnreachableError] = {}
         for tier in self._config.stored:
             try:
-                why = self._why_missing(tier, found[tier.name], nothing=nothing)
+                why = self._why_missing(tier, found[tier.name])
             except UnreachableError as error:
                 why = error
             if why is not None:
@@ -149,7 +141,7 @@ class TierIdentities:
         return missing
 
     def _why_missing(
-        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing, *, nothing: bool
+        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing
     ) -> UnreachableError | None:
         if tier.name not in self._stores or listing.error is not None:
             return None
@@ -159,8 +151,6 @@ class TierIdentities:
         if holds_any(listing) or known is None:
             return None
         if not same_place(known.place, place):
-            if nothing and not known.shared:
-                logger.warning(_EMPTY_ELSEWHERE, tier.name, place, known.place)
             return self._why_moved(tier.name, place, known) if known.shared else None
         if not known.shared and known.device in (None, self._device(tier)):
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
@@ -335,7 +325,23 @@ class TierIdentities:
             for tier in tiers:
                 with suppress(UnreachableError):  # nothing is remembered of it then
                     there.setdefault(tier.name, self._seen(tier, ""))
-            self._write_memory(there, attempt.wall_time_s)
+            self._write_memory(
+                TierRecord(
+                    run=attempt.run,
+                    id="",
+                    shared=None,
+                    wall_time_s=attempt.wall_time_s,
+                    others=there,
+                    attempt_id=attempt.id,
+                    file=str(config.file or ""),
+                    kept=str(config.peers.path) if config.peers is not None else "",
+                )
+            )
+
+    def note_attempt(self, attempt: Attempt) -> None:
+        """Note a further attempt of this process on this machine."""
+        if self._written is not None:
+            self._write_memory(replace(self._written, attempt_id=attempt.id))
 
     def _assign_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
         """Write a new id, the same on all ranks of a start that see the same files."""
@@ -382,10 +388,7 @@ class TierIdentities:
         with _logging_refusal(tier.name):
             self.records[tier.name] = self._write(tier.name, new, again=True)
 
-    def _write_memory(self, there: Mapping[str, KnownTier], wall_time_s: float) -> None:
-        record = TierRecord(
-            run=self._config.run, id="", shared=None, wall_time_s=wall_time_s, others=there
-        )
+    def _write_memory(self, record: TierRecord) -> None:
         unfinished = self._memory.with_suffix(".new")
         try:
             unfinished.write_bytes(record.encode())
@@ -397,7 +400,7 @@ class TierIdentities:
     def rewrite_memory(self) -> None:
         """Write this machine's record again, where it was removed since this process wrote it."""
         if self._written is not None and not self._memory.exists():
-            self._write_memory(self._written.others, self._written.wall_time_s)
+            self._write_memory(self._written)
 
     def forget_emptied(self, names: Iterable[str], *, timeout_s: float) -> None:
         """Of the tiers ``names``, which fail, note on this machine those whose files were deleted while this process
@@ -408,7 +411,7 @@ class TierIdentities:
         gone = find_emptied(known, names, self._config.run, timeout_s=timeout_s)
         if gone:
             others = {n: replace(tier, id="") if n in gone else tier for n, tier in known.items()}
-            self._write_memory(others, self._written.wall_time_s)
+            self._write_memory(replace(self._written, others=others))
 
     def forget(
         self, name: str, *, wall_time_s: float
@@ -433,7 +436,7 @@ class TierIdentities:
                 forgot.append(tier)
         if self.remembered is not None and names & self.remembered.others.keys():
             left = {n: known for n, known in self.remembered.others.items() if n not in names}
-            self._write_memory(left, wall_time_s)
+            self._write_memory(replace(self.remembered, others=left, wall_time_s=wall_time_s))
             forgot.append("this machine")
         return tuple(forgot), failed
 

@@ -29,6 +29,8 @@ from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,
     KeyNotFoundError,
+    LostWriteError,
+    StorageFullError,
     TierfallError,
     UnreachableError,
 )
@@ -37,7 +39,6 @@ from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
 from tierfall.setup.nodes.kept import view_kept
 from tierfall.setup.peers import PeerMemory
-from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
@@ -134,12 +135,6 @@ def reporters(config: Config, ranks: Ranks) -> dict[str, int]:
     return {tier.name: 0 if is_shared(tier) else leader for tier in config.stored}
 
 
-def run_folder(config: Config, run: str) -> Path:
-    """Return the folder of the run's arenas and locks on this machine."""
-    base = Path(config.host.folder) if config.host.folder else default_folder()
-    return base / run
-
-
 def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
     """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
@@ -162,8 +157,8 @@ def bounded(
 ) -> Bounded:
     """Return a tier's backend with a bound for each call. With a configured rate, a call has as much longer as all
     calls in flight take at that rate."""
-    limit = tier.bandwidth_bytes_per_s
-    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
+    limits = (tier.bandwidth_bytes_per_s, tier.read_bandwidth)
+    slowest = min((READ_BYTES_PER_S_MIN, *(limit / SHARES for limit in limits if limit)))
     return Bounded(
         backend,
         tier=tier.name,
@@ -302,7 +297,8 @@ def _store(
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
     tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
-    wrapped = wrap(answering, bandwidth=limit, writes=pace, tries=tries)
+    reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
+    wrapped = wrap(answering, writes=pace, reads=reads, tries=tries)
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
@@ -314,7 +310,8 @@ def _store(
         set_identity_check=backend.set_identity_check
         if isinstance(backend, PosixBackend)
         else None,
-        links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
+        names=backend.names if isinstance(backend, PosixBackend) else lambda folder: (),
+        has_latest=not isinstance(tier, PeerTierConfig),
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
     )
@@ -382,7 +379,7 @@ def list_all(
 def make_durable(store: StoredTier, listing: Listing) -> Listing:
     """Make the copies that a start found on a tier durable: an earlier process may have died before its last fsync.
 
-    A copy that cannot be made durable counts as damaged, but can still be read.
+    A copy that cannot be made durable counts as damaged, or as not read, but can still be restored.
     """
     if not store.backend.traits.needs_sync or not listing.copies:
         return listing
@@ -391,13 +388,13 @@ def make_durable(store: StoredTier, listing: Listing) -> Listing:
 
 
 def mark_not_durable(tier: str, listing: Listing, error: TierfallError) -> Listing:
-    """Return the listing of a tier that has stopped answering, with all copies marked as damaged: nothing relies on
+    """Return the listing of a tier that has stopped answering, with all copies marked as not read: nothing relies on
     them."""
     logger.warning(
         "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",
         tier, error,
     )  # fmt: skip
-    why = IntegrityError(f"{tier}: it may not survive a power cut: {error}")
+    why = UnreachableError(f"{tier}: it may not survive a power cut: {error}")
     copies = (copy if copy.damage else replace(copy, damage=why) for copy in listing.copies)
     return replace(listing, copies=tuple(copies))
 
@@ -414,6 +411,8 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
             "open: tier %s: %s may not survive a power cut, so nothing relies on it there: %s",
             store.name, copy.id, error,
         )  # fmt: skip
+        may_be_lost = error.is_damage or isinstance(error, LostWriteError | StorageFullError)
+        kind = IntegrityError if may_be_lost else UnreachableError
         why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
-        return replace(copy, damage=IntegrityError(why))
+        return replace(copy, damage=kind(why))
     return copy

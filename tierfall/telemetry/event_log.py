@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
 
@@ -160,7 +161,7 @@ class EventLog:
         self._lines: deque[bytes] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._warned = False
+        self._conditions = Conditions()
         self._lock = threading.Lock()
         self._lost_reported = 0
         self.lost = 0
@@ -230,16 +231,15 @@ class EventLog:
                     raise OSError("less than a line was written: is the disk full?")
                 self._report_lost()
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "events: %s is not written: %s. Up to %d events wait in memory; later ones are lost, and counted "
-                    "in statistics().lost_events; training continues",
-                    self._file.path,
-                    error,
-                    self._waiting_max,
-                )
+            self._conditions.report(
+                "file", logging.WARNING,
+                "events: %s is not written: %s. At most %d events wait in memory; later ones are lost, and counted in "
+                "statistics().lost_events; training continues",
+                self._file.path, error, self._waiting_max,
+            )  # fmt: skip
             return False
+        text = "events: %s is written again; lost so far: %d events"
+        self._conditions.end("file", text, self._file.path, self.lost)
         return True
 
     def _report_lost(self) -> None:

@@ -48,7 +48,8 @@ def broken_promises(status: Status, age_s: float) -> list[str]:
             )
         if count := now.get(to_key("degraded_copies", tier.name)):
             reasons.append(
-                f"tier {tier.name} lacks {count:.0f} good copies: they are damaged, or were set aside"
+                f"tier {tier.name} lacks {count:.0f} good copies: they are damaged, could not be read, or were set "
+                "aside"
             )
     age, bound = (now.get(to_key(f"durable_{name}_seconds")) for name in ("age", "bound"))
     if age is not None and bound is not None and age > bound:

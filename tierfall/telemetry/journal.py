@@ -37,7 +37,7 @@ class Journal:
         self.recent = RecentEvents()
         self.tally = EventTally([tier.name for tier in config.written])
         self.log: EventLog | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may subscribe while its thread does
         self._subscribers: tuple[Subscriber, ...] = ()
         self._unread = 0
         self._run = run

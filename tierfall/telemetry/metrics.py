@@ -121,7 +121,7 @@ METRICS: Mapping[str, Metric] = {
                 "behind": "Checkpoints that the tier would be behind after an hour of this cadence.",
                 "behind_bound_seconds": "The greatest behind_seconds that is healthy: flush.within.",
                 "owed_copies": "Copies that the tier is owed.",
-                "degraded_copies": "Copies on the tier that are damaged or were set aside.",
+                "degraded_copies": "Copies on the tier that are damaged, could not be read, or were set aside.",
                 "tier_failing": "1 while the tier accepts no copies.",
                 "tier_used_bytes": "Bytes of this run on the tier.",
                 "tier_capacity_bytes": "The most that it may take there.",

@@ -59,7 +59,7 @@ def describe_checkpoint(info: CheckpointInfo) -> str:
         f"{format_size(info.bytes)} on {', '.join(copies) or 'no tier'}",
         f"{format_duration(info.age_s)} old",
         f"owed to {', '.join(info.owed)}" if info.owed else "",
-        f"damaged on {', '.join(info.damage)}" if info.damage else "",
+        f"not good on {', '.join(info.damage)}" if info.damage else "",
         f"set aside on {', '.join(info.set_aside)}" if info.set_aside else "",
         "pinned" if info.pinned else "",
         "abandoned" if info.abandoned else "",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierfall.core.runtime.callbacks import CallbackThread
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.events import Event, EventsLost
 from tierfall.telemetry.event_log import WAITING_MAX, wall_time
 
@@ -31,6 +32,7 @@ class Subscriber:
         self._format = format
         self._ended = False
         self._reported = 0
+        self._conditions = Conditions()
         self._thread = CallbackThread(name, waiting_max=waiting_max)
         self._waiting_max = waiting_max
         self._thread.start()
@@ -44,13 +46,12 @@ class Subscriber:
         """Enqueue an event; it is lost if the queue is full. May be called from any thread; never blocks."""
         if self._thread.put(self._deliver, wall_time(event.at_s), event):
             return
-        if self._thread.dropped == 1:
-            logger.warning(
-                "subscribe: %r is slow: %d events wait for it; later ones are lost, and counted in its next "
-                "events_lost; training continues",
-                self._receive,
-                self._waiting_max,
-            )
+        self._conditions.report(
+            "slow", logging.WARNING,
+            "subscribe: %r is slow: %d events wait for it; later ones are lost, and counted in its next events_lost; "
+            "training continues",
+            self._receive, self._waiting_max,
+        )  # fmt: skip
 
     def end(self, timeout_s: float = 0.0) -> None:
         """Deliver the queued events for at most ``timeout_s`` seconds. The rest is lost; a running call continues."""
@@ -68,4 +69,6 @@ class Subscriber:
         lost = self._thread.dropped
         if lost > self._reported and not self._thread.waiting:
             lost, self._reported = lost - self._reported, lost
+            text = "subscribe: %r has caught up; lost: %d events"
+            self._conditions.end("slow", text, self._receive, lost)
             self._receive(self._format(time.time(), EventsLost(at_s=time.monotonic(), count=lost)))

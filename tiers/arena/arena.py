@@ -54,9 +54,10 @@ __all__ = [
     "room_for_arena",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 LARGE_PAGE_BYTES = 2 << 20
+ALIGNED_BYTES_MIN = 16 * LARGE_PAGE_BYTES
 
 
 def arena_name(slot: int) -> str:
@@ -384,9 +385,9 @@ def _checked_capacity(path: Path, capacity_bytes: int) -> int:
 
 
 def _first_fit(gaps: list[ByteRange], length: int) -> int | None:
-    """Return the offset of the first gap of that length. An extent of 2 MiB or more gets an offset that is a multiple
-    of 2 MiB if some gap allows it, for large pages."""
-    if length >= LARGE_PAGE_BYTES:
+    """Return the offset of the first gap of that length. A large extent gets an offset that is a multiple of 2 MiB if
+    some gap allows it, for large pages; of a small one too much room would be lost between two of them."""
+    if length >= ALIGNED_BYTES_MIN:
         for gap in gaps:
             start = padded(gap.start, LARGE_PAGE_BYTES)
             if start + length <= gap.end:

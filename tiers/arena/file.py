@@ -44,7 +44,7 @@ from tierfall.tiers.arena.mapping import ArenaRenewal, reserve
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 Progress = Callable[[int, int], None]
 

@@ -17,7 +17,7 @@ from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.types.units import format_size
 from tierfall.tiers.arena.layout import EXTENTS_START
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 SHARED_MEMORY = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
@@ -32,7 +32,13 @@ def default_folder() -> Path:
     name = f"tierfall-{os.geteuid()}"
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return SHARED_MEMORY / name
-    folder = Path(tempfile.gettempdir()) / name
+    temporary = _temporary_folder()
+    if temporary is None:
+        raise ConfigError(
+            f"host tier: neither {SHARED_MEMORY} nor a temporary folder is writable: set the host tier's `folder` to a "
+            "file system in memory"
+        )
+    folder = temporary / name
     logger.warning(
         "host tier: %s does not exist or is not writable; arenas are files in %s, which may be on a disk: set "
         "the host tier's `folder` to a file system in memory",
@@ -67,10 +73,18 @@ def prepare_folder(path: Path, *, base: Path | None = None) -> Path:
 
 
 def _trusted_base(path: Path) -> Path:
-    for base in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-        if path != base and path.is_relative_to(base):
+    for base in (SHARED_MEMORY, _temporary_folder()):
+        if base is not None and path != base and path.is_relative_to(base):
             return base
     return next(folder for folder in path.parents if folder.is_dir())
+
+
+def _temporary_folder() -> Path | None:
+    """Return the system's temporary folder; None if there is none that is writable."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return None
 
 
 def _open_base(base: Path) -> int:
@@ -164,7 +178,7 @@ class RoomReport:
                 )
             raise CapacityError(
                 f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
-                f"free a host tier without a `capacity` uses no more than half ({sized(share)} per rank); {helps}"
+                f"free a host tier without a `capacity` uses at most half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * (5 * images + 1) // 5), images * extent_bytes), share)
 

@@ -20,7 +20,7 @@ from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena.folder import MORE_ROOM, sized
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tierfall")
 
 _MOVE_BYTES = 4 << 20
 # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux.

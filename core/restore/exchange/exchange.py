@@ -376,27 +376,31 @@ class _ExchangedReader(CheckpointReader):
             rank=self.exchange.ranks.shard.rank,
             image=image,
             chunks=NumberRanges.of(chunks),
-            retryable=getattr(error, "retryable", False),
+            damaged=_is_damage(error),
             text=str(error),
         )
         self._state.to_report.append(failed)
 
     def _unreadable(self, unassigned: UnassignedError) -> TierfallError:
-        """Return why no rank can read a chunk: retryable if the error of any rank is."""
+        """Return why no rank can read a chunk: damage if the error of each rank is."""
         tried = [
             f
             for f in self._state.failed
             if f.image == unassigned.image and unassigned.chunk in f.chunks
         ]
         reasons = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
-        kind = UnreachableError if any(f.retryable for f in tried) else IntegrityError
+        kind = IntegrityError if all(f.damaged for f in tried) else UnreachableError
         return kind(f"no rank can read {unassigned}: {reasons}")
 
 
 def _decisive_error(errors: Iterable[BaseException]) -> BaseException:
-    """Return the first retryable error, or else the first."""
+    """Return the first error that is no damage, or else the first."""
     errors = list(errors)
-    return next((e for e in errors if getattr(e, "retryable", False)), errors[0])
+    return next((e for e in errors if not _is_damage(e)), errors[0])
+
+
+def _is_damage(error: BaseException) -> bool:
+    return isinstance(error, TierfallError) and error.is_damage
 
 
 def _requests_left(

@@ -51,12 +51,12 @@ class NextPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadChunks(Message):
-    """Chunks of an image that ``rank`` could not read. ``retryable``: a good copy may exist."""
+    """Chunks of an image that ``rank`` could not read. ``damaged``: no copy is good; else one may be."""
 
     rank: int
     image: int
     chunks: NumberRanges
-    retryable: bool
+    damaged: bool
     text: str
 
 

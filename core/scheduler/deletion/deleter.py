@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from tierfall.core.format.records import Commit, prevents_deletion
+from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.planner import AgeTimer, DeletionPlanner
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
@@ -25,13 +27,13 @@ from tierfall.core.types.view import Decision, View
 
 logger = logging.getLogger("tierfall")
 
-RETRY_S = 30.0
-
 
 class Deleter:
     """The deletions in progress, and the tiers whose marks must be read before the next.
 
-    ``reserved`` checkpoints are the subject of a command in progress, ``awaited`` ones of a deletion by command.
+    Retention is planned again after each change of any checkpoint: a deletion needs no commit once its reason to wait
+    has gone. ``reserved`` checkpoints are the subject of a command in progress, ``awaited`` ones of a deletion by
+    command.
     ``paused``: a restore reads the tiers. Without ``retains``, retention deletes nothing.
     """
 
@@ -56,7 +58,10 @@ class Deleter:
         self._surveying: set[str] = set()
         self._to_read: dict[str, set[CheckpointId]] = {tier: set() for tier in self._leaving}
         self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
-        self._evicts_again_s: dict[str, float] = {}
+        self._not_before_s: dict[str, float] = {}
+        """When a tier is asked again whose marks, or copies that a deletion relies on, could not be read."""
+        self._conditions = Conditions()
+        self._seen: tuple[View, set[CheckpointId]] | None = None
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
         self._changed: set[CheckpointId] = set()
@@ -81,8 +86,9 @@ class Deleter:
 
     @property
     def rules_are_suspended(self) -> bool:
-        """Return whether this start has neither restored nor committed: which copies are good is not known yet."""
-        return not (self._ledger.may_delete_by_rule or self._trusted)
+        """Return whether this start has neither restored nor committed: which copies are good is not known yet; or
+        whether a listing has left out what is there."""
+        return self._ledger.lags or not (self._ledger.may_delete_by_rule or self._trusted)
 
     def trust(self) -> None:
         """Apply the rules of each tier once, as if every copy were verified, because a command says so."""
@@ -102,12 +108,12 @@ class Deleter:
         """Return whether a deletion (from ``tier``) or a survey is in progress; failed deletions do not count."""
         if tier is not None:
             return self.is_deleting(tier)
-        due = self._due and not self.rules_are_suspended
-        return bool(due or self._surveying) or self.is_deleting()
+        due = any(map(self._is_due, self._due)) and not self.rules_are_suspended
+        return due or bool(self._surveying) or self.is_deleting()
 
     def retry(self, now_s: float) -> None:
         """Retry failed deletions that are due, and schedule retention where a rule depends on age."""
-        for tier in self._age_timer.pop_due() if self._surveys_by_age() else ():
+        for tier in self._age_timer.pop_due() if self._applies_rules() else ():
             if self._plan(tier):
                 self.plan_tier(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
@@ -117,6 +123,12 @@ class Deleter:
             # a deletion by rule is planned anew if the commit record is still there; else the rest is deleted
             by_command = task.tombstoned or task.unreadable or self._hooks.is_split(task.tier)
             self._hooks.dispatch(replace(task, unfinished=task.unfinished or not by_command))
+
+    def try_now(self) -> None:
+        """Try at once whatever waits for its next try."""
+        self._not_before_s.clear()
+        for key, (task, _) in self._failed.items():
+            self._failed[key] = (task, 0.0)
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
         """Retry the failed deletions of a checkpoint at once; return their tiers."""
@@ -130,12 +142,12 @@ class Deleter:
         if self.paused:
             return None
         times = [when for _, when in self._failed.values()]
-        times += [when for when in self._evicts_again_s.values() if when > self._ledger.now_s]
-        if self._surveys_by_age() and (look_s := self._age_timer.next_s()) is not None:
+        times += [when for when in self._not_before_s.values() if when > self._ledger.now_s]
+        if self._applies_rules() and (look_s := self._age_timer.next_s()) is not None:
             times.append(look_s)
         return min(times, default=None)
 
-    def _surveys_by_age(self) -> bool:
+    def _applies_rules(self) -> bool:
         return self.plans and not (self.paused or self.rules_are_suspended or self._cancelled)
 
     def reserve(self, id: CheckpointId) -> None:
@@ -153,7 +165,7 @@ class Deleter:
         """Read the marks of what retention would delete, on each tier that is due."""
         if self.paused or self.rules_are_suspended:
             return
-        for tier in sorted(self._due - self._surveying):
+        for tier in sorted(filter(self._is_due, self._due - self._surveying)):
             self._due.discard(tier)
             if not any(e.has_record_on(tier) for e in self._ledger.entries.values()):
                 self._trusted.discard(tier)
@@ -181,10 +193,10 @@ class Deleter:
         self._update(task.tier, {id: marks for id, marks in read.items() if id not in outdated})
         if outcome.error is not None:
             self._trusted.discard(task.tier)
-            why = "nothing is deleted there, its marks could not be read"
-            logger.warning("%s: %s: %s", task.tier, why, outcome.error)
             self._to_read[task.tier].update(id for id in task.ids if id not in read)
-            self._age_timer.plan_in(task.tier, RETRY_S)
+            why = f"nothing is deleted there, its marks could not be read: {outcome.error}"
+            self._delay(task.tier, why)
+            self.plan_tier(task.tier)
             return
         if self._cancelled:
             return
@@ -198,16 +210,37 @@ class Deleter:
         deletion = partial(DeleteCopy, tier=task.tier, next_latest=newest, relies_on=relied)
         for id, reason in drops.items():
             self._delete(deletion(id=id, reason=reason))
+        if not drops:
+            self._end_delay(task.tier)
         if len(drops) < len(plan):
             self.plan_tier(task.tier)  # the marks have changed the plan
         else:
             self._trusted.discard(task.tier)
-        self.survey_changed(but=task.tier)
 
-    def survey_changed(self, *, but: str | None = None) -> None:
-        """Schedule retention on each tier, ``but`` one, where it would delete something now."""
-        for tier in self._leaving:
-            if tier != but and self._plan(tier):
+    def _delay(self, tier: str, why: str) -> None:
+        """Delete nothing from a tier by rule for a time, longer after each consecutive refusal."""
+        if self._is_due(tier):
+            failures = self._conditions.report(tier, logging.WARNING, "%s: %s", tier, why)
+            self._not_before_s[tier] = self._ledger.now_s + retries.wait_s(failures)
+
+    def _end_delay(self, tier: str) -> None:
+        self._conditions.end(tier, "%s: the tier's rules are applied again", tier)
+
+    def _is_due(self, tier: str) -> bool:
+        return self._ledger.now_s >= self._not_before_s.get(tier, 0.0)
+
+    def survey_changed(self) -> None:
+        """Schedule retention on each tier where it would delete something now, if any checkpoint has changed."""
+        tiers = [tier for tier in self._leaving if not self._planner.keeps_all(tier)]
+        if not (tiers and self._applies_rules()):
+            return
+        view = replace(self._ledger.view(), wall_time_s=0.0, read_bytes_per_s={})
+        seen = view, self.reserved | self.awaited
+        if seen == self._seen:
+            return
+        self._seen = seen
+        for tier in tiers:
+            if self._plan(tier):
                 self.plan_tier(tier)
 
     def _update(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
@@ -287,9 +320,8 @@ class Deleter:
         if self._cancelled or isinstance(outcome.error, IntegrityError):
             return  # a copy that it relies on is damaged: all ranks learn that by its own message
         if outcome.error is not None:
-            why = f"{task.id} is not deleted, its marks could not be read"
-            logger.warning("%s: %s: %s", task.tier, why, outcome.error)
-            self._evicts_again_s[task.tier] = self._ledger.now_s + RETRY_S
+            why = f"{task.id} is not deleted, its marks could not be read: {outcome.error}"
+            self._delay(task.tier, why)
             return
         entry.marks[task.tier] = outcome.value[task.id]
         if self.paused or prevents_deletion(outcome.value[task.id], tombstoned=task.tombstoned):
@@ -301,7 +333,7 @@ class Deleter:
 
     def eviction_is_delayed(self, tier: str) -> bool:
         """Return whether evictions from a tier are delayed, because marks or relied-on copies could not be read."""
-        return self._ledger.now_s < self._evicts_again_s.get(tier, 0.0)
+        return not self._is_due(tier)
 
     def collect_garbage(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None
@@ -313,7 +345,9 @@ class Deleter:
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files of a copy that was never committed, in peer memory all that an earlier start left;
-        return False where that was begun before."""
+        return False where that was begun before, or where a listing has left out what is there."""
+        if self._ledger.lags:
+            return False
         entry, shard = self._ledger.entries.get(id), None
         if entry is not None and entry.shards is None:
             shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
@@ -327,7 +361,6 @@ class Deleter:
         if task.id in self._leaving[task.tier] or (self._cancelled and task.unfinished):
             return False
         self._leaving[task.tier].add(task.id)
-        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
         self._hooks.dispatch(task)
         return True
 
@@ -341,7 +374,10 @@ class Deleter:
             self._on_not_whole(entry, task, outcome.error)
             return False
         if outcome.error is not None:
-            logger.warning("%s: could not delete %s: %s", task.tier, task.id, outcome.error)
+            failures = self._conditions.report(
+                (task.tier, task.id),
+                logging.WARNING, "%s: could not delete %s: %s", task.tier, task.id, outcome.error,
+            )  # fmt: skip
             self._emitter.deletion_failed(task, outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
@@ -349,9 +385,13 @@ class Deleter:
                 # it may have begun after its check of relied-on copies, which may be deleted meanwhile
                 unfinished = task.unfinished and not _is_leaving(entry, task.tier)
                 task = replace(task, relies_on=(), unfinished=unfinished)
-                self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
+                self._failed[task.tier, task.id] = (task, now_s + retries.wait_s(failures))
             return False
         self._leaving[task.tier].discard(task.id)
+        if not (task.unfinished and outcome.value is not None):  # else it is still committed
+            text = "%s: the deletion of %s is not refused any more"
+            self._conditions.end((task.tier, task.id), text, task.tier, task.id)
+            self._end_delay(task.tier)
         if task.unfinished:
             return self._on_rest_deleted(entry, task, outcome)
         if entry is not None:
@@ -386,15 +426,15 @@ class Deleter:
         """A copy that the deletion relies on is damaged: nothing was deleted, and retention is planned anew."""
         self._leaving[task.tier].discard(task.id)
         self._to_announce.discard((task.tier, task.id))
-        logger.warning("%s: %s is not deleted: %s", task.tier, task.id, error)
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
         self.on_damage_found(task.tier, error)
+        why = f"{task.id} is not deleted: {error}"
         if error.damaged:
-            self.plan_tier(task.tier)
+            logger.warning("%s: %s", task.tier, why)
         else:
-            self._evicts_again_s[task.tier] = self._ledger.now_s + RETRY_S
-            self._age_timer.plan_in(task.tier, RETRY_S)
+            self._delay(task.tier, why)
+        self.plan_tier(task.tier)
 
     def on_damage_found(self, tier: str, error: NotWholeError) -> None:
         """Report copies that a deletion relies on, and that lack files, as damaged."""

@@ -26,8 +26,6 @@ SAVES_WITHOUT_METRICS = 3
 """A rule names a metric that so many saves in a row lack: log it."""
 WAIT_MAX_S = 86400.0
 """The longest wait in seconds: system calls bound it."""
-READ_S = 30.0
-"""Seconds after which retention is planned again where a copy was kept because it is being read."""
 LATE_S = 0.001
 """Seconds added to a due time, since sums of clocks may round down."""
 
@@ -38,12 +36,12 @@ class DeletionPlanner:
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
         self._policies = policies
-        self._keeps_all_live = {t.name: policies.keeps_all_live(t) for t in ledger.rules}
         self._warned_metrics: set[str] = set()
 
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
-        return self._keeps_all_live[tier] and self._ledger.all_live
+        rules = next(rules for rules in self._ledger.rules if rules.name == tier)
+        return self._policies.keeps_all_live(rules) and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""
@@ -106,7 +104,11 @@ class DeletionPlanner:
         return deleted, kept
 
     def warn_missing_metrics(self, view: View) -> None:
-        """Log, once per metric, that a rule depends on a metric which recent saves lack."""
+        """Log, once per metric, that a rule depends on a metric which recent saves lack, once one was evaluated."""
+        step = self._ledger.evaluated_at
+        evaluated = (c for c in view.checkpoints if c.id.step >= step)
+        if not any(c.readable_on(tier) for c in evaluated for tier in c.copies):
+            return
         missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._warned_metrics:
             self._warned_metrics.add(metric)
@@ -148,7 +150,7 @@ class DeletionPlanner:
 
 
 class AgeTimer:
-    """When retention may next delete something without a new commit: by age, or after a copy was read."""
+    """When retention may next delete something by the age of a checkpoint alone."""
 
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
@@ -162,13 +164,6 @@ class AgeTimer:
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
             self._due_s[tier] = self._ledger.now_s + left_s
-        if self._ledger.is_read_on(tier):
-            self.plan_in(tier, READ_S)
-
-    def plan_in(self, tier: str, seconds: float) -> None:
-        """Plan retention on a tier after so many seconds at the latest."""
-        at = self._ledger.now_s + seconds
-        self._due_s[tier] = min(self._due_s.get(tier, at), at)
 
     def pop_due(self) -> tuple[str, ...]:
         """Return the tiers to plan now, each once."""

@@ -16,11 +16,12 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
-from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -106,6 +107,7 @@ class BackgroundVerifier:
         self._retry_s: dict[tuple[str, CheckpointId], float] = {}
         self._count = 0
         self._restores = 0
+        self._conditions = Conditions()
 
     # Choosing copies -------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class BackgroundVerifier:
 
     def _is_paused(self) -> bool:
         """A restore or a drain needs the bandwidth."""
-        return self._deleter.paused or self._hooks.is_draining()
+        return self._deleter.paused or self._hooks.has_deadline()
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
@@ -253,7 +255,7 @@ class BackgroundVerifier:
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
-        damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
+        damage = isinstance(error, TierfallError) and error.is_damage
         body = _Verified(text=None if error is None else str(error), damaged=damage)
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
@@ -308,14 +310,15 @@ class BackgroundVerifier:
             return  # it was deleted meanwhile
         if text is None:
             self._is_good(id, tier)
+            self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._decides:
                 self._hooks.found_damage(tier, id, text)
         else:
-            logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
+            again = "%s: %s could not be verified, it is retried: %s"
+            self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._deleter.plan_all_tiers()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

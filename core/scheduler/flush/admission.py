@@ -12,6 +12,7 @@ from functools import partial
 
 from tierfall.core.capture.events import CaptureAdvanced
 from tierfall.core.capture.snapshot import HostMemory, HostRegion
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
@@ -149,15 +150,17 @@ class Admissions:
         self._memory_is_short = False
         self._refused: AdmissionRequest | None = None
         self._only_progress = False
-        self._logged: set[str] = set()
+        self._conditions = Conditions()
 
     def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
-    def observe(self, events: Collection[Event]) -> None:
-        """Note the events of this step. While copies only make progress, no further image becomes evictable, and the
-        plan for a waiting save, which is linear in the number of checkpoints, is not made again."""
+    def observe(self, events: Collection[Event]) -> bool:
+        """Note the events of this step; return whether anything but progress of copies has happened. While copies only
+        make progress, nothing further may be deleted, and a plan for room, which is linear in the number of
+        checkpoints, is not made again."""
         self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
+        return not self._only_progress
 
     def _is_progress(self, event: Event) -> bool:
         match event:
@@ -218,6 +221,9 @@ class Admissions:
                     error = self._no_room(request)
                     self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
+            if region is not None:
+                host = self._ledger.host
+                self._conditions.end(host, "tier %s has room again: saves are not skipped", host)
             request.on_answer(region, error)
             self._backlog.on_save_admitted(now_s)
 
@@ -287,7 +293,7 @@ class Admissions:
         )
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
-        """Return the error of a skipped save, and log it; with ``skip``, once per set of tiers that are behind."""
+        """Return the error of a skipped save, and log it; with ``skip``, once until a save finds room again."""
         waiting = sorted({name for e in self._ledger.open() for name in e.owed})
         behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
         kept = ""
@@ -300,13 +306,15 @@ class Admissions:
             kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
-            f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
-            f"{format_size(request.image_bytes)}, and {waited}{behind}{kept}: this save is skipped. "
+            f"{format_size(self._host.largest_free_bytes)} in one piece, of {format_size(self._host.capacity_bytes)}; "
+            f"the image needs {format_size(request.image_bytes + request.records_bytes)}, and "
+            f"{waited}{behind}{kept}: this save is skipped. "
             "Raise the tier's capacity, save less often, or flush less"
         )
-        is_repeated = self._when_full is WhenFull.SKIP and behind in self._logged
-        self._logged.add(behind)
-        logger.log(logging.DEBUG if is_repeated else logging.WARNING, "%s", error)
+        if self._when_full is WhenFull.SKIP:
+            self._conditions.report(self._ledger.host, logging.WARNING, "%s", error)
+        else:
+            logger.warning("%s", error)
         return error
 
     def _evict(self, decision: Decision) -> None:

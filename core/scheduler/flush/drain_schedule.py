@@ -68,6 +68,7 @@ class DrainSchedule:
     def set_deadline(self, asker: object, until_s: float) -> None:
         """Note a deadline that rank 0 plans for, until ``asker`` ends it or it has passed."""
         self._unplanned_s[asker] = until_s
+        self._hooks.try_again()
 
     def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline until ``asker`` ends it or it has passed; return the outlook of each copy.
@@ -80,6 +81,7 @@ class DrainSchedule:
         if not self.active:
             self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
         self._until_s[asker] = until_s
+        self._hooks.try_again()
         self._make_plan(now_s)
         return self.plan
 
@@ -99,10 +101,11 @@ class DrainSchedule:
             self._make_plan(now_s)
 
     def next_s(self) -> float | None:
-        """Return when to plan again at the latest; None where no copy is owed."""
-        if not self.active or not self.plan:
-            return None
-        return min(self._planned_at_s + AGAIN_S, *self._until_s.values())
+        """Return when to plan again, or a deadline passes; None where neither is awaited."""
+        times = [*self._unplanned_s.values()]
+        if self.active and self.plan:
+            times += [self._planned_at_s + AGAIN_S, *self._until_s.values()]
+        return min(times, default=None)
 
     def in_order(self, tier: str, waiting: Iterable[LedgerEntry]) -> list[LedgerEntry]:
         """Return what a tier is owed in the order of the plan, without copies that the plan holds back. Copies that the
@@ -151,9 +154,14 @@ class DrainSchedule:
         return bool(known - owed) or any(id not in abandoned for id, _ in owed - known)
 
     def _view(self) -> View:
-        """Return the ledger's view with the bytes that have arrived of each copy."""
+        """Return the ledger's view with the bytes that have arrived of each copy. A lane that failed may fail again."""
         view = self._ledger.view()
-        return replace(view, checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints))
+        delayed = {name for name, lane in self._lanes.items() if lane.failing_since_s is not None}
+        return replace(
+            view,
+            failing=view.failing | delayed,
+            checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints),
+        )
 
     def _with_arrived(self, checkpoint: CheckpointView) -> CheckpointView:
         arrived: dict[str, int] = {}

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from itertools import takewhile
 
 from tierfall.core.format.records import Mark
+from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.drain_schedule import PreemptedError
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, TRIES_BEFORE_REPORT, FlushLane
+from tierfall.core.scheduler.flush.lane import TRIES_BEFORE_REPORT, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
 from tierfall.core.scheduler.flush.transfer import Transfer
@@ -73,11 +75,16 @@ class Flusher:
         self.errors: list[BaseException] = []
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._reported_failing: dict[str, CheckpointId] = {}
+        self._conditions = Conditions()
 
-    def drive(self, lane: FlushLane, now_s: float, *, begin: bool) -> None:
-        """Advance a lane; ``begin``: another copy may begin."""
+    def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
+        """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
         while True:
-            free = lane.active is None and self.fenced is None and now_s >= lane.not_before_s
+            is_due = now_s >= lane.not_before_s
+            if is_due and lane.lacks_room:  # a write shows whether the disk is still full
+                lane.disk_full = lane.lacks_room = False
+            is_due = is_due or (lane.lacks_room and has_news)
+            free = lane.active is None and self.fenced is None and is_due
             if free and begin and not self._hooks.group.is_committing_on(lane.tier):
                 self._begin_next(lane, now_s)
             if lane.active is None:
@@ -105,7 +112,11 @@ class Flusher:
             else:
                 decision = self._room.try_admit(lane, entry)
                 if decision.admitted:
+                    lane.lacks_room = False
+                    lane.not_before_s = min(lane.not_before_s, now_s)
                     self._begin(lane, entry, part)
+                elif decision.error is not None and decision.never:
+                    self.give_up_for_all(entry, lane.tier, decision.error)
                 elif decision.error is not None:
                     self._on_no_room(lane, entry, decision.error, now_s)
                 if lane.tier in entry.owed:
@@ -125,12 +136,11 @@ class Flusher:
     def _on_no_room(
         self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
     ) -> None:
-        if lane.tier in entry.damage:
-            self.give_up_for_all(entry, lane.tier, error)
-            return
-        lane.disk_full = False
-        lane.not_before_s = now_s + LONGEST_RETRY_S  # other processes may free room on the disk
-        self._deleter.plan_tier(lane.tier)
+        lane.lacks_room = True
+        if now_s >= lane.not_before_s:
+            # other processes may free room on the disk, or have unpinned a checkpoint
+            lane.not_before_s = now_s + retries.longest_s(has_deadline=self._hooks.has_deadline())
+            self._deleter.plan_tier(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
             self._hooks.group.give_up_copy(entry, lane.tier, error)
         else:
@@ -151,7 +161,7 @@ class Flusher:
             self._ledger.failing[tier] = error
             self._emitter.tier_failing(tier, error)
             self.errors.append(error)
-            logger.error("%s", error)
+            self._conditions.report(tier, logging.ERROR, "%s", error)
         for entry in self._ledger.open():
             if tier in entry.owed:
                 self._fail_handle(entry, tier)
@@ -171,9 +181,10 @@ class Flusher:
             entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
 
     def on_room_made(self, lane: FlushLane, now_s: float) -> None:
-        lane.disk_full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
-        self.on_recovered(lane.tier)
+        if lane.lacks_room:
+            self.on_recovered(lane.tier)
+        lane.disk_full = lane.lacks_room = False
 
     def on_recovered(self, tier: str) -> None:
         """A tier accepts copies of this rank again."""
@@ -183,7 +194,9 @@ class Flusher:
     def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
             self._emitter.tier_recovered(tier)
-            logger.info("tier %s accepts copies again", tier)
+        owed = sum(tier in entry.owed for entry in self._ledger.open())
+        text = "tier %s accepts copies again; copies that it is still owed: %d"
+        self._conditions.end(tier, text, tier, owed)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
@@ -204,6 +217,9 @@ class Flusher:
         lane.succeeded(entry)
         self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
+        self._conditions.end(
+            (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
+        )
         self._emitter.committed(lane.tier, id, stored_bytes)
         self._emitter.counters.commits[lane.tier] += 1
         self.durable[id, lane.tier] = None
@@ -271,9 +287,8 @@ class Flusher:
     ) -> None:
         """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
         failures = entry.failures[lane.tier]
-        logger.log(
-            logging.WARNING if failures.count == lane.tries == 1 else logging.DEBUG,
-            "flush of %s to %s failed (try %d), again in %.1f s: %s",
+        self._conditions.report(
+            lane.tier, logging.WARNING, "flush of %s to %s failed (try %d), again in %.1f s: %s",
             entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
         )  # fmt: skip
         lasts = (
@@ -333,9 +348,8 @@ class Flusher:
         now_s = self._ledger.now_s
         self._emitter.flush_stalled(tier, entry.id, error, until_s)
         self._emitter.counters.flush_failures += 1
-        logger.log(
-            logging.WARNING if tries == 1 else logging.DEBUG,
-            "flush of %s to %s stalls, and continues in %.1f s: %s",
+        self._conditions.report(
+            tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
             entry.id, tier, until_s - now_s, error,
         )  # fmt: skip
         if now_s - since_s >= self._max_wait_s[tier]:
@@ -350,7 +364,10 @@ class Flusher:
         if entry.handle is not None:
             entry.handle.on_tier_failed(tier, error)
         self.errors.append(error)
-        logger.error("%s", error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
 
     def on_task_error(self, error: BaseException | None) -> None:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.runtime import retries
 from tierfall.core.scheduler.flush.transfer import CopySources, Phase, Transfer
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -27,11 +28,14 @@ from tierfall.core.scheduler.ledger.tasks import (
     Uploaded,
 )
 from tierfall.core.types.backend import part_bytes
-from tierfall.core.types.errors import FlushError, IntegrityError
+from tierfall.core.types.errors import (
+    FlushError,
+    KeyNotFoundError,
+    StorageFullError,
+    TierfallError,
+)
 from tierfall.core.types.values import CheckpointId, CopyState
 
-FIRST_RETRY_S = 0.5
-LONGEST_RETRY_S = 60.0
 TRIES_BEFORE_REPORT = 3
 
 
@@ -59,7 +63,8 @@ class FlushLane:
     """The state of copies to one stored tier. With ``spare_memory``, host memory is read only if no tier has the bytes.
     ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
     the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
-    can continue, ``last_error`` that of the last copy that stalled or failed."""
+    can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
+    space; ``lacks_room``: no room can be made for the next copy until something changes."""
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class FlushLane:
         self.failing_since_s: float | None = None
         self.not_before_s = 0.0
         self.disk_full = False
+        self.lacks_room = False
         self.spare_memory = False
         self.stalled: BaseException | None = None
         self.last_error: BaseException | None = None
@@ -238,20 +244,27 @@ class FlushLane:
             # written chunks are kept, and the copy continues from there
             insort(transfer.waiting, task.number)
             self.stalled = outcome.error
-        else:
+        elif not isinstance(transfer.error, StorageFullError):  # else the writer is dead by that
             transfer.error = outcome.error
             transfer.source_has_stopped = _is_silent_source(outcome)
 
     def _exclude_source(
         self, transfer: Transfer, source: CopySource | None, error: BaseException
     ) -> bool:
-        """Exclude a source that returned wrong bytes, not one that did not respond; return whether another is left."""
+        """Exclude a source that returned wrong bytes, or may not be read while there is another, and not one that did
+        not respond; return whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
-        self._sources.exclude(transfer.entry.id, source.tier)
-        if isinstance(error, IntegrityError) and source.region is None:
-            self._hooks.found_damage(source.tier, transfer.entry.id, str(error))
-        return self._source(transfer.entry) is not None
+        id, is_damage = transfer.entry.id, _is_damage(error)
+        self._sources.exclude(id, source.tier)
+        is_gone = isinstance(error, KeyNotFoundError)
+        if is_damage and not is_gone and source.region is None:
+            self._hooks.found_damage(source.tier, id, str(error))
+        if self._source(transfer.entry) is not None:
+            return True
+        if not is_damage:
+            self._sources.readmit(id, source.tier)
+        return False
 
     # Dispatching -----------------------------------------------------------------------------------
 
@@ -375,7 +388,7 @@ class FlushLane:
         if now_s < self.not_before_s:
             return False
         self.active.stalls += 1
-        self.not_before_s = now_s + _wait_s(self.active.stalls)
+        self.not_before_s = now_s + self._wait_s(self.active.stalls)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
         return True
@@ -403,9 +416,12 @@ class FlushLane:
         self.last_error = error
         self.tries += 1
         self.failed.add(entry.id)
-        self.not_before_s = now_s + _wait_s(self.tries)
+        self.not_before_s = now_s + self._wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
+
+    def _wait_s(self, failures: int) -> float:
+        return retries.wait_s(failures, has_deadline=self._hooks.has_deadline())
 
     def rounds_failed(self, entry: LedgerEntry) -> int:
         """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
@@ -430,13 +446,12 @@ class FlushLane:
         self.last_error = None
         self.failing_since_s = None
         self.not_before_s = 0.0
-        self.disk_full = False
-
-
-def _wait_s(failures: int) -> float:
-    """Return the delay after so many consecutive failures."""
-    return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 30), LONGEST_RETRY_S)
+        self.disk_full = self.lacks_room = False
 
 
 def _is_silent_source(outcome: Outcome) -> bool:
-    return outcome.side is Side.SOURCE and bool(getattr(outcome.error, "retryable", False))
+    return outcome.side is Side.SOURCE and not _is_damage(outcome.error)
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    return isinstance(error, TierfallError) and error.is_damage

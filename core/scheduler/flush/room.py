@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
+from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.ledger.emitter import image_bytes_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -41,10 +43,12 @@ class FullDisk:
 
 @dataclass(frozen=True, slots=True)
 class RoomDecision:
-    """Whether a copy may begin now. If not: ``error`` says that no room can be made; without one, the copy waits."""
+    """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
+    without an error, the copy waits."""
 
     admitted: bool
     error: CapacityError | None = None
+    never: bool = False
 
 
 ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
@@ -71,6 +75,7 @@ class TierRoom:
         self._hooks = hooks
         self._source_of_repairs: set[str] = set()
         self._full: dict[str, FullDisk] = {}
+        self._conditions = Conditions()
 
     def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
         """A copy to a tier found no space on its disk."""
@@ -86,8 +91,8 @@ class TierRoom:
         if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
             deleted := self._full.pop(tier).deleted
         ):
-            logger.info(
-                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
+            self._conditions.end(
+                tier, "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
                 tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
             )  # fmt: skip
 
@@ -102,6 +107,8 @@ class TierRoom:
         need, free = self._need_and_free(lane, entry, capacity)
         if lane.tier in entry.damage:
             return self._admit_repair(lane, entry, need=need, free=free)
+        if capacity is not None and need > capacity:
+            return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return ADMIT
         # commands move these themselves
@@ -162,6 +169,7 @@ class TierRoom:
                 f"repair of {entry.id} on {lane.tier}: it needs {format_size(need)}, there is room for "
                 f"{format_size(max(free, 0))}, and no other copy is deleted for it"
             ),
+            never=True,
         )
 
     def _apply(
@@ -211,7 +219,8 @@ class TierRoom:
         entries = self._ledger.entries
         newest_first = map(entries.peek, entries.ids(newest_first=True))
         kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
-        logger.warning(
+        self._conditions.report(
+            tier, logging.WARNING,
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
             "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
             "disk. The write that failed: %s",
@@ -287,7 +296,7 @@ class TierRoom:
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
+        then = f"it is tried again when room is made, and every {retries.LONGEST_S:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
@@ -303,3 +312,11 @@ class TierRoom:
             f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
             "the disk, or remove one ('tierfall rm ID')"
         )
+
+
+def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> CapacityError:
+    return CapacityError(
+        f"flush of {entry.id} to {tier}: it takes {format_size(need)} ({need} bytes) there, and the tier's capacity is "
+        f"{format_size(capacity)} ({capacity} bytes): it is left out. Raise the capacity, or take the tier out of the "
+        "chain"
+    )

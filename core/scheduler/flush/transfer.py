@@ -93,8 +93,12 @@ class CopySources:
         )
 
     def exclude(self, id: CheckpointId, tier: str) -> None:
-        """Read this checkpoint no more from a tier: its bytes there are wrong."""
+        """Read this checkpoint no more from a tier: its bytes there are wrong, or may not be read."""
         self._bad.setdefault(id, set()).add(tier)
+
+    def readmit(self, id: CheckpointId, tier: str) -> None:
+        """Read this checkpoint from a tier again."""
+        self._bad[id].discard(tier)
 
     def forget(self, id: CheckpointId) -> None:
         self._bad.pop(id, None)

@@ -25,6 +25,7 @@ from tierfall.core.format.records import Mark
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.flush.lane import FlushLane
@@ -113,6 +114,7 @@ class Commands:
         self._parts: dict[CheckpointId, _OwnPart] = {}
         self._count = 0
         self._now_s = 0.0
+        self._conditions = Conditions()
 
     @staticmethod
     def handles(news: RankMessage) -> bool:
@@ -149,8 +151,22 @@ class Commands:
                 self._finish(CommandKind.UNPIN, entry.id)
 
     def _finish(self, kind: CommandKind, id: CheckpointId) -> None:
-        answer = partial(_log_failed, kind, id)
+        answer = partial(self._log_failed, kind, id)
         self.submit(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer))
+
+    def _log_failed(
+        self, kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]
+    ) -> None:
+        """Log the failures of a command that no person waits for, and which is retried; or that it is done."""
+        text = "%s: the command to %s %s is not done yet: %s"
+        for tier, error in failed.items():
+            self._conditions.report((kind, id), logging.WARNING, text, tier, kind, id, error)
+        if not failed:
+            self._conditions.end((kind, id), "the command to %s %s is done", kind, id)
+
+    def try_now(self) -> None:
+        """Retry at once the deletions that could not reach a tier."""
+        self._retries = dict.fromkeys(self._retries, 0.0)
 
     def fail_all(self, error: BaseException) -> None:
         """Answer all commands with ``error``: the coordinator has stopped."""
@@ -438,12 +454,6 @@ class Commands:
 def _is_fenced(command: Command) -> bool:
     """Return whether a newer attempt exists: that one carries out the marks, and this process does not retry."""
     return any(isinstance(error, FencedError) for error in command.failed.values())
-
-
-def _log_failed(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
-    """Log the failures of a command that no person waits for; it is retried."""
-    for tier, error in failed.items():
-        logger.warning("%s: the command to %s %s is not done yet: %s", tier, kind, id, error)
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:

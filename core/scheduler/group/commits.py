@@ -32,6 +32,7 @@ from tierfall.core.scheduler.group.messages import (
     Reason,
     SaveFailure,
     StuckCopy,
+    WholeCheckpoint,
     kind_of,
 )
 from tierfall.core.scheduler.group.seals import GroupSeals
@@ -92,6 +93,7 @@ class Commits(Group):
         self.owns = self._tiers.owns
         self.is_committing = self._tiers.is_committing
         self.has_given_up = self._tiers.has_given_up
+        self.try_now = self._tiers.try_now
 
     # What the scheduler asks, and reports ----------------------------------------------------------
 
@@ -283,7 +285,7 @@ class Commits(Group):
             case MessageKind.ALIKE:
                 self._seals.on_alike(entry)
             case MessageKind.WHOLE:
-                self._seals.on_whole(entry)
+                self._seals.on_whole(entry, WholeCheckpoint.from_json(body, rank=0))
             case MessageKind.COMMIT:
                 facts = CommitFacts.from_json(body, rank=0)
                 self._tiers.on_commit(topic.tier, entry, facts)

@@ -23,6 +23,7 @@ from tierfall.core.format.records import Mark
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.messages import (
@@ -73,6 +74,7 @@ class DamageReports:
         self._topology = message_tree.topology
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
+        self._conditions = Conditions()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
         """The copies whose mark is being written, and the tasks that wait for it."""
 
@@ -139,7 +141,8 @@ class DamageReports:
                 self._record(entry, topic.tier, damage.text, damage.repairable)
 
     def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
-        logger.error("%s: %s is damaged, and protects nothing: %s", tier, entry.id, why)
+        text = "%s: %s is damaged, and protects nothing: %s"
+        self._conditions.report((tier, entry.id), logging.ERROR, text, tier, entry.id, why)
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
             entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
@@ -158,6 +161,12 @@ class DamageReports:
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
             self._marking[tier, entry.id] = []
             self._hooks.dispatch(ChangeMark(tier=tier, mark=mark))
+
+    def on_committed(self, tier: str, entry: LedgerEntry) -> None:
+        """A checkpoint was committed on a tier: a damaged copy is repaired, and the new one may repair others."""
+        self._conditions.end((tier, entry.id), "%s: %s is whole again", tier, entry.id)
+        if entry.repairable:
+            self.plan_repairs(entry)
 
     def is_marking(self, task: ChangeMark) -> bool:
         """Return whether a task records damage, and is no person's command."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.group.messages import ExternalCommit, MessageKind, kind_of
 from tierfall.core.scheduler.ledger.entry import entry_of
@@ -47,6 +48,7 @@ class ExternalCommits:
         self._reading: dict[CheckpointId, CheckpointId | None] = {}
         self._newest: CheckpointId | None = None
         self._searches: list[tuple[InterruptibleEvent, bool]] = []
+        self._conditions = Conditions()
 
     def expect(self, id: CheckpointId, tier: str) -> None:
         """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
@@ -74,13 +76,16 @@ class ExternalCommits:
         task = outcome.task
         assert isinstance(task, ReadCommit)
         newest = self._reading.pop(task.id)
+        if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
+            known = "not written" if outcome.error else "written"
+            self._conditions.end(task.id, "%s: %s is %s there", task.tier, task.id, known)
         if outcome.error is None:
             self._on_found(task, outcome.value)
         elif isinstance(outcome.error, KeyNotFoundError):
             self._on_missing(task, newest)
         else:
-            logger.warning(
-                "%s: not known yet whether %s was written there: %s",
+            self._conditions.report(
+                task.id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
                 task.tier, task.id, outcome.error,
             )  # fmt: skip
         self._end_if_idle()

@@ -173,7 +173,15 @@ class ImageShare(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSealed(Message):
     ordinal: int
+    image_bytes: int
     share: ImageShare | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeCheckpoint(Message):
+    """``image_bytes`` of all ranks together."""
+
+    image_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

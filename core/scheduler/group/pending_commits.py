@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierfall.core.runtime import retries
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.tasks import CommitCopy
 from tierfall.core.types.values import CheckpointId
-
-AGAIN_S = 1.0
-MOST_TIMES = 60
-"""The wait between two tries of a commit grows by ``AGAIN_S`` with each try, up to so many times that."""
 
 
 @dataclass(slots=True)
@@ -61,8 +58,15 @@ class PendingCommits:
         attempt.since_s = attempt.since_s if attempt.tries else now_s
         attempt.tries += 1
         attempt.waits = True
-        attempt.not_before_s = now_s + AGAIN_S * min(attempt.tries, MOST_TIMES)
+        attempt.not_before_s = now_s + retries.wait_s(
+            attempt.tries, has_deadline=self._hooks.has_deadline()
+        )
         return attempt
+
+    def try_now(self) -> None:
+        """Try each record that waits at once."""
+        for attempt in self._attempts.values():
+            attempt.not_before_s = 0.0
 
     def tick(self, now_s: float) -> None:
         for attempt in self._attempts.values():

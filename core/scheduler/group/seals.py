@@ -24,9 +24,11 @@ from tierfall.core.scheduler.group.messages import (
     Ordinal,
     SaveFailure,
     ShardSealed,
+    WholeCheckpoint,
     read_all,
 )
 from tierfall.core.scheduler.group.tier_commits import TierCommits, remember
+from tierfall.core.scheduler.ledger.emitter import image_bytes_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
@@ -85,7 +87,7 @@ class GroupSeals:
             share = ImageShare(
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
-        body = ShardSealed(ordinal=entry.ordinal, share=share)
+        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry), share=share)
         self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
 
     # Rank 0 ----------------------------------------------------------------------------------------
@@ -112,7 +114,8 @@ class GroupSeals:
             self._messages.announce(MessageKind.ALIKE, id)
         else:
             remember(self._whole, id, None)
-            self._messages.announce(MessageKind.WHOLE, id)
+            total = sum(image.image_bytes for image in images.values())
+            self._messages.announce(MessageKind.WHOLE, id, body=WholeCheckpoint(image_bytes=total))
 
     def on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
         """A rank has waited too long for the others, or waits in vain."""
@@ -154,11 +157,12 @@ class GroupSeals:
             if entry.handle is not None:
                 entry.handle.on_captured()
         self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
-        body = ShardSealed(ordinal=entry.ordinal)
+        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry))
         self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
 
-    def on_whole(self, entry: LedgerEntry) -> None:
+    def on_whole(self, entry: LedgerEntry, whole: WholeCheckpoint) -> None:
         self._waits.pop(entry.id, None)
+        entry.image_bytes = whole.image_bytes
         entry.awaiting_ranks = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)

@@ -82,6 +82,7 @@ class TierCommits:
         self._deleter = deleter
         self._pending = PendingCommits(hooks)
         self.tick, self.due_s = self._pending.tick, self._pending.due_s
+        self.try_now = self._pending.try_now
         self.admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
         self._uploaded: dict[_Copy, list[NamedFile]] = {}

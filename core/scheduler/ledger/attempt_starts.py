@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import Outcome, RecordStart
@@ -26,6 +27,7 @@ class StartRecords:
         self._tiers = frozenset(tiers)
         self._hooks = hooks
         self._recorded: set[tuple[str, int]] = set()
+        self._conditions = Conditions()
 
     def committed(self, tier: str, commit: Commit | None) -> None:
         """A checkpoint was committed on a tier: if it is of this attempt, record the attempt's start on the others."""
@@ -52,11 +54,14 @@ class StartRecords:
         """Apply an outcome. After a failure the record is written with the next commit."""
         task = outcome.task
         assert isinstance(task, RecordStart)
+        number = task.id.attempt
         if outcome.error is not None:
-            logger.warning(
+            self._conditions.report(
+                (task.tier, number), logging.WARNING,
                 "%s: the start of attempt %d is not recorded yet: %s",
-                task.tier,
-                task.id.attempt,
-                outcome.error,
-            )
-            self._recorded.discard((task.tier, task.id.attempt))
+                task.tier, number, outcome.error,
+            )  # fmt: skip
+            self._recorded.discard((task.tier, number))
+        else:
+            text = "%s: the start of attempt %d is recorded"
+            self._conditions.end((task.tier, number), text, task.tier, number)

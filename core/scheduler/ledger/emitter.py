@@ -5,6 +5,7 @@ Belongs to the coordinator's thread and does no I/O: the receiver must return at
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types import events
 from tierfall.core.types.events import Notify
 from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+logger = logging.getLogger("tierfall")
 
 REMEMBERED = 1024
 
@@ -202,6 +205,7 @@ class EventEmitter:
         )
 
     def deleted(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
+        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
         self._notify(
             events.Dropped(
                 at_s=self.now_s,

@@ -24,9 +24,9 @@ class LedgerEntry:
     """One checkpoint. All members that are sets or dicts are by tier.
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
-    ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
-    ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
-    ``pin_written_to``: the tiers that the pin in memory was written to.
+    ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
+    occupies ``bytes`` and bears ``marks``; a ``repairable`` one is rewritten from a good copy, any other one is kept.
+    ``leases`` counts the tasks that read a copy. ``pin_written_to``: the tiers that the pin in memory was written to.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
     ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
@@ -35,6 +35,7 @@ class LedgerEntry:
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
     is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
     during capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
+    ``image_bytes``: those of all ranks; 0 while not known.
 
     ``shards``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
     entry that shares what is known of the checkpoint; there may be none.
@@ -46,6 +47,7 @@ class LedgerEntry:
     shard: Shard
     attempt_id: str | None = None
     commit: Commit | None = None
+    image_bytes: int = 0
     manifest: Manifest | None = None
     geometry: Geometry | None = None
     region: HostRegion | None = None

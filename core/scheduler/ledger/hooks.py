@@ -112,8 +112,11 @@ class Hooks(Protocol):
     def memory_is_short(self) -> bool:
         """Return whether the last save that requested a region found no room."""
 
-    def is_draining(self) -> bool:
-        """Return whether lanes copy in the order of a drain's plan."""
+    def has_deadline(self) -> bool:
+        """Return whether a drain works towards a deadline, on any rank."""
+
+    def try_again(self) -> None:
+        """Try at once whatever waits for its next try: a tier may work again."""
 
     def is_urgent(self) -> bool:
         """Return whether flushes must run unthrottled: a save needs memory, or there is a deadline."""

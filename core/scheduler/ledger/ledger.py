@@ -15,6 +15,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import LedgerEntries, Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
+from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
@@ -39,9 +40,11 @@ class Ledger:
         be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
         tier. ``deleted`` ones bear a tombstone on some tier. ``found_pinned`` ones bear a pin that some rank found at
         open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
-        checkpoint; before, rules delete nothing. ``reading`` counts the readers of a checkpoint: meanwhile only a
-        command deletes its copies on stored tiers. ``failing`` tells why tiers accept no copies at present, and why
-        host memory does not survive the process. ``now_s`` is the time of the present step."""
+        checkpoint; before, rules delete nothing. ``lags``: a listing of this start left out what is there, and they
+        never do. ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored
+        tiers; what could not be read counts to the end. ``failing`` tells why tiers accept no copies at present, and
+        why host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
+        training step of the last evaluation: earlier checkpoints may lack its metrics."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -58,6 +61,8 @@ class Ledger:
         }
         self.deleted = deleted
         self.may_delete_by_rule = False
+        self.evaluated_at: float = 0
+        self.lags = False
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
@@ -84,10 +89,14 @@ class Ledger:
         late = overtaken(known)
         for checkpoint in known:
             entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
+            entry.image_bytes = checkpoint.bytes
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
                     entry.bytes[tier] = copy.bytes
-                    entry.note_damage(tier, str(copy.damage), repairable=copy.repairable)
+                    why = (
+                        f"it could not be read: {copy.unread}" if copy.unread else str(copy.damage)
+                    )
+                    entry.note_damage(tier, why, repairable=copy.repairable)
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks
@@ -164,13 +173,6 @@ class Ledger:
         """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
         return self._overview.open()
 
-    def is_read_on(self, tier: str) -> bool:
-        """Return whether a lane or a reader reads a whole copy there."""
-        read = [id for id, count in self.reading.items() if count > 0 and tier != self.host]
-        return any(
-            id in self.entries and self.entries.peek(id).readable_on(tier) for id in read
-        ) or any(entry.readable_on(tier) and entry.leases.get(tier, 0) > 0 for entry in self.open())
-
     def has_whole_copy_on(self, tier: str) -> bool:
         """Return whether a tier has a whole copy."""
         return self.count_on(tier) > 0
@@ -206,6 +208,10 @@ class Ledger:
             partial=frozenset(self.partial),
             on_few_nodes=dict(self.on_few_nodes),
         )
+
+    def set_retain(self, retain: Mapping[str, tuple[Rule, ...]]) -> None:
+        """Replace what decides which checkpoints tiers keep, by the tiers' names."""
+        self.rules = tuple(replace(r, retain=retain.get(r.name, r.retain)) for r in self.rules)
 
     def _tiers(self) -> tuple[TierRules, ...]:
         """Return the rules of all tiers; if memory does not outlive the process, images there survive no loss."""

@@ -504,7 +504,7 @@ def test_a_launch_that_is_refused_is_reported_as_it_was(
         with pytest.raises(CaptureError, match="CUDA error: launch") as caught:
             handle.wait(timeout=PATIENCE_S)
         assert "interrupted" not in str(caught.value)
-        assert isinstance(caught.value.__cause__, RuntimeError | CaptureError)
+        assert isinstance(caught.value.__context__, RuntimeError | CaptureError)
 
 
 def test_an_optimizer_whose_step_was_recorded_is_no_evidence_any_more(

@@ -439,7 +439,7 @@ def test_a_capture_thread_that_stumbles_fails_its_handle_and_no_other(
         monkeypatch.setattr(ImageCopier, "run", run)
         with pytest.raises(CaptureError) as caught:
             handle.captured()
-        assert caught.value.__cause__ is error
+        assert caught.value.__context__ is error
         if steps:
             trainer.step()
         still_saves(ckpt, trainer, 3, tmp_path / "disk")
@@ -461,7 +461,7 @@ def test_a_blocking_capture_that_fails_raises_in_save_and_the_next_one_works(
         monkeypatch.setattr(ImageCopier, "copy_next", fail)
         with pytest.raises(CaptureError, match=r"step 11: .*broken") as caught:
             ckpt.save(11, trainer.state)
-        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert isinstance(caught.value.__context__, RuntimeError)
         monkeypatch.setattr(ImageCopier, "copy_next", copy)
         ckpt.save(12, trainer.state, block=True)
         assert {c.step for c in ckpt.checkpoints()} == {1, 10, 12}

@@ -183,7 +183,7 @@ def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
         with pytest.raises(CaptureError, match="changed") as caught:
             wait()
         assert caught.value is not original
-        assert caught.value.__cause__ is original
+        assert caught.value.__context__ is original
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_an_error_of_tierfall_keeps_its_class(original: TierfallError) -> None:
     handle.on_tier_failed("nvme", original)
     with pytest.raises(type(original)) as caught:
         handle.wait(timeout=0)
-    assert caught.value.__cause__ is original
+    assert caught.value.__context__ is original
     assert handle.exception() is original
 
 
@@ -204,7 +204,7 @@ def test_any_other_error_is_chained_below_one_of_tierfall() -> None:
     handle.on_given_up(SaveOutcome.FAILED, original)
     with pytest.raises(CaptureError, match="out of memory") as caught:
         handle.captured()
-    assert caught.value.__cause__ is original
+    assert caught.value.__context__ is original
 
 
 def test_raised_again_and_again_the_original_does_not_grow() -> None:
@@ -266,7 +266,7 @@ def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> Non
     handle.on_given_up(SaveOutcome.SUPERSEDED, original)
     waiter.join(PATIENCE_S)
     assert not waiter.is_alive()
-    assert [error.__cause__ for error in raised] == [original]
+    assert [error.__context__ for error in raised] == [original]
     assert handle.outcome is SaveOutcome.SUPERSEDED
     assert handle.exception() is original
     for tier in ("host", "nvme", "store", None):

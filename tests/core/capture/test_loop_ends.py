@@ -189,7 +189,7 @@ def test_what_a_flush_raises_is_reported_and_the_copy_is_tried_again(
 def is_behind(error: BaseException, messages: BaseException | None) -> bool:
     """Say whether an exception is another one, or was caused by it."""
     while messages is not None and messages is not error:
-        messages = messages.__cause__
+        messages = messages.__cause__ or messages.__context__
     return messages is error
 
 

@@ -59,6 +59,9 @@ def load(image: bytes) -> dict[Any, Any]:
 def restore(state: Any, image: bytes, **options: Any) -> None:
     header = header_of(image)
     plan = plan_fill(state, header, Choices.of(**options))
+    for memory in plan.shared:
+        deliver(memory.fills, image, header.data_start)
+        memory.check()
     deliver(plan.fills, image, header.data_start)
     plan.finish()
 

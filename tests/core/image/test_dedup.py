@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from image_help import header_of
 from torch import nn
@@ -63,6 +63,7 @@ TABLES = st.lists(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(TABLES, st.integers(1, 1000))
 def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
     tables: list[ReplicaTable], factor: int

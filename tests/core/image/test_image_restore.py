@@ -353,7 +353,7 @@ def test_parameters_that_overlap_in_part_are_right_or_refused(same: bool) -> Non
     image, _ = make_image({"m": (saved := Tied(same)), "rng": None})
     state = {"m": Tied(True), "rng": None}
     if not same:
-        with pytest.raises(RestoreError, match=r"overlaps in part with m\."):
+        with pytest.raises(RestoreError, match=r"shares memory with m\."):
             restore(state, image)
         return
     restore(state, image)
@@ -465,7 +465,8 @@ def test_gradients_of_what_is_restored_are_let_go_of() -> None:
 
 
 def test_strict_compares_tensors_both_ways() -> None:
-    image, _ = make_image({"d": {"a": torch.ones(1), "b": torch.ones(1)}, "l": [torch.ones(1)] * 2})
+    pair = [torch.ones(1), torch.ones(1)]
+    image, _ = make_image({"d": {"a": torch.ones(1), "b": torch.ones(1)}, "l": pair})
     state = {"d": {"a": torch.zeros(1), "c": torch.zeros(1)}, "l": [torch.zeros(1)]}
     with pytest.raises(RestoreError) as caught:
         restore(state, image)
@@ -818,7 +819,7 @@ def test_an_object_in_a_container_that_was_plain_is_not_left_as_it_was() -> None
     ) as caught:
         restore(state, image, strict=False)
     assert "extra.log" not in str(caught.value)
-    with pytest.raises(RestoreError, match=r"extra\.log\.0: in the state, not in the checkpoint"):
+    with pytest.raises(RestoreError, match=r"extra\.log: in the state, not in the checkpoint"):
         restore(state, image, skip=["extra.scaler"])
     restore(state, image, skip=["extra.scaler"], strict=False)
     assert state["extra"]["epoch"] == 1

@@ -280,7 +280,7 @@ def test_tied_data_fills_both_untied_targets() -> None:
 def test_untied_data_into_tied_targets_is_refused_unless_lenient() -> None:
     image, _ = make_image({"a": torch.ones(3), "b": torch.full((3,), 2.0), "rng": None})
     shared = torch.zeros(3)
-    with pytest.raises(RestoreError, match="b: shares its memory with a"):
+    with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]"):
         restore({"a": shared, "b": shared, "rng": None}, image)
     assert shared.tolist() == [0, 0, 0]
     restore({"a": shared, "b": shared, "rng": None}, image, strict=False)
@@ -291,9 +291,9 @@ def test_one_tensor_into_targets_that_overlap_in_part_is_refused() -> None:
     shared = torch.arange(6.0)
     image, _ = make_image({"a": shared, "b": shared, "rng": None})
     memory = torch.zeros(12)
-    with pytest.raises(RestoreError, match="b: overlaps in part with a"):
+    with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]"):
         restore({"a": memory[:6], "b": memory[5:11], "rng": None}, image)
-    with pytest.raises(RestoreError, match="b: overlaps in part with a"):
+    with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]"):
         restore({"a": memory[:6], "b": memory[1::2], "rng": None}, image, strict=False)
     assert memory.tolist() == [0] * 12
     beside = {"a": memory[:6], "b": memory[6:], "rng": None}

@@ -351,11 +351,11 @@ def test_a_class_that_is_not_there_is_refused_before_anything_is_written(
         with monkeypatch.context() as patch:
             patch.delattr(sys.modules[__name__], name)
             state = {"w": torch.zeros(2), "v": None, "rng": None}
-            with pytest.raises(RestoreError, match=f"{name}.*import the module that defines it"):
+            with pytest.raises(RestoreError, match=rf"v: .*{name}: .*import {__name__} first"):
                 restore(state, image)
             assert state["w"].tolist() == [0, 0]
-            with pytest.raises(RestoreError, match="import the module"):
-                load(image)
+            restore(state, image, skip=["v"])
+            assert state["w"].tolist() == [1, 1]
 
 
 def test_a_class_that_changed_is_refused_before_anything_is_written_or_takes_its_defaults(
@@ -396,8 +396,7 @@ def test_nothing_is_imported_or_called_for_a_class_that_a_checkpoint_names() -> 
         "py:dataclass:subprocess:Popen",
         "py:namedtuple:antigravity:x",
     ):
-        with pytest.raises(RestoreError, match="is not there as"):
-            value_codec.codec_named(name)
+        assert value_codec.codec_named(name) is None
     assert "antigravity" not in sys.modules
     for name in ("py:", "py:deque:-1", "py:defaultdict:eval", "py:deque:x", "py:nothing", "other"):
         assert value_codec.codec_named(name) is None

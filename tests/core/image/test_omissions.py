@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import tierfall
 from tests.core.capture.lazy_help import MakeConfig
@@ -41,6 +41,13 @@ class Loader(DataLoader[Any], Counting):
 
     def __init__(self, **options: Any) -> None:
         DataLoader.__init__(self, [1, 2, 3], **options)
+
+
+class ByEpoch(RandomSampler):
+    """Seeded by the epoch, as DistributedSampler and accelerate's SeedableRandomSampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        raise NotImplementedError
 
 
 class Stream(IterableDataset[int]):
@@ -88,9 +95,13 @@ def test_a_loader_that_shuffles_is_missed(make: Callable[[], Any]) -> None:
     [
         lambda: DataLoader([1, 2, 3]),
         lambda: DataLoader(Stream()),
+        lambda: DataLoader([1, 2, 3], sampler=ByEpoch([1, 2, 3])),
+        lambda: DataLoader([1, 2, 3], batch_sampler=BatchSampler(ByEpoch([1, 2, 3]), 2, False)),
     ],
 )
-def test_a_loader_that_does_not_shuffle_is_not_missed(make: Callable[[], Any]) -> None:
+def test_a_loader_that_does_not_shuffle_by_the_random_state_is_not_missed(
+    make: Callable[[], Any],
+) -> None:
     loader = make()
     assert texts(trained()) == []
     del loader

@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.steps import wait_until
 from tierfall.core.ranks import agreement as together_module
 from tierfall.core.ranks.agreement import Agreement
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
@@ -290,34 +292,86 @@ def test_an_answer_that_came_before_the_loss_counts(world: World) -> None:
     assert results == dict.fromkeys(all_but(world), 7)
 
 
-def test_a_late_answer_does_not_confuse_the_next_call(world: World) -> None:
-    """Ranks that gave up before rank 0 came: its answer to that call is not taken for one to the next."""
+def test_a_rank_0_that_comes_after_the_others_gave_up_waits_for_their_next_call(
+    world: World,
+) -> None:
     first = world.run({rank: agree("open", timeout_s=0.0) for rank in all_but(world, 0)})
     assert all(isinstance(first[rank], RanksError) for rank in all_but(world, 0))
-    late = world.run({0: agree("open", decide=lambda bodies: "late")})
-    assert late == {0: "late"}
+    root = world.ranks[0].message_tree
+    wait_until(lambda: len(root.missing((together_module.AGREE, 0))) == 7, "they took it back")
+    late = world.run({0: agree("open", timeout_s=SHORT_S)})
+    assert "ranks 1, 2, 3, 4, 5, 6 did not call open" in str(late[0])
     results = world.run({rank: agree("restore", body=2) for rank in all_but(world)})
     assert results == dict.fromkeys(all_but(world), 14)
-    assert not any(rank.together._answers for rank in world.ranks)
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_is_notified_at_once(world: World) -> None:
-    """And what it says then is not taken for its part in the next call, which all make together."""
+def test_what_ranks_say_last_counts_though_they_gave_up(world: World) -> None:
+    """As at a close: they are gone."""
+    first = world.run({r: agree("close", timeout_s=0.0, is_last=True) for r in all_but(world, 0)})
+    assert all(isinstance(first[rank], RanksError) for rank in all_but(world, 0))
+    assert world.run({0: agree("close", decide=lambda bodies: len(bodies))}) == {0: 7}
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_is_part_of_the_next_call(world: World) -> None:
     world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 6)})
-    while not world.ranks[6].together._answers:
-        time.sleep(0.001)
-    began = time.monotonic()
-    late = world.run({6: agree("open", body=1000)})
-    assert "rank 6 did not call open within 0.1 s" in str(late[6])
-    assert time.monotonic() - began < PATIENCE_S / 4
     results = world.run({rank: agree("restore") for rank in all_but(world)})
     assert results == dict.fromkeys(all_but(world), 7)
+
+
+@pytest.mark.parametrize("alone", [0, 1, 4, 6])
+def test_a_call_that_one_rank_makes_alone_does_not_put_later_ones_out_of_step(
+    world: World, alone: int
+) -> None:
+    """With calls of the same name, and of another."""
+    for lonely, then in (("pin", "pin"), ("pin", "unpin")):
+        given_up = world.run({alone: agree(lonely, timeout_s=0.1)})
+        assert isinstance(given_up[alone], RanksError)
+        for body in range(2):
+            results = world.run({rank: agree(then, body=body) for rank in all_but(world)})
+            assert results == dict.fromkeys(all_but(world), 7 * body)
+
+
+def test_an_answer_that_comes_after_a_rank_gave_up_is_not_taken_for_one_to_its_next_call(
+    world: World,
+) -> None:
+    all_gave_up = threading.Barrier(len(world.ranks))
+
+    def decide_late(bodies: Bodies) -> Any:
+        all_gave_up.wait(PATIENCE_S)
+        return "late"
+
+    def one_after_the_other(together: Agreement) -> Any:
+        with pytest.raises(RanksError, match="rank 0 gave no answer"):
+            agree("open", timeout_s=0.0)(together)
+        all_gave_up.wait(PATIENCE_S)
+        return agree("restore")(together)
+
+    def rank_0(together: Agreement) -> Any:
+        assert agree("open", decide=decide_late)(together) == "late"
+        return agree("restore")(together)
+
+    results = world.run({0: rank_0, **dict.fromkeys(all_but(world, 0), one_after_the_other)})
+    assert results == dict.fromkeys(all_but(world), 7)
+
+
+def test_a_call_that_failed_by_what_a_rank_took_back_too_late_fails_on_that_rank_too(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world("ab")
+    with mock.patch.object(world.ranks[1].message_tree, "withdraw"):
+        world.run({1: agree("pin", timeout_s=0.0)})
+    for rank in (0, 1):
+        failed = world.run({rank: agree("unpin")})
+        assert "rank 1 called pin where rank 0 called unpin" in str(failed[rank])
+        wait_until(lambda: world.ranks[1].together._count == 1, "the answer is there")
+    assert world.run({rank: agree("pin") for rank in (0, 1)}) == {0: 2, 1: 2}
 
 
 def test_nothing_is_kept_of_what_is_over(world: World) -> None:
     world.run({rank: agree() for rank in all_but(world)})
     world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 3)})
-    world.run({3: agree()})
+    world.run({3: agree(timeout_s=0.1)})
+    world.run({rank: agree() for rank in all_but(world)})
     for rank in world.ranks:
         kept = rank.together
         everything = (kept._events, kept._gathered, kept._answers, rank.message_tree._gatherings)

@@ -112,7 +112,7 @@ def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
 
 def test_what_one_rank_failed_at_all_hear() -> None:
     failed = UnreadChunks(
-        rank=1, image=3, chunks=NumberRanges((1, 3, 5, 6)), retryable=True, text="timeout"
+        rank=1, image=3, chunks=NumberRanges((1, 3, 5, 6)), damaged=False, text="timeout"
     )
     output = answer(own(0, None), ExchangeRequest(failed=(failed,)))
     assert output.failed == (failed,)

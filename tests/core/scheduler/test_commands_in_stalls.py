@@ -8,7 +8,7 @@ from tests.core.scheduler.test_stalled_copies import failing, opened, world_with
 from tests.simulation.world import World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.wrappers.retry import Retrying
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S
+from tierfall.core.runtime.retries import LONGEST_S
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, CommitCopy, DeleteCopy
 from tierfall.core.types import keys as names
 from tierfall.core.types.backend import Backend
@@ -138,14 +138,14 @@ def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() ->
     world.save(1)
     world.settle(limit_s=200)
     lane = world.coordinator.lanes["nvme"]
-    assert lane.not_before_s > world.now_s - LONGEST_RETRY_S
+    assert lane.not_before_s > world.now_s - LONGEST_S
     faulty.stop()
     began_s = world.now_s
     assert world.order(CommandKind.DELETE, FIRST) == {}
     world.save(2)
     world.run_all()
     assert world.steps_on("nvme") == [2]
-    assert world.now_s - began_s < LONGEST_RETRY_S
+    assert world.now_s - began_s < LONGEST_S
 
 
 def test_a_stalled_copy_that_memory_gives_up_leaves_the_tier_in_trouble_until_the_next_advances() -> (

@@ -423,7 +423,7 @@ def test_a_damaged_copy_leaves_when_a_whole_one_in_its_place_would() -> None:
     assert FIRST not in world.coordinator.ledger.entries
 
 
-def test_a_damaged_copy_that_is_pinned_stays_and_one_that_is_deleted_goes() -> None:
+def test_a_damaged_copy_stays_while_it_is_pinned() -> None:
     world = saved((1, 2), file_rules("pfs", retain_last=1))
     world.start()
     for step in (1, 2):
@@ -436,8 +436,19 @@ def test_a_damaged_copy_that_is_pinned_stays_and_one_that_is_deleted_goes() -> N
         world.settle()
     assert 2 in world.steps_on("pfs")
     assert world.order(CommandKind.UNPIN, pinned) == {}
-    assert world.order(CommandKind.DELETE, pinned) == {}
+    world.settle()
     assert 2 not in world.steps_on("pfs")
+
+
+def test_a_damaged_copy_that_a_person_deletes_goes() -> None:
+    world = saved((1, 2), file_rules("pfs"))
+    world.take_other_memory()
+    world.start()
+    world.coordinator.damage_reports.report("pfs", CheckpointId(2, 1), "does not match")
+    world.settle()
+    assert world.steps_on("pfs") == [1, 2]
+    assert world.order(CommandKind.DELETE, CheckpointId(2, 1)) == {}
+    assert world.steps_on("pfs") == [1]
 
 
 def test_a_damaged_copy_does_not_stand_for_a_good_one_in_retention() -> None:

@@ -96,7 +96,8 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
         range(1, 3),
     )
     assert (world.steps_on("nvme"), world.steps_on("store")) == ([2], [1, 2])
-    world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
+    for key in ("run/step-00000002-a0001/commit.json", "run/latest"):
+        world.disks["nvme"].delete(key)
     world.crash()
     world.start()
     world.coordinator.ledger.set_knows_good()
@@ -113,7 +114,8 @@ def test_what_a_failed_try_left_and_cannot_be_removed_is_reported_to_keep_the_ti
         World([file_rules("nvme", capacity_bytes=int(1.5 * ENTRY)), file_rules("store")]),
         range(1, 3),
     )
-    world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
+    for key in ("run/step-00000002-a0001/commit.json", "run/latest"):
+        world.disks["nvme"].delete(key)
     world.crash()
     world.start()
     world.coordinator.ledger.set_knows_good()

@@ -175,5 +175,5 @@ def test_usable_names_come_back(name: str) -> None:
     ],
 )
 def test_a_name_that_could_leave_its_folder_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run: .*expected up to 200 letters"):
+    with pytest.raises(ConfigError, match=r"^run: .*expected at most 200 letters"):
         keys.check_name(name, what="run")

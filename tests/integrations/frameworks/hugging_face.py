@@ -122,7 +122,13 @@ def arguments(folder: Path, kind: type = TrainingArguments, **changes: Any) -> A
     return kind(**{**given, **changes})
 
 
-def plain(folder: Path, losses: Path, callbacks: Any = None, **changes: Any) -> Any:
+def plain(
+    folder: Path,
+    losses: Path,
+    callbacks: Any = None,
+    compute_metrics: Any = None,
+    **changes: Any,
+) -> Any:
     """A Trainer: 10 updates an epoch on one rank, 5 on two."""
     return recorded(Trainer, losses)(
         model=model(),
@@ -131,6 +137,7 @@ def plain(folder: Path, losses: Path, callbacks: Any = None, **changes: Any) -> 
         eval_dataset=rows()[:4],
         data_collator=collate,
         callbacks=callbacks,
+        compute_metrics=compute_metrics,
     )
 
 

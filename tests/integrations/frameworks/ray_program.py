@@ -1,8 +1,8 @@
 """A training in Ray, whose workers the test kills: each appends what it does to a file of its own.
 
 Arguments: a folder, the configuration of the tiers, the number of workers, and the names of the runs, one after the
-other in one Ray. The stored tier of a run ``away`` fails for a while. The last line of the output has the folder of
-each checkpoint that Ray has of the last run, and its metrics.
+other in one Ray. The stored tier of a run ``away`` fails for a while. Rank 1 of a run ``fails`` raises once. The last
+line of the output has the folder of each checkpoint that Ray has of the last run, and its metrics.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def train_function(config: dict[str, Any]) -> None:
                 if Path(config["folder"]).name == "away" and step in (12, 27):
                     change = move_away if step == 12 else move_back
                     change(Path(config["tiers"]["tiers"][-1]["path"]), handle)
+                if Path(config["folder"]).name == "fails" and step == 12 and not restored and rank:
+                    raise ValueError("a bad batch")
                 if step % EVERY == 0:
                     print(json.dumps(["saves", step]), file=log)
                     handle = ckpt.save(step, state)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+from transformers import set_seed
 
 from tests.integrations.frameworks import hugging_face as made
 from tierfall.integrations.accelerate import state_of
@@ -62,24 +65,48 @@ def test_the_script_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert [*(tmp_path / "killed").glob("tierfall-*")] == [], "a temporary folder is left"
 
 
+class Stopped(Exception):
+    """Ends a training as a kill does: nothing is saved after it."""
+
+
+def loop(folder: Path, memory: Path, last: int = 0) -> list[str]:
+    """Run the loop of the page, up to a step; return the loss of each step, exactly."""
+    folder.mkdir(exist_ok=True)
+    config = "interval: {every: 5}\n" + CONFIG.replace("./memory", str(memory / folder.name))
+    (folder / "tiers.yaml").write_text(config.replace("./checkpoints", str(folder)))
+    set_seed(1)
+    model, losses = made.model(), list[str]()
+
+    def record(module: Any, args: Any, output: Any) -> None:
+        losses.append(output.loss.item().hex())
+        if names["step"] == last:
+            raise Stopped
+
+    model.register_forward_hook(record)
+    shuffled = torch.utils.data.DataLoader(
+        made.rows(), batch_size=4, shuffle=True, collate_fn=made.collate
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": shuffled}
+    code = LOOP.replace('"tiers.yaml"', repr(str(folder / "tiers.yaml")))
+    with suppress(Stopped):
+        exec(compile(code, "the page", "exec"), names)
+    return losses
+
+
 @pytest.mark.filterwarnings("default")
-def test_the_loop_of_accelerate_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path
+def test_the_loop_of_accelerate_resumes_exactly_within_an_epoch_and_between_two(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    interval = "interval: {every: 2}\n" + CONFIG.replace("./memory", str(memory))
-    Path("tiers.yaml").write_text(interval)
-    for first in (0, 10):
-        model = made.model()
-        names: dict[str, Any] = {
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters()),
-            "loader": torch.utils.data.DataLoader(
-                made.rows(), batch_size=4, shuffle=True, collate_fn=made.collate
-            ),
-        }
-        exec(compile(LOOP, "the page", "exec"), names)
-        assert names["first"] == first
+    """It has three epochs of 10 steps, and saves each fifth. It has no warning about the order of the batches."""
+    whole = loop(tmp_path / "whole", memory)
+    assert len(whole) == 30
+    for last in (11, 17, 23):  # from steps 10, 15 and 20
+        loop(tmp_path / f"{last}", memory, last)
+        rest = loop(tmp_path / f"{last}", memory)
+        assert len(rest) == 30 - last // 5 * 5
+        assert rest == whole[-len(rest) :]
+    assert "shuffles" not in caplog.text
 
 
 @pytest.mark.parametrize("call", [attach, state_of])

@@ -131,16 +131,196 @@ def test_the_best_model_is_loaded_by_a_start_that_only_ends(
     assert all(torch.equal(again.model.state_dict()[name], saved[name]) for name in saved)
 
 
-def test_a_best_model_that_retention_deleted_is_an_error_that_says_how_to_keep_it(
-    config: dict[str, Any], tmp_path: Path
+def test_a_best_model_that_was_deleted_gives_way_to_the_next_best_with_a_warning(
+    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = best_of(tmp_path)
     with tierfall.open(config) as ckpt:
         found = attach(trainer, ckpt)
         trainer.add_callback(AtEnd(lambda: ckpt.delete(1), step=4))
-        with pytest.raises(RestoreError) as raised:
+        trainer.train(resume_from_checkpoint=found)
+        left = {info.step: info.metrics["eval_loss"] for info in ckpt.checkpoints()}
+    best = min(left, key=lambda step: left[step])
+    assert_is_step(trainer, config, best)
+    assert f"there is no checkpoint of step 1: that of step {best} is loaded" in caplog.text
+
+
+def test_the_end_of_a_training_without_an_evaluated_checkpoint_says_what_to_do(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = best_of(tmp_path)
+    with tierfall.open(config) as ckpt:
+        found = attach(trainer, ckpt)
+        trainer.add_callback(AtEnd(lambda: [ckpt.delete(step) for step in range(1, 5)], step=4))
+        with pytest.raises(RestoreError, match="no checkpoint has the metric eval_loss: save at"):
             trainer.train(resume_from_checkpoint=found)
-    assert "retain: {best: " in "".join(raised.value.__notes__)
+
+
+def counted(folder: Path, hits: list[Any], **changes: Any) -> Any:
+    """A Trainer that evaluates and saves each step, and counts so many hits there."""
+    found = iter(hits)
+    return made.plain(
+        folder,
+        folder / "losses",
+        **{
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "max_steps": len(hits),
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "hits",
+            "greater_is_better": True,
+            "compute_metrics": lambda _: {"hits": next(found), "kind": "count"},
+            **changes,
+        },
+    )
+
+
+def assert_is_step(trainer: Any, config: dict[str, Any], step: int) -> None:
+    saved, now = tierfall.load(config, step=step)["model"], trainer.model.state_dict()
+    assert all(torch.equal(now[name], saved[name]) for name in saved)
+
+
+KEEPS_HITS = {"last": 1, "best": {"metric": "eval_hits", "mode": "max"}}
+
+
+@pytest.mark.parametrize(
+    ("hits", "kept"),
+    [([1, 9, 4, 5], 2), ([1, 9, 9, 5], 3), ([False, True, False, False], 2)],
+)
+def test_the_best_model_by_a_count_is_kept_and_loaded(
+    config: dict[str, Any], tmp_path: Path, hits: list[Any], kept: int
+) -> None:
+    """Of equal ones, retention keeps the newest, and Trainer names the oldest. The last step is trained by a restart,
+    which finds nothing in memory."""
+    config["tiers"][1]["retain"] = KEEPS_HITS
+    for done, steps in ((0, 3), (3, 4)):
+        trainer = counted(tmp_path, hits[done:], max_steps=steps)
+        with tierfall.open(config) as ckpt:
+            losses_of(trainer, ckpt)
+    assert_is_step(trainer, config, kept)
+    with tierfall.open(config) as ckpt:
+        metrics = {info.step: info.metrics for info in ckpt.checkpoints()}
+    assert sorted(metrics) == [kept, 4]
+    assert metrics[kept]["eval_hits"] == max(hits)
+    assert not {"step", "eval_kind"} & set(metrics[kept])
+
+
+@pytest.mark.parametrize(("metric", "warnings"), [("eval_kind", 1), ("eval_hits", 0)])
+def test_a_metric_that_no_evaluation_has_is_warned_of_and_not_before_the_first_one(
+    config: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    metric: str,
+    warnings: int,
+) -> None:
+    """It is text. Steps 3 and 6 are evaluated, and each step is saved."""
+    config["tiers"][1]["retain"] = {"last": 1, "best": {"metric": metric, "mode": "max"}}
+    changes = {"load_best_model_at_end": False, "eval_steps": 3, "max_steps": 6}
+    before: list[str] = []
+    trainer = counted(tmp_path, [1, 2], **changes)
+    trainer.add_callback(AtEnd(lambda: before.append(caplog.text), step=3))
+    with tierfall.open(config) as ckpt:
+        trainer.add_callback(AtEnd(lambda: ckpt.drain(), step=2))
+        losses_of(trainer, ckpt)
+    missing = f'retain.best of disk keeps nothing: no checkpoint has the metric "{metric}"'
+    assert missing not in "".join(before)
+    assert caplog.text.count(missing) == warnings
+
+
+def test_the_metrics_of_a_dozen_evaluation_sets_are_saved(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = counted(tmp_path, [1] * 12, max_steps=1, load_best_model_at_end=False)
+    trainer.eval_dataset = {f"set{n}": made.rows()[:2] for n in range(12)}
+    trainer.args.metric_for_best_model = None
+    with tierfall.open(config) as ckpt:
+        losses_of(trainer, ckpt)
+        ckpt.drain()
+        (info,) = ckpt.checkpoints()
+    assert {f"eval_set{n}_hits" for n in range(12)} < set(info.metrics)
+    assert "loss" in info.metrics
+
+
+@pytest.mark.parametrize(
+    ("disk", "missing"),
+    [
+        (
+            {"retain": {"last": 3}},
+            "`best: {metric: eval_hits, mode: max}` in `retain` of tier disk",
+        ),
+        (
+            {"retain": {"last": 3, "best": {"metric": "eval_hits"}}},
+            "`best: {metric: eval_hits, mode: max}` in `retain` of tier disk",
+        ),
+        (
+            {"retain": {"best": {"metric": "eval_loss", "mode": "max"}}},
+            "`best: {metric: eval_hits, mode: max}` in `retain` of tier disk",
+        ),
+        (
+            {"retain": KEEPS_HITS, "flush": {"every": 2}},
+            "`best: {metric: eval_hits, mode: max}` in `retain`, and `flush: {every: 1}` of tier disk",
+        ),
+        (
+            None,
+            "a tier of kind file with `retain: {last: 1, best: {metric: eval_hits, mode: max}}`",
+        ),
+    ],
+)
+def test_a_best_model_that_no_tier_keeps_is_refused_with_the_line_that_is_missing(
+    config: dict[str, Any], tmp_path: Path, disk: dict[str, Any] | None, missing: str
+) -> None:
+    if disk is None:
+        del config["tiers"][1]
+    else:
+        config["tiers"][1] |= disk
+    trainer = counted(tmp_path, [1, 2])
+    with tierfall.open(config) as ckpt:
+        assert f"no tier keeps the best model: write {missing}" in refused(trainer, ckpt)
+
+
+def test_a_resume_does_not_look_for_the_folder_of_the_best_model(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the best model also if nothing is left to train: the first start ended with the epoch."""
+    config["tiers"][1]["retain"] = KEEPS_HITS
+    with tierfall.open(config) as ckpt:
+        losses_of(counted(tmp_path, [9] + [1] * 9), ckpt)
+    warned: list[str] = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", warned.append)
+    again = counted(tmp_path, [], max_steps=10)
+    with tierfall.open(config) as ckpt:
+        assert max(losses_of(again, ckpt)) == 10
+        assert [info.step for info in ckpt.checkpoints()] == [1, 10], "nothing was saved"
+    assert [text for text in warned if "best checkpoint" in text] == []
+    assert again.state.best_model_checkpoint == "step 1 of tierfall"
+    assert_is_step(again, config, 1)
+
+
+def test_a_limit_of_saves_is_what_tiers_without_retain_keep(
+    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the best by the metric that is named, as Trainer's own rotation. A limit of 1 deletes no folder that is not
+    tierfall's."""
+    config["tiers"].append({"name": "far", "kind": "file", "path": str(tmp_path / "far")})
+    config["tiers"][2]["retain"] = {"last": 2}
+    own = tmp_path / "out" / "checkpoint-9"
+    own.mkdir(parents=True)
+    limits = {"save_total_limit": 1, "load_best_model_at_end": False}
+    trainer = counted(tmp_path, [1, 9, 4, 5, 6], **limits)
+    with tierfall.open(config) as ckpt:
+        losses_of(trainer, ckpt)
+        assert trainer.args.save_total_limit == 1
+    with tierfall.open(config) as ckpt:
+        on = {
+            tier: [x.step for x in ckpt.checkpoints() if x.tiers.get(tier) == "committed"]
+            for tier in ("disk", "far")
+        }
+    assert on == {"disk": [2, 5], "far": [4, 5]}
+    assert own.exists()
+    expected = (
+        "save_total_limit=1 has no effect on far: `retain` of the configuration decides there"
+    )
+    assert caplog.text.count(expected) == 1
 
 
 class AtEnd(transformers.TrainerCallback):
@@ -214,7 +394,6 @@ def refused(trainer: Any, ckpt: tierfall.Checkpointer) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("save_total_limit", 2, "retain: {last: N}"),
         ("save_only_model", True, "tierfall export --only model"),
         ("push_to_hub", True, "set hub_strategy='end'"),
         ("enable_jit_checkpoint", True, "docs/hugging-face.md"),
@@ -243,10 +422,10 @@ def test_an_extra_entry_that_would_replace_the_trainers_is_refused(
 
 def test_every_problem_is_reported_at_once(config: dict[str, Any], tmp_path: Path) -> None:
     trainer = made.plain(tmp_path, tmp_path / "losses")
-    trainer.args.save_total_limit, trainer.is_deepspeed_enabled = 2, True
+    trainer.args.save_only_model, trainer.is_deepspeed_enabled = True, True
     with tierfall.open(config) as ckpt:
         message = refused(trainer, ckpt)
-    assert "save_total_limit" in message
+    assert "save_only_model" in message
     assert "tierfall.integrations.deepspeed" in message
 
 
@@ -311,6 +490,8 @@ def test_a_train_that_would_begin_anew_is_refused_before_its_first_step(
             trainer.train()
         trainer.args.max_steps = 3
         attach(trainer, ckpt)
+        with pytest.raises(ConfigError, match=r"once; not False. To begin anew, open another run"):
+            trainer.train(resume_from_checkpoint=False)
         with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
             trainer.train()
         assert (tmp_path / "losses").read_text() == before

@@ -147,6 +147,23 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(
 
 
 @pytest.mark.timeout(600)
+def test_an_error_of_one_worker_is_seen_while_the_other_is_in_a_collective(
+    start: Start, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    """Ray restarts both. The one that failed has waited for its copies, and for no answer of the other one."""
+    tiers = make_config(host={"capacity": "16MiB"}, disk={"shared": True})
+    pointers = checkpoints_of(
+        start(PROGRAM, str(tmp_path), json.dumps(tiers), "2", "fails"), tmp_path
+    )
+    assert pointers[-1][1] == {"step": 40}
+    steps = [step for step, _ in reported(tmp_path / "fails", "loss", 1)]
+    assert steps == [*range(1, 13), *range(11, 41)]
+    output = (tmp_path / "errors").read_text()
+    assert "ValueError: a bad batch" in output
+    assert "gave no answer" not in output
+
+
+@pytest.mark.timeout(600)
 def test_a_tier_that_fails_ends_no_training_and_ray_has_only_what_is_stored(
     start: Start, tmp_path: Path, make_config: MakeConfig
 ) -> None:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
@@ -15,7 +15,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.restore.agreement import make_barrier
-from tierfall.core.restore.candidates import RestoreRequest, step_instead
+from tierfall.core.restore.candidates import RestoreRequest, step_instead, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_images
 from tierfall.core.tensor_index.as_header import merge_with_index
@@ -61,7 +61,9 @@ def open_checkpoint(
     def instead() -> str:
         return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
 
-    for checkpoint in candidates:
+    left = list(candidates)
+    while left:
+        checkpoint = left.pop(0)
         opened: OpenedCheckpoint | None = None
         error: Exception | None = None
         parts = _parts(run, checkpoint, listings, request, tally)
@@ -70,6 +72,8 @@ def open_checkpoint(
             refuse_files(opened.entries.merged.header, doing=request.operation, instead=instead)
         except Exception as failure:
             error = _error_to_raise(failure, checkpoint, request)
+            if isinstance(failure, PASSABLE) and not failure.is_damage:
+                tally.found_unread(checkpoint.id)
             if (unsent := parts.give_up(failure)) is not None:
                 raise unsent from failure
         failed = exchange_failures(checkpoint, error)
@@ -82,8 +86,11 @@ def open_checkpoint(
         if request.step is not None or failed.permanent:
             kind = RestoreError if failed.permanent else DamagedError
             raise kind(f"{request.operation} of {checkpoint.id}: {reason}") from error
-        tally.add_skipped(f"step {checkpoint.id}", reason)
+        tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
+        request = replace(request, without=request.without | {checkpoint.id})
+        listings = run.session.list_now()  # it may have been deleted meanwhile
+        left = run.restorer.candidates(listings, request, tally)
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
@@ -113,14 +120,10 @@ def _release(session: Session, id: CheckpointId) -> None:
 def _error_to_raise(
     error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest
 ) -> Exception:
-    """Return the error that ends the load if a copy is temporarily unreachable: it must not be skipped like a damaged
-    one."""
-    if isinstance(error, LostError) or not (isinstance(error, PASSABLE) and error.retryable):
+    """Return the error that ends the load if a copy could not be read: it must not be skipped like a damaged one."""
+    if isinstance(error, LostError) or not isinstance(error, PASSABLE) or error.is_damage:
         return error
-    raised = RestoreError(
-        f"{request.operation} of {checkpoint.id}: a copy could not be read, and no other is good: {error}. Try again, "
-        f"{request.advice}"
-    )
+    raised = RestoreError(unread_text(f"{request.operation} of {checkpoint.id}", error, request))
     raised.__cause__ = error
     return raised
 

@@ -161,7 +161,7 @@ class TierReader(StorageReader):
                 raise unsent from error
         lost = isinstance(failure, LostError)
         failed = None if failure is None else str(failure) or repr(failure)
-        damaged = isinstance(failure, PASSABLE) and not failure.retryable
+        damaged = isinstance(failure, PASSABLE) and failure.is_damage
         all_ranks = run.session.ranks.agree(
             "dcp.load: read",
             _ReadOutcome(failed=failed, lost=lost, damaged=damaged, saved=run.lineage.saved_any),

@@ -7,11 +7,17 @@ In the training process it passes DCP's plan to the Checkpointer. Pickled for a 
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -26,10 +32,13 @@ from tierfall.integrations.dcp.staged import Staged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 
+logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()
 )
 """The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
+_warned: weakref.WeakSet[OpenRun] = weakref.WeakSet()
+"""The runs of which it was logged that training and ``async_save`` share a group."""
 
 
 class TierWriter(StorageWriter):
@@ -63,6 +72,7 @@ class TierWriter(StorageWriter):
         self._until = until
         self._staged: Staged | None = None
         self._used = False
+        self._thread = threading.get_ident()  # async_save uses the writer on another
         _unused.setdefault(run, weakref.WeakSet()).add(self)
 
     # What DCP calls ----------------------------------------------------------------------------------
@@ -88,6 +98,15 @@ class TierWriter(StorageWriter):
                 f"dcp.save: this TierWriter was used for step {self.step}; create a new one for each save"
             )
         self._used = True
+        if threading.get_ident() == self._thread or self._run in _warned:
+            return
+        if _shares_default_group():
+            _warned.add(self._run)
+            logger.warning(
+                "dcp.async_save: its thread and the training use one gloo group, the default one: their collectives "
+                "mix, and ranks hang or abort. Make group = torch.distributed.new_group(backend='gloo'), and pass "
+                "process_group=group to async_save and to tierfall.open"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged; a plan that DCP has cached is not used."""
@@ -156,6 +175,24 @@ class TierWriter(StorageWriter):
         self._take()
         orders = direct_write(self._run, self.step, metrics=self.metrics, tags=self.tags)
         return DirectWriter, (orders,)
+
+
+def _shares_default_group() -> bool:
+    """Return whether the collectives of DCP's call, which is on this thread's stack, use the default group, and gloo
+    runs there what the training runs: the collectives of two threads on it are mixed up.
+
+    DCP passes its group to no method of a writer.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "distW" not in frame.f_locals:
+        frame = frame.f_back
+    call = None if frame is None else frame.f_locals["distW"]
+    if call is None or not call.use_dist or call.group not in (None, dist.group.WORLD):
+        return False
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    used = backends.get(device.type, backends.get("cpu"))
+    return dist.get_world_size() > 1 and used == "gloo"
 
 
 def next_writer(run: OpenRun) -> TierWriter:

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import tierfall
 from tierfall.errors import ConfigError
-from tierfall.integrations import frameworks
-from tierfall.integrations.lightning import files, progress, state
+from tierfall.integrations import frameworks, keeping
+from tierfall.integrations.lightning import calls, files, progress, state, top_k
 
 __all__ = ["TierfallIO"]
 RESUME = 'fit(..., ckpt_path="last"), or "last.ckpt" if the folder of pointers was lost'
@@ -37,13 +37,16 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         fresh: bool = False,
     ) -> None:
         frameworks.check_version("lightning")
+        files.PLUGINS.add(self)
         self._config, self._run, self._fresh = config, run, fresh
         self._ckpt: tierfall.Checkpointer | None = None
         self._trainer: Any = None
+        self._state: state.WholeState | state.ShardedState = state.WholeState()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy save by all ranks. Raises ConfigError for a strategy that cannot."""
         self._trainer, strategy = trainer, trainer.strategy
+        self._meet: Any = lambda: progress.meet(self._ckpt, trainer)
         self._state, strategy.checkpoint_io = state.state_for(strategy, self._meet), self
         self._restored: tierfall.RestoreReport | None = None
         self._step: int | None = None  # the last that was saved or loaded
@@ -56,11 +59,17 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random state, from which the loader's new iterator has drawn since it was loaded."""
+        top_k.check(trainer, self._opened())
         if self._restored is None:
             frameworks.begin(self._opened(), RESUME)
         else:
             frameworks.restore_random(self._opened(), self._restored)
             self._renew = not trainer.fit_loop.restarted_mid_epoch
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note an evaluation of the fit: what is saved from now on has its metrics."""
+        if self._ckpt is not None and not trainer.sanity_checking:
+            keeping.note_evaluation(self._ckpt, trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the iterator of the first epoch again, as it was: after its sampler's epoch was set."""
@@ -76,13 +85,13 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> Any:
         """Load what the pointer at ``path`` leads to; if its name begins with ``last``, the newest checkpoint."""
-        if files.is_own(path):  # a new run begins with it, or it is evaluated
-            if self._trainer.state.fn == "fit":
+        trains = self._trainer is not None and self._trainer.state.fn == "fit"
+        if files.is_own(path):
+            if trains and not files.is_of_tuner(path):  # a new run begins with it
                 frameworks.begin(self._opened(), RESUME)
             return self._state.load_own(path, *args, **more)
-        if self._trainer is None or self._trainer.state.fn != "fit":
-            loaded = tierfall.load(path)
-            return loaded[state.ENTRY] if self._trainer is None else self._state.load(loaded)
+        if not trains:
+            return self._state.load(calls.load(path, self._config, run=self._run))
         ckpt = self._opened()
         found = self._state.restore(ckpt, *files.checkpoint_at(path, ckpt))
         if found is None:
@@ -111,12 +120,13 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save in place of the strategy, on each rank."""
-        if self._ckpt is None and self._trainer.interrupted:
-            return  # see _meet
+        if files.is_of_tuner(path):  # it is no step of the training, and loaded again at once
+            return self._state.save_own(self._trainer, checkpoint, path)
         loop, step = self._trainer.fit_loop, checkpoint["global_step"]
         within = progress.is_within_batch(loop)
-        if not within or self._trainer.interrupted:  # Lightning's barrier after this has no bound
-            self._meet()
+        # Lightning's barrier after this has no bound.
+        if (not within or self._trainer.interrupted) and not self._meet():
+            return
         if not within:
             state.check_whole(checkpoint, path)
             if progress.is_before_end_of_epoch(loop):
@@ -124,25 +134,19 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
                 return
             if step != self._tried:
                 found = self._trainer.callback_metrics.items()
-                metrics = {name: x for name, x in found if torch.numel(x) == 1}
+                logged = {name: x for name, x in found if torch.numel(x) == 1}
+                # ModelCheckpoint's own names for `monitor`.
+                metrics = {"epoch": self._trainer.current_epoch, "step": step, **logged}
                 handle = self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
                 self._tried = step
                 self._step = self._step if handle.outcome == "skipped" else step
         if self._step is not None and self._trainer.local_rank == 0:
             self._opened().write_pointer(path, self._step)
 
-    def _meet(self) -> bool:
-        """Wait for all ranks. Return False after an error that came before the run was opened, or after its end."""
-        if self._ckpt is None:
-            if self._trainer.interrupted:  # by OnExceptionCheckpoint
-                return False
-            raise ConfigError(
-                "TierfallIO: a save outside of fit: the run is closed. Save in on_train_end, or by ModelCheckpoint"
-            )
-        frameworks.meet_all_ranks(self._ckpt, "save_checkpoint", failed=self._trainer.interrupted)
-        return True
-
     def _opened(self) -> tierfall.Checkpointer:
         if self._ckpt is None:
             self._ckpt = tierfall.open(self._config, run=self._run, fresh=self._fresh)
         return self._ckpt
+
+
+calls.accept_pointers(TierfallIO)

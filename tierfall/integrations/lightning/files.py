@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 from lightning.pytorch import Callback
 
@@ -17,10 +18,28 @@ from tierfall.integrations import frameworks
 POINTER_NAME, OWN_NAME = "tierfall.json", "meta.pt"
 """The files that folders have: of a pointer, and of Lightning's own format."""
 
+PLUGINS: WeakSet[Any] = WeakSet()
+"""Each TierfallIO of this process."""
+
 
 def is_own(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint of Lightning's own format."""
     return os.path.isfile(path) or os.path.exists(os.path.join(path, OWN_NAME))
+
+
+def is_of_tuner(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the temporary one of a search for a learning rate or a batch size."""
+    return os.path.basename(path).startswith((".lr_find_", ".scale_batch_size_"))
+
+
+def is_pointer(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a folder with a pointer."""
+    return os.path.isfile(os.path.join(path, POINTER_NAME))
+
+
+def is_last(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path means the newest checkpoint, whatever is there, or nothing."""
+    return os.path.basename(path).startswith("last")
 
 
 def checkpoint_at(
@@ -31,7 +50,7 @@ def checkpoint_at(
     They are None for a name that begins with ``last``: the newest of the run, whatever is there, or nothing. Raises
     ConfigError for a pointer to a checkpoint of another run.
     """
-    if os.path.basename(path).startswith("last"):
+    if is_last(path):
         return None, None
     pointer, run = tierfall.read_pointer(path), frameworks.run_of(ckpt)
     if pointer.run != run:

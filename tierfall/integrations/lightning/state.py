@@ -19,6 +19,7 @@ from tierfall.errors import ConfigError
 
 ENTRY = "lightning"
 SHARDED = "sharded"
+TUNE = "search for a learning rate with a Trainer without TierfallIO"
 Loaded = tuple[RestoreReport, Any]
 
 
@@ -48,6 +49,11 @@ class WholeState:
 
     load_own = TorchCheckpointIO().load_checkpoint
 
+    def save_own(self, trainer: Any, checkpoint: dict[str, Any], path: Any) -> None:
+        """Save in Lightning's own format."""
+        if trainer.is_global_zero:
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the state that is saved, of Lightning's dict."""
         return {ENTRY: checkpoint}
@@ -57,9 +63,9 @@ class WholeState:
         found = ckpt.load(step, attempt=attempt)
         return found and (found[0], found[1][ENTRY])
 
-    def load(self, state: dict[str, Any]) -> Any:
-        """Return the dict of a checkpoint that ``tierfall.load`` returned."""
-        return state[ENTRY]
+    def load(self, checkpoint: dict[str, Any]) -> Any:
+        """Load of Lightning's dict what Lightning does not; return the dict."""
+        return checkpoint
 
 
 class ShardedState:
@@ -95,11 +101,14 @@ class ShardedState:
             dcp.set_optimizer_state_dict(model, optimizer, found, options=options)
         return report, rest.values
 
-    def load(self, state: dict[str, Any]) -> Any:
+    def save_own(self, *_: Any) -> None:
+        raise ConfigError(f"TierfallIO: the strategy shards the model: {TUNE}")
+
+    def load(self, checkpoint: dict[str, Any]) -> Any:
         model, strict = self._strategy.model, self._strategy.lightning_module.strict_loading
         options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
-        dcp.set_model_state_dict(model, state[SHARDED]["state_dict"], options=options)
-        return state[ENTRY]
+        dcp.set_model_state_dict(model, checkpoint["state_dict"], options=options)
+        return checkpoint
 
     def _weights_on_all_ranks(self) -> dict[str, Any]:
         self._has_run = self._meet()

@@ -188,10 +188,12 @@ def _raise_unless_absent(error: OSError) -> None:
 def _steps(where: TierPath, tiers: ReadableTiers) -> list[dict[str, Any]]:
     # A program restores the newest of these: without one tier's steps it would restore an older one.
     tiers.check_read(where, "may hold further steps")
-    for listing in tiers.listings:
-        for error in listing.step_folder_errors():
-            logger.warning("%s: this step is left out: %s", where, error)
     known = tiers.checkpoints().values()
+    for one in known:
+        for copy in one.copies.values() if one.commit is None else ():
+            if copy.unread is not None:
+                raise copy.unread
+            logger.warning("%s: this step is left out: %s", where, copy.damage)
     return [
         _folder(folder_of(tiers.run, one.id, live=not one.abandoned))
         for one in known

@@ -62,9 +62,6 @@ class ReadableTiers:
             return fitting[-1]
         self.check_read(where, "may hold it")
         there = ", ".join(str(id) for id in list(known)[-6:]) or "none"
-        for listing in self.listings:
-            for error in listing.step_folder_errors(where.step, where.attempt):
-                there += f"; {error}"
         raise KeyNotFoundError(
             f"{where}: run {self.run!r} has no such checkpoint; there are: {there}"
         )
@@ -86,8 +83,7 @@ def tiers_of(where: TierPath, saves: PathSaves | None, config: str) -> Iterator[
         return
     with RunReader(load_config(config, run=where.run)) as reader:
         open_image = reader.opener()
-        listings = reader.list() if where.step is not None else reader.list_as_at_open()
-        yield ReadableTiers(run=where.run, listings=listings, open_image=open_image)
+        yield ReadableTiers(run=where.run, listings=reader.list(), open_image=open_image)
 
 
 def _tiers_of_session(saves: PathSaves) -> ReadableTiers:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 from tierfall.backends.peer.kept_parity import KeptParity
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.config import Config, PeerTierConfig
+from tierfall.config import PeerTierConfig
 from tierfall.core.types.errors import BackendError
 from tierfall.tiers.stored import StoredTier
 
@@ -38,27 +39,33 @@ def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptPa
     )
 
 
-def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
-    """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
-    keeps, if anything. Of parity it reads no images."""
-    tier = config.peers
-    if tier is None:
-        return config
-    if tier.path.exists() and not (reads_images and tier.parity is not None):
-        return config.reading_only([tier.name])
-    return config.without(tier.name)
-
-
 def keeps_any(tier: PeerTierConfig, run: str) -> bool:
     """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
     why."""
     if not tier.path.exists():
         return False
     try:
-        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier))) as kept:
+        backend = view_kept(tier)
+        with closing(
+            StoredTier(name=tier.name, run=run, backend=backend, has_latest=False)
+        ) as kept:
             return bool(kept.list().copies)
     except BackendError:
         return True
+
+
+def kept_of_run(path: Path, run: str) -> list[Path]:
+    """Return the folders of what this node keeps of a run; ``path`` is that of the peer tier."""
+    return [folder for folder in path.glob(f"*/{run}") if folder.is_dir()]
+
+
+def discard_kept(path: Path, run: str) -> None:
+    """Delete what this node keeps of a run for other nodes. Raises BackendError where a file cannot be deleted."""
+    for folder in kept_of_run(path, run):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error
 
 
 def parity_folder(tier: PeerTierConfig) -> Path:

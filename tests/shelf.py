@@ -1,0 +1,75 @@
+"""A tier whose answers a test chooses: a key-value store in memory, as a plug-in brings one. ``shelf://NAME``.
+
+What is ``hidden`` is there and can be read, and no listing shows it. What is ``refused`` raises what the store says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierfall.backends import toolkit
+
+SHELVES: dict[str, Shelf] = {}
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The objects of one address. ``hidden`` and ``refused`` are by a part of the key; ``asked`` counts the reads.
+    ``on_read`` is called with each key that is read."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
+    refused: dict[str, type[toolkit.BackendError]] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)
+    on_read: Callable[[str], object] = bool
+
+    def steps(self) -> list[int]:
+        """Return the steps of which the commit record and an image are there."""
+        folders = {key.split("/")[1] for key in self.values if key.endswith("/commit.json")}
+        images = {key.split("/")[1] for key in self.values if ".safetensors" in key}
+        return sorted(int(folder.split("-")[1]) for folder in folders & images)
+
+    def of_step(self, step: int) -> set[str]:
+        return {key for key in self.values if f"/step-{step:08d}-" in key}
+
+
+@toolkit.register("shelf")
+class _Store(toolkit.KeyValueStore):
+    durable = conditional_create = True
+
+    def __init__(self, url: str, *, options: Any, read_only: bool) -> None:
+        self.shelf = SHELVES[url.removeprefix("shelf://")]
+
+    def get(self, key: str) -> bytes | None:
+        shelf = self.shelf
+        shelf.asked[key] += 1
+        shelf.on_read(key)
+        for part, error in shelf.refused.items():
+            if part in key:
+                raise error(f"{key}: refused")
+        return shelf.values.get(key)
+
+    def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
+        if if_absent and key in self.shelf.values:
+            return False
+        self.shelf.values[key] = bytes(value)
+        return True
+
+    def delete(self, key: str) -> None:
+        self.shelf.values.pop(key, None)
+
+    def list(self, prefix: str) -> Iterable[toolkit.StoredObject]:
+        return [
+            toolkit.StoredObject(key=key, bytes=len(value))
+            for key, value in list(self.shelf.values.items())
+            if key.startswith(prefix) and not any(part in key for part in self.shelf.hidden)
+        ]
+
+
+def new_shelf(name: str) -> Iterator[Shelf]:
+    SHELVES[name] = Shelf()
+    yield SHELVES[name]
+    del SHELVES[name]

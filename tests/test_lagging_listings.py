@@ -1,0 +1,174 @@
+"""A listing decides nothing: one that lags behind leaves out what is there.
+
+What ``latest``, the lineage or a commit record names is asked for by its key. If that is not possible, a restore
+raises. No rule deletes anything in a start whose listing left out what is there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.shelf import Shelf, new_shelf
+from tests.steps import blank, state_of, step_in, wait_until
+from tierfall.backends import toolkit
+from tierfall.errors import RestoreError
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    yield from new_shelf("a")
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, shelf: Shelf) -> dict[str, Any]:
+    config = make_config()
+    config["tiers"][1] = {"name": "store", "kind": "object", "url": "shelf://a"}
+    return config
+
+
+def retaining(config: dict[str, Any], last: int) -> dict[str, Any]:
+    host, stored = config["tiers"]
+    return {**config, "tiers": [host, {**stored, "retain": {"last": last}}]}
+
+
+def save(config: dict[str, Any], *steps: int) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        ("step-00000003",),  # the newest
+        ("step-",),
+        ("run/",),  # everything
+        ("step-00000003-a0001/rank",),  # what its record names
+        ("step-00000003-a0001/commit",),
+    ],
+    ids=" ".join,
+)
+def test_what_no_listing_shows_is_restored_and_nothing_is_deleted(
+    hidden: tuple[str, ...], config: dict[str, Any], shelf: Shelf
+) -> None:
+    save(config, 1, 2, 3)
+    there = {key for key in shelf.values if "/step-" in key}
+    shelf.hidden = hidden
+    assert step_in(tierfall.load(config)) == 3
+    with tierfall.open(retaining(config, 1)) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (step_in(state), report.fallbacks) == (3, ())
+        assert all(info.damage == {} for info in ckpt.checkpoints())
+        ckpt.save(4, state_of(4), block=True)
+        if not hidden[0].endswith("rank"):  # else the checkpoints are listed
+            ckpt.drain(10.0)
+            assert there <= shelf.values.keys()
+    shelf.hidden = ()  # it has caught up
+    with tierfall.open(retaining(config, 1)) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(5, state_of(5), block=True)
+        wait_until(lambda: shelf.steps() == [5], "the rules apply again")
+
+
+def test_what_is_named_and_cannot_be_read_by_its_key_ends_the_restore(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    save(config, 1, 2, 3)
+    shelf.hidden = ("step-00000003",)
+    shelf.refused = {"step-00000003": toolkit.AccessDeniedError}
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match=r"3@1.*refused.*unreachable='ignore'"):
+            ckpt.restore(blank())
+        report = ckpt.restore(blank(), unreachable="ignore")
+        assert report is not None
+        assert report.step == 2
+
+
+def test_no_listing_and_no_right_to_read_latest_is_no_first_start(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    save(config, 1)
+    shelf.refused = {"latest": toolkit.AccessDeniedError}
+    assert step_in(tierfall.load(config)) == 1
+    shelf.hidden = ("run/",)
+    with (
+        tierfall.open(config) as ckpt,
+        pytest.raises(RestoreError, match=r"latest.*refused.*unreachable='ignore'"),
+    ):
+        ckpt.restore(blank())
+
+
+def test_a_start_that_continues_from_what_no_listing_shows_reads_it_by_the_lineage(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    """``latest`` could not be written, or was removed."""
+    save(config, 1, 2)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(3, state_of(3), block=True)
+    for key in [*shelf.of_step(3), "run/latest"]:
+        del shelf.values[key]
+    shelf.hidden = ("/step-",)
+    assert step_in(tierfall.load(config)) == 2
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_step_folders_that_are_away_are_no_first_start(
+    left: int, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Moved to another disk, or on a file system that is not mounted: ``latest`` is still there."""
+    config = make_config(disk={"retain": {"last": 5}})
+    save(config, 1, 2, 3)
+    run, away = tmp_path / "disk" / "run", tmp_path / "away"
+    away.mkdir()
+    for step in range(left + 1, 4):
+        shutil.move(run / f"step-0000000{step}-a0001", away)
+    with tierfall.open(config) as ckpt:
+        if left:  # its own record is damaged, by the word of the file system
+            report = ckpt.restore(blank())
+            assert report is not None
+            assert report.step == 1
+            assert "step-00000003-a0001/commit.json: it is not there" in report.fallbacks[0].reason
+        else:
+            with pytest.raises(RestoreError, match=r"step-00000003-a0001/commit.json: it is not"):
+                ckpt.restore(blank())
+    for folder in away.iterdir():
+        shutil.move(folder, run)
+    assert step_in(tierfall.load(config)) == 3
+
+
+def test_what_was_deleted_is_not_missed(config: dict[str, Any], shelf: Shelf) -> None:
+    """Lineage records outlive the checkpoints that they name."""
+    save(retaining(config, 1), 1, 2)
+    save(retaining(config, 1), 3, 4)
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(blank())
+        assert report is not None
+        assert (report.step, report.fallbacks) == (4, ())
+        ckpt.delete(4, even_the_last=True)
+    assert shelf.steps() == []
+    with tierfall.open(config) as ckpt:
+        assert ckpt.restore(blank()) is None
+
+
+def test_a_listing_asks_for_few_keys_more_however_many_checkpoints_there_are(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    save(config, *range(1, 41))
+    with tierfall.open(config) as ckpt:
+        shelf.asked.clear()
+        ckpt.restore(blank())
+        records = {key: n for key, n in shelf.asked.items() if key.endswith("commit.json")}
+        assert sum(records.values()) <= 2, "those of the listing before are known"
+        assert shelf.asked["run/latest"] <= 4

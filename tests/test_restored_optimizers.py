@@ -1,0 +1,185 @@
+"""Optimizers after a restore: what load_state_dict does at its end, factored moments of a resized parameter, and the
+warning about a parameter that is stepped and not saved."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tierfall.errors import RestoreError
+
+MakeConfig = Callable[..., dict[str, Any]]
+Config = dict[str, Any]
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+}
+
+
+def trained(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = KINDS[kind](model.parameters())
+    for _ in range(steps):
+        one_step(model, optimizer)
+    return model, optimizer
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_an_older_torch_saved_as_numbers_are_what_load_state_dict_makes_of_them(
+    make_config: MakeConfig, kind: str
+) -> None:
+    model, optimizer = trained(kind, 2)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].item()
+    expected_model, expected = trained(kind, 0)
+    expected_model.load_state_dict(model.state_dict())
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    one_step(expected_model, expected)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, {"model": model, "optimizer": optimizer}, block=True)
+        live, moments = trained(kind, 0)
+        ckpt.restore({"model": live, "optimizer": moments})
+    one_step(live, moments)
+    assert all(map(torch.equal, live.parameters(), expected_model.parameters()))
+
+
+def test_the_setstate_of_a_class_sees_what_was_restored(make_config: MakeConfig) -> None:
+    seen: list[tuple[float, int]] = []
+
+    class Own(torch.optim.SGD):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            (group,) = self.param_groups
+            seen.append((group["lr"], len(self.state)))
+
+    model = nn.Linear(2, 2)
+    with tierfall.open(make_config()) as ckpt:
+        saved = Own(model.parameters(), lr=0.5, momentum=0.9)
+        model(torch.ones(1, 2)).sum().backward()
+        saved.step()
+        ckpt.save(1, {"model": model, "optimizer": saved}, block=True)
+        seen.clear()
+        ckpt.restore({"model": model, "optimizer": Own(model.parameters(), lr=0.1, momentum=0.9)})
+    assert seen == [(0.5, 2)]
+
+
+# Moments of a resized parameter ----------------------------------------------------------------------
+
+
+class Factored(torch.optim.Optimizer):
+    """Rows and columns without the dimension that they are the mean of, as in transformers' Adafactor."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            square = parameter.detach().square() + 1
+            state["count"], state["rows"] = torch.tensor(2.0), square.mean(-1)
+            state["whole"], state["columns"] = square, square.mean(-2)
+
+
+def words(number: int, kind: Any, width: int = 4) -> dict[str, Any]:
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Embedding(number, width))
+    return {"model": model, "optimizer": kind(model.parameters())}
+
+
+def look_up(state: dict[str, Any]) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    model(torch.arange(len(model[0].weight))).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("number", [8, 12])
+def test_each_dimension_of_a_moment_that_is_the_parameters_is_resized(
+    make_config: MakeConfig, number: int
+) -> None:
+    both = min(number, 10)
+    for run, kind in enumerate((torch.optim.Adafactor, Factored)):
+        saved, live = words(10, kind), words(number, kind)
+        look_up(saved)
+        with tierfall.open(make_config(run=f"run{run}")) as ckpt:
+            ckpt.save(1, saved, block=True)
+            ckpt.restore(live, resize=["model.0"])
+        then = saved["optimizer"].state[saved["model"][0].weight]
+        now = live["optimizer"].state[live["model"][0].weight]
+        rows, columns = ("row_var", "col_var") if run == 0 else ("rows", "columns")
+        assert torch.equal(now[columns], then[columns])
+        assert now[rows].shape == (number, *then[rows].shape[1:])
+        assert torch.equal(now[rows][:both], then[rows][:both])
+        assert not now[rows][both:].any()
+        if run == 1:
+            assert torch.equal(now["count"], then["count"])
+            assert now["whole"].shape == (number, 4)
+        look_up(live)
+        assert live["model"][0].weight.isfinite().all()
+
+
+def test_a_moment_whose_dimension_may_be_either_is_refused_by_name(make_config: MakeConfig) -> None:
+    saved, live = words(4, Factored), words(6, Factored)  # of 4 words and 4 columns
+    look_up(saved)
+    name = "optimizer.state.model.0.weight.columns"
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, saved, block=True)
+        with pytest.raises(RestoreError, match=name.replace(".", r"\.")) as caught:
+            ckpt.restore(live, resize=["model.0"])
+        assert f"skip=[{name!r}]" in str(caught.value)
+        assert live["optimizer"].state == {}
+        ckpt.restore(live, resize=["model.0"], skip=["optimizer.state.model.0"])
+
+
+def test_factored_moments_of_a_parameter_that_was_skipped_are_compared_with_its_shape(
+    make_config: MakeConfig,
+) -> None:
+    saved, live = words(10, torch.optim.Adafactor), words(12, torch.optim.Adafactor)
+    look_up(saved)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, saved, block=True)
+        with pytest.raises(RestoreError, match=r"row_var: the checkpoint has shape \(10, 1\)"):
+            ckpt.restore(live, skip=["model.0"])
+
+
+# A parameter that no entry holds ---------------------------------------------------------------------
+
+
+def test_the_first_save_names_a_parameter_that_is_stepped_and_not_saved(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, alpha, frozen = nn.Linear(2, 2), torch.zeros(3, requires_grad=True), torch.zeros(1)
+    groups = [{"params": [*model.parameters()]}, {"params": [frozen, alpha], "lr": 0.5}]
+    state: dict[str, Any] = {"nets": [model], "optimizers": {"all": torch.optim.Adam(groups)}}
+
+    def warnings(state: dict[str, Any], run: str) -> list[str]:
+        caplog.clear()
+        with tierfall.open(make_config(run=run)) as ckpt, caplog.at_level(logging.WARNING):
+            ckpt.save(1, state, block=True)
+            ckpt.save(2, state, block=True)
+        return [r.getMessage() for r in caplog.records if "steps what no entry" in r.getMessage()]
+
+    (text,) = warnings(state, "lacking")
+    assert 'state["optimizers"]["all"]' in text
+    assert "parameter 1 of group 1, of shape (3,)" in text
+    assert "parameter 0" not in text
+    assert warnings({**state, "alpha": alpha}, "itself") == []
+    assert warnings({**state, "alpha": alpha.detach().view(3, 1)}, "memory") == []
+    dicts = {"nets": [model.state_dict()], "alpha": alpha}
+    assert warnings({**state, **dicts}, "state_dict") == []

@@ -1,0 +1,94 @@
+"""What kept a rule from deleting has ended: the rule is applied then, and not with the next commit or after a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.memory_store import MemoryStore
+from tests.steps import state_of, steps_on, wait_until
+
+MakeConfig = Callable[..., dict[str, Any]]
+AT_ONCE_S = 20.0
+"""Less than the minute after which a tier without room is tried again anyway."""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    return MemoryStore(monkeypatch)
+
+
+def is_full(handle: tierfall.SaveHandle) -> bool:
+    return isinstance(handle.exception(), tierfall.errors.CapacityError)
+
+
+def test_a_full_disk_takes_a_copy_as_soon_as_an_older_one_is_unpinned(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config(disk={"capacity": "400KiB"})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+            ckpt.pin(step)
+        third = ckpt.save(3, state_of(3))
+        wait_until(lambda: is_full(third), "there is no room")
+        ckpt.unpin(1)
+        wait_until(lambda: third.done("disk"), "the unpinned one gives way", AT_ONCE_S)
+        assert steps_on(tmp_path / "disk") == [2, 3]
+
+
+def test_a_full_disk_takes_a_copy_as_soon_as_a_slower_tier_has_an_older_one(
+    make_config: MakeConfig, store: MemoryStore, tmp_path: Path
+) -> None:
+    config = make_config(disk={"capacity": "400KiB"}, host={"capacity": "400KiB"})
+    config["tiers"].append(store.tier(retain={"last": 9}))
+    with tierfall.open(config) as ckpt:
+        store.refuse_all()
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait("disk")
+        third = ckpt.save(3, state_of(3))  # memory has no room for step 1 beside it
+        wait_until(lambda: is_full(third), "the disk has what the store is owed")
+        store.heal()
+        wait_until(lambda: third.done("disk"), "step 1 gives way", AT_ONCE_S)
+        assert store.steps()[0] == 1
+        assert steps_on(tmp_path / "disk") == [2, 3]
+
+
+def test_retention_deletes_what_is_unpinned_at_once(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.pin(1)
+        ckpt.save(2, state_of(2), block=True)
+        assert ckpt.drain().left == ()
+        assert steps_on(tmp_path / "disk") == [1, 2]
+        ckpt.unpin(1)
+        first = tmp_path / "disk/run/step-00000001-a0001/commit.json"
+        wait_until(lambda: not first.exists(), "it goes", AT_ONCE_S)
+
+
+@pytest.mark.parametrize("call", ["rm_file", "info"])
+def test_a_tier_that_refused_deletes_what_its_rules_say_when_it_works_again(
+    make_config: MakeConfig, store: MemoryStore, call: str
+) -> None:
+    def refused(of: str, key: str) -> BaseException | None:
+        is_it = of == call and (call == "rm_file" or key.endswith("marks-changed"))
+        return PermissionError(13, "Permission denied") if is_it else None
+
+    config = make_config()
+    config["tiers"] = [config["tiers"][0], store.tier(retain={"last": 1})]
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        store.refuse = refused
+        ckpt.save(2, state_of(2), block=True)
+        store.heal_after_refusals(3)
+        wait_until(lambda: store.steps() == [2], "nothing is saved meanwhile", AT_ONCE_S)
+        store.refuse = refused
+        ckpt.save(3, state_of(3), block=True)
+        store.heal_after_refusals(1)
+        wait_until(lambda: store.refuse is not refused, "it was refused, and works")
+    assert store.steps() == [3], "close tries it once more"

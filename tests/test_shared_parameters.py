@@ -1,0 +1,215 @@
+"""Parameters of several names, and targets that share memory: a restore does not depend on names or their order, and
+refuses before it fills what cannot all be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.rank_kit import config_of, save_on_ranks
+from tierfall import Checkpointer, RestoreReport
+from tierfall.errors import RestoreError
+
+MakeConfig = Callable[..., dict[str, Any]]
+Config = dict[str, Any]
+
+
+class Head(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.out = nn.Linear(2, 2)
+
+
+def actor_and_critic(seed: int) -> dict[str, Any]:
+    """Two models with one encoder, and an optimizer of each, after a step."""
+    torch.manual_seed(seed)
+    encoder = nn.Linear(2, 2)
+    state: dict[str, Any] = {"actor": Head(encoder), "critic": Head(encoder)}
+    for name in ("actor", "critic"):
+        head = state[name]
+        optimizer = state[f"{name}_optimizer"] = torch.optim.AdamW(head.parameters(), lr=0.1)
+        head.out(head.encoder(torch.randn(1, 2))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state
+
+
+def tensors_of(state: dict[str, Any], name: str) -> list[torch.Tensor]:
+    """The parameters of a model, and their moments."""
+    parameters = [*state[name].parameters()]
+    moments = state[f"{name}_optimizer"].state
+    return [*parameters, *(moments[p]["exp_avg"] for p in parameters)]
+
+
+def save(config: Config, state: dict[str, Any]) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state, block=True)
+
+
+def restore(config: Config, state: dict[str, Any], **how: Any) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state, **how)
+
+
+def test_a_shared_encoder_is_restored_whatever_the_order_of_entries(
+    make_config: MakeConfig,
+) -> None:
+    config, saved = make_config(), actor_and_critic(0)
+    save(config, saved)
+    with tierfall.open(config) as ckpt:
+        for names in ([*saved][::-1], ["critic_optimizer", "actor", "critic", "actor_optimizer"]):
+            live = actor_and_critic(1)
+            ckpt.restore({name: live[name] for name in names}, step=1)
+            for name in ("actor", "critic"):
+                assert all(map(torch.equal, tensors_of(live, name), tensors_of(saved, name)))
+        live = actor_and_critic(2)
+        critic = {name: live[name] for name in ("critic", "critic_optimizer")}
+        ckpt.restore(critic, step=1, only=[*critic])
+        assert all(map(torch.equal, tensors_of(live, "critic"), tensors_of(saved, "critic")))
+
+
+def test_an_encoder_that_came_to_be_shared_gets_the_moments_of_the_name_that_was_saved(
+    make_config: MakeConfig,
+) -> None:
+    config, saved, live = make_config(), actor_and_critic(0), actor_and_critic(1)
+    save(config, {name: saved[name] for name in ("critic", "critic_optimizer")})
+    restore(config, live, only=["critic", "critic_optimizer"])
+    assert all(map(torch.equal, tensors_of(live, "critic"), tensors_of(saved, "critic")))
+
+
+def test_an_encoder_that_is_no_longer_shared_is_not_taken_for_two(make_config: MakeConfig) -> None:
+    config = make_config()
+    save(config, actor_and_critic(0))
+    critic = Head(nn.Linear(2, 2))
+    actor = Head(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW([*critic.parameters(), *actor.encoder.parameters()])
+    with pytest.raises(RestoreError, match="no parameter group of the state holds the same"):
+        restore(
+            config,
+            {"actor": actor, "critic": critic, "critic_optimizer": optimizer},
+            only=["actor", "critic", "critic_optimizer"],
+        )
+
+
+class Language(nn.Module):
+    """A head that is tied to the embedding, or is not, or has no name of its own."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        if head:
+            self.head = nn.Linear(4, 6, bias=False)
+        if head == "tied":
+            self.head.weight = self.embed.weight
+
+
+def test_a_name_whose_memory_or_bytes_another_name_restores_is_no_mismatch(
+    make_config: MakeConfig,
+) -> None:
+    for number, (saved, live) in enumerate(
+        [(Language(""), Language("tied")), (Language("tied"), Language(""))]
+    ):
+        config = make_config(run=f"run{number}")
+        save(config, {"model": saved})
+        restore(config, {"model": live})
+        assert torch.equal(live.embed.weight, saved.embed.weight)
+        untied = Language("untied")
+        if number == 0:
+            with pytest.raises(RestoreError, match=r"head\.weight: in the state, not in"):
+                restore(config, {"model": untied})
+        else:
+            restore(config, {"model": untied})
+            assert torch.equal(untied.head.weight, saved.embed.weight)
+
+
+# Targets that share memory ---------------------------------------------------------------------------
+
+
+def base() -> torch.Tensor:
+    return torch.zeros(8)
+
+
+SHARED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "wholly": lambda flat: {"a": flat[:4], "b": flat[:4]},
+    "in part": lambda flat: {"a": flat[:4], "b": flat[2:6]},
+    "as a view with strides": lambda flat: {"a": flat[:4], "b": flat[::2]},
+    "as a transpose": lambda flat: {"a": flat[:4].view(2, 2), "b": flat[:4].view(2, 2).t()},
+}
+
+
+@pytest.mark.parametrize("how", SHARED)
+@pytest.mark.parametrize("strict", [True, False])
+def test_targets_that_share_memory_are_refused_before_anything_is_filled_unless_bytes_agree(
+    make_config: MakeConfig, how: str, strict: bool
+) -> None:
+    split, flat = SHARED[how], torch.arange(8.0)
+    agreeing = {name: tensor.clone() for name, tensor in split(flat).items()}
+    differing = {**agreeing, "b": agreeing["b"] + 1}
+    first = torch.arange(1024.0)  # read before, if anything is
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, {"first": first, **agreeing}, block=True)
+        ckpt.save(2, {"first": first, **differing}, block=True)
+        live, memory = torch.zeros(1024), base()
+        state = {"first": live, **split(memory)}
+        if how == "wholly" and not strict:
+            ckpt.restore(state, step=2, strict=False)  # the first one's
+            assert torch.equal(memory[:4], differing["a"])
+            return
+        with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]") as caught:
+            ckpt.restore(state, step=2, strict=strict)
+        assert "HALF FILLED" not in str(caught.value)
+        assert not live.any()
+        assert not memory.any()
+        ckpt.restore(state, step=1, strict=strict)
+        assert torch.equal(live, first)
+        for name, tensor in split(memory).items():
+            assert torch.equal(tensor, agreeing[name])
+        ckpt.save(3, state, block=True)
+
+
+def test_one_stored_tensor_for_two_targets_that_overlap(make_config: MakeConfig) -> None:
+    shared, memory = torch.arange(6.0), torch.zeros(12)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, {"a": shared, "b": shared}, block=True)
+        with pytest.raises(RestoreError, match="shares memory"):
+            ckpt.restore({"a": memory[:6], "b": memory[5:11]})
+        assert not memory.any()
+        beside = {"a": memory[::2], "b": memory[1::2]}
+        ckpt.restore(beside)
+        assert all(torch.equal(each, shared) for each in beside.values())
+
+
+def test_several_ranks_compare_what_shares_memory_and_refuse_what_they_cannot_compare(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path)
+    state = {"a": torch.arange(4.0), "b": torch.arange(4.0)}
+    save_on_ranks(config, 2, [1], lambda rank, step: state)
+    save_on_ranks(config, 2, [2], lambda rank, step: {**state, "b": state["b"] + 1}, go_on=True)
+    with network(["a", "a"]) as ranks:
+        opened = [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
+        both: Any = on_all(opened)
+        memory = torch.zeros(2, 4)
+        states = [{"a": each, "b": each} for each in memory]
+        for step, agree in ((2, False), (1, True)):
+            pairs = zip(both, states, strict=True)
+            done = on_all([lambda c=c, s=s, n=step: c.restore(s, step=n) for c, s in pairs])  # type: ignore[misc]
+            if agree:
+                assert all(isinstance(each, RestoreReport) for each in done), done
+                assert memory.tolist() == [[0, 1, 2, 3]] * 2
+            else:
+                assert all("shares memory" in str(each) for each in done), done
+                assert not memory.any()
+        on_all([ckpt.close for ckpt in both])
+    with tierfall.open(config) as alone:  # the images are merged
+        with pytest.raises(RestoreError, match="cannot be compared"):
+            alone.restore({"a": memory[0], "b": memory[0]}, step=1)
+        alone.restore({"a": memory[0], "b": memory[1]}, step=1)

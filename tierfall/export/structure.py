@@ -1,0 +1,174 @@
+"""The structure of an exported state, by which ``tierfall import`` brings it back exactly, and without a pickle.
+
+A whole step as safetensors is an image of one rank. A file of torch.save and a DCP folder, which hold pickled objects,
+carry an image beside these: of the tree, the values, and the tensors that are parts of values. It lists all other
+tensors as written elsewhere; its entry ``PLACES`` has the names under which the file or folder has these.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierfall.core.format.documents import dumps
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.layout import Layout, plan_layout
+from tierfall.core.image.tree import (
+    CONTAINERS_AND_OBJECTS,
+    CodecNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+    QuantizedNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+    WrapperNode,
+    leaves,
+)
+from tierfall.core.state.view import NO_OWNER, StateView
+from tierfall.core.tensors import names, value_codec
+from tierfall.core.types.values import Changes
+from tierfall.export.select import StatePart
+
+CARRIED = "tierfall.safetensors"
+"""The name of the image in a DCP folder, and in the zip file that torch.save writes."""
+PLACES = "tierfall.places"
+
+Entries = Sequence[tuple[Any, Node]]
+"""The top of a tree: nodes by key."""
+
+
+def entries_of(parts: Sequence[StatePart]) -> Entries:
+    """Return parts as the entries of a state: a single one is named by the last component of its name."""
+    if isinstance(whole := parts[0].node, MapNode) and not parts[0].name:
+        return whole.entries
+    if len(parts) == 1:
+        return [(parts[0].name.rpartition(".")[2], parts[0].node)]
+    return [(part.name, part.node) for part in parts]
+
+
+class Structure:
+    """Entries of a header's tree as a state of their own. ``positions`` are the tensors that they use, in the order of
+    ``view().names``."""
+
+    def __init__(self, header: ImageHeader, entries: Entries) -> None:
+        self._header = header
+        self._tree = MapNode("dict", tuple(entries))
+        self._numbers: dict[int, int] = {}
+        self._values: list[Any] = []
+        self._keys = [key for key, _ in entries]
+        self._nodes = [
+            ("r", self._node(node.state)) if isinstance(node, RandomNode) else self._node(node)
+            for _, node in entries
+        ]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self._numbers)
+
+    def add_value(self, key: str, value: Any) -> None:
+        """Add an entry with a plain value."""
+        self._keys.append(key)
+        self._nodes.append(("v", len(self._values)))
+        self._values.append(value)
+
+    def view(self, sources: Sequence[torch.Tensor] = ()) -> StateView:
+        """Return the state as a walk would; ``sources`` are its tensors, in the order of ``positions``."""
+        tensors = [self._header.tensors[position] for position in self._numbers]
+        count = len(tensors)
+        return StateView(
+            names=self._names(),
+            sources=list(sources),
+            pointers=array("Q"),
+            changes=(Changes.ANYTIME,) * count,
+            owners=(NO_OWNER,) * count,
+            trails=(None,) * count,
+            plain=(False,) * count,
+            strides=tuple(t.strides for t in tensors),
+            parameters={},
+            optimizers=(),
+            tree=("d", "dict", tuple(map(_key, self._keys)), tuple(self._nodes)),
+            dtypes=tuple(t.dtype for t in tensors),
+            shapes=tuple(t.shape for t in tensors),
+            block_positions=tuple(t.piece for t in tensors),
+            values=self._values,
+            rules={},
+            types=self._types(),
+            structure=(),
+        )
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the tensors: those of the tree, and, of parts of values, those that they had."""
+        found: dict[int, str] = {}
+        for name, leaf in leaves(self._tree, "", CONTAINERS_AND_OBJECTS):
+            if isinstance(leaf, TensorNode):
+                found.setdefault(leaf.position, name)
+        return tuple(found.get(p, self._header.tensors[p].name) for p in self._numbers)
+
+    def _types(self) -> dict[str, str]:
+        tops = [names.component(key) for key in self._keys]
+        types = (self._header.types or {}).items()
+        return {n: kind for n, kind in types if any(names.is_within(n, top) for top in tops)}
+
+    def _number(self, position: int) -> int:
+        return self._numbers.setdefault(position, len(self._numbers))
+
+    def _node(self, node: Node) -> Any:
+        """Return a node in the form that a walk gives it."""
+        match node:
+            case TensorNode():
+                return self._number(node.position)
+            case ValueNode():
+                self._values.append(self._header.values[node.number])
+                return ("v", len(self._values) - 1, *map(self._number, node.blobs))
+            case OptimizerNode():
+                groups = [(numbers, self._node(child)) for numbers, child in node.groups]
+                state = [
+                    (k if isinstance(k, int) else (_key(k[0]),), self._node(child))
+                    for k, child in node.state
+                ]
+                return ("o", node.names, tuple(groups), tuple(state))
+            case QuantizedNode():
+                number = self._number(node.position)
+                return ("q", number, node.scheme, node.axis, self._node(node.parameters))
+        return self._container(node)
+
+    def _container(self, node: Node) -> Any:
+        nodes = tuple(map(self._node, node.children()))
+        match node:
+            case MapNode():
+                return ("d", node.kind, tuple(_key(key) for key, _ in node.entries), nodes)
+            case SequenceNode():
+                return ("t" if node.is_tuple else "l", nodes)
+            case ModuleNode():
+                keys, below = (tuple(entry[at] for entry in node.entries) for at in (0, 1))
+                return ("m", keys, below, nodes)
+            case WrapperNode():
+                return ("w", node.class_name, node.attributes, nodes)
+            case CodecNode():
+                return ("c", node.name, *nodes)
+            case ObjectNode():
+                return ("s", *nodes)
+            case RandomNode():  # another rank's, below per_rank
+                return nodes[0]
+        raise AssertionError(f"a state has no {node}")
+
+
+def plan_carried(structure: Structure, place_of: Mapping[int, str]) -> tuple[Layout, StateView]:
+    """Return layout and view of the image that a file or folder carries; ``place_of`` has the names there of tensors,
+    by position."""
+    numbers = [n for n, position in enumerate(structure.positions) if position in place_of]
+    structure.add_value(PLACES, [place_of[structure.positions[n]] for n in numbers])
+    view = structure.view()
+    return plan_layout(view, dict.fromkeys(numbers, 0)), view
+
+
+def _key(key: Any) -> str | tuple[str]:
+    return key if type(key) is str else (dumps(value_codec.encode_atom(key)).decode("ascii"),)

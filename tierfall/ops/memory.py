@@ -1,0 +1,136 @@
+"""What runs hold in the memory of this node: images in host memory, and what is kept there for other nodes.
+
+Each run is found by the folder of its host memory, whichever configuration it has: that notes the file which it was
+configured by.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfall.config import Config, load_config
+from tierfall.core.runtime.run_lock import LockOwner, RunLock
+from tierfall.core.types import keys
+from tierfall.core.types.errors import BackendError, ConfigError
+from tierfall.core.types.values import CheckpointId, TierKind
+from tierfall.ops.reader import find_owner, known_slots, open_memory
+from tierfall.session.leftovers import images_in
+from tierfall.setup.nodes.kept import discard_kept, kept_of_run
+from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
+from tierfall.telemetry.status import remove_status
+from tierfall.tiers.arena.arena import arena_name, lock_name
+from tierfall.tiers.arena.folder import default_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMemory:
+    """The memory of one run. ``bytes`` are those of all its images, ``kept_bytes`` those of what is ``kept`` for other
+    nodes; ``owner`` is the living process that has it. ``file`` is the path of the run's file, '' if it had none."""
+
+    run: str
+    folder: Path
+    file: str
+    kept: str
+    owner: LockOwner | None
+    checkpoints: tuple[CheckpointId, ...]
+    bytes: int
+    kept_bytes: int
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"run {self.run} in {self.folder}"
+
+    def settings(self) -> Config:
+        """Read the run's file, as this node sees it. Raises ConfigError where it had none, or has other tiers now."""
+        if not self.file:
+            raise ConfigError(
+                f"{self}: it was not configured by a file: name one with its tiers by --config"
+            )
+        settings = load_config(self.file, run=self.run)
+        if run_folder(settings, self.run) != self.folder:
+            raise ConfigError(
+                f"{self}: {self.file} has other tiers now: name a file with its tiers by --config"
+            )
+        return seen_by_one(settings, reads_images=False)
+
+    def discard(self) -> None:
+        """Free all of it. Raises LockError where a process owns it, BackendError where a file cannot be deleted."""
+        with ExitStack() as held:
+            slots = known_slots(self.folder)
+            for slot in slots:
+                lock = RunLock.acquire(
+                    self.folder / lock_name(slot), run=self.run, command="tierfall drain"
+                )
+                held.callback(lock.release)
+            for slot in slots:
+                arena = self.folder / arena_name(slot)
+                try:
+                    arena.unlink(missing_ok=True)
+                except OSError as error:
+                    raise BackendError(f"{arena} cannot be deleted: {error.strerror}") from error
+                remove_status(arena)
+            if self.kept:
+                discard_kept(Path(self.kept), self.run)
+
+
+def held_by_runs(config: Config | None) -> list[HeldMemory]:
+    """Return what runs hold in the memory folder of a configuration (None: in the default one), by name."""
+    root = default_folder() if config is None else memory_root(config)
+    names = sorted(child.name for child in _children(root) if keys.NAME_PATTERN.match(child.name))
+    return [
+        held
+        for run in names
+        for folder in folders_of_run(root / run)
+        if (held := _look_at(run, folder)) is not None
+    ]
+
+
+def _look_at(run: str, folder: Path) -> HeldMemory | None:
+    arenas = [folder / arena_name(slot) for slot in known_slots(folder)]
+    remembered = read_memory(folder)
+    kept = remembered.kept if remembered is not None else ""
+    kept_files = (
+        (file for one in kept_of_run(Path(kept), run) for file in one.rglob("*")) if kept else ()
+    )
+    held_bytes, kept_bytes = _bytes_of(arenas), _bytes_of(kept_files)
+    if not held_bytes + kept_bytes:
+        return None
+    hosts, unread = open_memory(folder, known_slots(folder), name=TierKind.HOST.value, run=run)
+    ids = {id for id, _ in images_in(hosts)}
+    damaged = [error for host in hosts for error in host.list().damaged]
+    for host in hosts:
+        host.close(keep=True)
+    return HeldMemory(
+        run=run,
+        folder=folder,
+        file=remembered.file if remembered is not None else "",
+        kept=kept,
+        owner=find_owner(folder),
+        checkpoints=tuple(sorted(ids)),
+        bytes=held_bytes,
+        kept_bytes=kept_bytes,
+        problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
+    )
+
+
+def _children(folder: Path) -> Iterator[Path]:
+    try:
+        yield from folder.iterdir()
+    except FileNotFoundError:
+        return
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    """Return how much memory files take; those that are deleted meanwhile take none."""
+    total = 0
+    for file in files:
+        try:
+            status = os.lstat(file)
+        except OSError:
+            continue
+        total += status.st_blocks * 512
+    return total
