@@ -309,3 +309,24 @@ def test_a_folder_that_another_program_has_saved_into_is_what_that_saved(
         found = loaded(cli, "back")
         assert found["epoch"] == 9
         assert_same(found["weights"]["w"], torch.zeros(2))
+
+
+def test_tensors_of_an_export_are_not_swapped_after_another_program_wrote_it(
+    make_cli: MakeCli,
+) -> None:
+    """safetensors may order tensors anew, and keep the metadata, which has them by their places."""
+    cli = make_cli(disk={})
+    state = {"a": np.arange(4, dtype=np.int32), "b": torch.full((4,), 2.0)}
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"pair": state}, block=True)
+    path = cli.folder / "step.safetensors"
+    cli("export", "1", "--to", str(path))
+    with safetensors.safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    found = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(found, path, metadata=metadata)
+    answer = cli("import", str(path), "--as-step", "5", "--run", "back", code=1)
+    assert "another program has changed the file" in answer.err
+    safetensors.torch.save_file(found, path)
+    cli("import", str(path), "--as-step", "5", "--run", "back")
+    assert_same(loaded(cli, "back")["model"]["pair.b"], state["b"])
