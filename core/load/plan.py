@@ -84,7 +84,7 @@ class RestoreWork:
         """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
         selection = select(header, choices, live)
-        report = MismatchReport(choices.strict)
+        report = MismatchReport(choices.strict, choices.rename)
         return cls(state, header, choices, selection, report, modules.scan_state(state))
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
