@@ -29,6 +29,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_vie
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import (
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size
@@ -259,7 +260,11 @@ def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
     settings = load_settings_if_any(config, "any")
-    held = held_by_runs(settings)
+    held: list[HeldMemory] = []
+    try:
+        held = held_by_runs(settings)
+    except UnreachableError as error:
+        answer.problem(error)
     answer.document = {"memory": [held_members(one) for one in held]}
     if settings is not None:
         answer.document = {"runs": _show_runs(answer, settings), **answer.document}

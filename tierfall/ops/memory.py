@@ -7,17 +7,16 @@ configured by.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.config import Config, load_config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
-from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, ConfigError
 from tierfall.core.types.values import CheckpointId, TierKind
-from tierfall.ops.reader import find_owner, known_slots, open_memory
+from tierfall.ops.reader import find_owner, known_slots, names_in_memory, open_memory
 from tierfall.session.leftovers import images_in
 from tierfall.setup.nodes.kept import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
@@ -78,9 +77,12 @@ class HeldMemory:
 
 
 def held_by_runs(config: Config | None) -> list[HeldMemory]:
-    """Return what runs hold in the memory folder of a configuration (None: in the default one), by name."""
+    """Return what runs of this user hold in the memory folder of a configuration (None: in the default one), by name.
+
+    Raises UnreachableError if it cannot be listed.
+    """
     root = default_folder() if config is None else memory_root(config)
-    names = sorted(child.name for child in _children(root) if keys.NAME_PATTERN.match(child.name))
+    names = sorted(names_in_memory(root))
     return [
         held
         for run in names
@@ -115,13 +117,6 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
         kept_bytes=kept_bytes,
         problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
     )
-
-
-def _children(folder: Path) -> Iterator[Path]:
-    try:
-        yield from folder.iterdir()
-    except FileNotFoundError:
-        return
 
 
 def _bytes_of(files: Iterable[Path]) -> int:
