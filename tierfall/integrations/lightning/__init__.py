@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import CheckpointIO
 
@@ -134,10 +133,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
                 return
             step = checkpoint["global_step"]
             if step != self._tried:
-                found = self._trainer.callback_metrics.items()
-                logged = {name: x for name, x in found if torch.numel(x) == 1}
-                # ModelCheckpoint's own names for `monitor`.
-                metrics = {"epoch": self._trainer.current_epoch, "step": step, **logged}
+                metrics = progress.metrics(self._trainer, step)
                 handle = self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
                 self._tried = step
                 self._step = self._step if handle.outcome == "skipped" else step
