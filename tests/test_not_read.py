@@ -162,6 +162,39 @@ def _of_format_2(document: bytes) -> bytes:
     return body + b',"digest":"sha256:' + digest.encode() + b'"}\n'
 
 
+@pytest.mark.parametrize(
+    "absent",
+    [
+        *((f"step-00000002-a0001/{file}",) for file in FILES),
+        ("commit.json",),
+        ("commit.json", "latest", "lineage", "tier.json"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_listed_and_called_absent_is_neither_passed_over_nor_deleted(
+    absent: tuple[str, ...], config: dict[str, Any], shelf: Shelf
+) -> None:
+    """A store that contradicts itself has not said what is there."""
+    two_steps(config)
+    there = {key for key in shelf.values if "/step-" in key}
+    shelf.absent = absent
+    with pytest.raises(RestoreError, match=r"step-0000000\d-a0001/.*and "):
+        tierfall.load(config)
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match=IGNORE):
+            ckpt.restore(blank())
+        ckpt.drain(10.0)
+        assert there <= shelf.values.keys()
+        if absent == ("step-00000002-a0001/commit.json",):
+            ckpt.restore(blank(), step=1)
+            for step in (3, 4):
+                ckpt.save(step, state_of(step), block=True)
+            ckpt.drain(10.0)
+            assert there <= shelf.values.keys(), "no rule deletes in this start"
+    shelf.absent = ()
+    assert step_in(tierfall.load(config, step=2, attempt=1)) == 2
+
+
 # What is damage -----------------------------------------------------------------------------------
 
 
@@ -175,6 +208,10 @@ def test_absent_is_damage_only_while_the_id_of_the_tier_can_be_read(
     with pytest.raises(RestoreError, match=r"2@1.*tier\.json.*refused"):
         tierfall.load(config)
     shelf.refused = {}
+    shelf.absent = ("tier.json",)
+    with pytest.raises(RestoreError, match=r"2@1.*tier\.json.*it is not there either"):
+        tierfall.load(config)
+    shelf.absent = ()
     assert step_in(tierfall.load(config)) == 1
     shelf.values[image] = kept[:-1]  # another size
     assert step_in(tierfall.load(config)) == 1
