@@ -310,6 +310,42 @@ def test_links_and_special_files_are_neither_followed_nor_taken_for_absent(
     assert step_in(tierfall.load(folder)) == 2
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_a_folder_in_place_of_a_file_is_no_absence(
+    file: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """An extraction or a copy made a folder of that name: an empty one, too, is no word on the file."""
+    save(make_config(disk={"retain": {"last": 2}}), 1, 2)
+    path = tmp_path / "disk" / "run" / "step-00000002-a0001" / file
+    path.rename(tmp_path / "elsewhere")
+    path.mkdir()
+    for _ in range(2):
+        with (
+            tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt,
+            pytest.raises(RestoreError, match=f"2@1.*is a folder.*{IGNORE}"),
+        ):
+            ckpt.restore(blank())
+    path.rmdir()
+    (tmp_path / "elsewhere").rename(path)
+    assert step_in(tierfall.load(path.parent)) == 2
+
+
+def test_a_file_in_place_of_a_step_folder_is_no_absence(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={"retain": {"last": 2}})
+    save(config, 1, 2)
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_bytes(b"")
+    message = f"2@1.*is a file.*{IGNORE}"
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match=message):
+        ckpt.restore(blank())
+    folder.unlink()
+    (tmp_path / "elsewhere").rename(folder)
+    assert step_in(tierfall.load(config)) == 2
+
+
 def test_a_folder_that_may_not_be_opened_hides_no_other_step(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
