@@ -259,6 +259,20 @@ def test_verify_calls_nothing_absent_while_the_id_of_the_tier_cannot_be_read(
     assert step_in(tierfall.load(config)) == 1
 
 
+def test_an_export_of_what_could_not_be_read_does_not_call_it_damaged(
+    config: dict[str, Any], shelf: Shelf, tmp_path: Path
+) -> None:
+    two_steps(config)
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(config))
+    shelf.refused = {"step-00000002-a0001/commit.json": toolkit.AccessDeniedError}
+    words = ["export", "2", "--to", str(tmp_path / "out.pt")]
+    result = CliRunner().invoke(app, [*words, "--config", str(tmp_path / "tiers.yaml")])
+    assert result.exit_code == 1
+    said = str(result.exception) + result.output
+    assert "commit.json: refused" in said
+    assert "damaged" not in said
+
+
 def test_a_readable_copy_on_another_tier_is_restored(
     config: dict[str, Any], shelf: Shelf, tmp_path: Path
 ) -> None:
