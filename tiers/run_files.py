@@ -63,9 +63,12 @@ class TierMarker:
 
     def confirm_absence(self, error: KeyNotFoundError, key: str | None = None) -> None:
         """Raise UnreachableError if the tier record cannot be read: the answer that a key is absent (``error``) then
-        says nothing of the tier. Raise ContradictionError if a listing of now shows ``key``."""
+        says nothing of the tier. Raise ContradictionError if a listing of now shows ``key``. On a tier that never had a
+        record, and whose listing shows none, the answer stands."""
+        known = self.last
         try:
-            why = "" if self.read() is not None else "it is not there either"
+            is_there = self.read() is not None or (known is None and not self._is_listed(self._key))
+            why = "" if is_there else "it is not there either"
         except TierfallError as unread:
             why = str(unread)
         if why:
@@ -73,12 +76,14 @@ class TierMarker:
                 f"{error}; and {self._documents.what(self._key)}, which tells this tier from others, could not be "
                 f"read: {why}"
             ) from error
-        if key is not None:
-            folder = key.rpartition("/")[0]
-            if any(stored.key == key for stored in self._documents.backend.scan(f"{folder}/")):
-                raise ContradictionError(
-                    f"{error}; and the listing of {self._documents.tier} shows it: the store contradicts itself"
-                ) from error
+        if key is not None and self._is_listed(key):
+            raise ContradictionError(
+                f"{error}; and the listing of {self._documents.tier} shows it: the store contradicts itself"
+            ) from error
+
+    def _is_listed(self, key: str) -> bool:
+        folder = key.rpartition("/")[0]
+        return any(stored.key == key for stored in self._documents.backend.scan(f"{folder}/"))
 
     def _read_once(self) -> TierRecord:
         return parse_tier_record(

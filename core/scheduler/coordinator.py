@@ -156,11 +156,8 @@ class Coordinator(Components):
         return min([*times, *(when for when in retries if when is not None)], default=None)
 
     def _collect_unfinished(self) -> None:
-        """Delete what failed attempts left of copies that are not owed any more, once this start has restored or
-        committed: a checkpoint of which no record could be read looks the same."""
-        if self._commands_only or not self.ledger.may_delete_by_rule:
-            return
-        for tier, id in list(self.ledger.unfinished):
+        """Delete what failed attempts left of copies that are not owed any more."""
+        for tier, id in list(self.ledger.unfinished) if not self._commands_only else ():
             entry = self.ledger.entries.get(id)
             is_owed = entry is not None and tier in entry.owed
             if tier in self.lanes and not is_owed and not self.lanes[tier].is_copying(id):
