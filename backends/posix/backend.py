@@ -235,6 +235,10 @@ class PosixBackend(BackendBase):
             if is_missing(error, is_read=operation in ("stat", "read")):
                 self._folders.verify()
                 raise KeyNotFoundError(f"{what}: there is no such object") from error
+            if isinstance(error, NotADirectoryError):
+                raise AccessDeniedError(
+                    f"{what}: a file is in place of a folder above it; move the file away"
+                ) from error
             raise backend_error(error, what) from error
 
     def _read_cached(self, file: int, view: memoryview, offset: int) -> int:
