@@ -285,6 +285,8 @@ class TierCatalog:
         checkpoint, named = commit.lineage.checkpoint, without_index(commit)
         sizes = _sizes(files)
         suspects = _suspects(commit, files)
+        if not suspects:
+            return None
         for group in (suspects[:1], suspects[1:]):
             sizes = {name: size for name, size in sizes.items() if name not in group}
             asked = self._by_key(checkpoint, group, listed=files)
@@ -296,7 +298,8 @@ class TierCatalog:
                 continue
             name, problem = wrong[0]
             what = self._documents.what(self._key(checkpoint, name))
-            more = f"; {len(suspects) - 1} more of its files are not whole" if suspects[1:] else ""
+            others = suspects[1:] if name == suspects[0] else wrong[1:]
+            more = f"; {len(others)} more of its files are not whole" if others else ""
             return IntegrityError(f"{what}: {problem}{more}")
         return None
 

@@ -138,7 +138,7 @@ class TierMarker:
 
 class LatestHint:
     """The file ``latest``, which names the newest checkpoint, for people and for listings: what it names is asked for
-    by key where a listing does not show it. A tier that is not ``kept`` has none."""
+    by key where a listing does not show it. Without ``kept`` the file is neither written nor read."""
 
     def __init__(self, documents: Documents, *, kept: bool) -> None:
         self._documents = documents

@@ -37,8 +37,6 @@ from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.marks import Marks
 from tierfall.tiers.run_files import LatestHint, SetIdentityCheck, TierMarker
 
-logger = logging.getLogger("tierfall")
-
 FENCE_VALID_S = 1.0
 """How long a commit may take before it checks the fence a second time."""
 REQUESTS_AT_ONCE_MIN = 32

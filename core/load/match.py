@@ -383,7 +383,7 @@ class TensorMatcher:
 
 
 def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """Return a view of ``memory``, which stands for the addresses from ``start`` on, as ``live`` is one of its own."""
+    """Return the view of ``memory`` that ``live`` is of its own memory. Byte 0 of ``memory`` is address ``start``."""
     at = (live.data_ptr() - start) // live.element_size()
     view = torch.empty(0, dtype=torch.uint8).view(live.dtype)
     return view.set_(memory, at, live.shape, live.stride())

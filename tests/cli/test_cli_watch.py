@@ -104,6 +104,10 @@ def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> No
         handle = ckpt.save(1, state_of(1, elements=1 << 20))
         while not handle.done("disk"):
             seen += cli.json("watch", "--once")["transfers"]
+        handle, second = ckpt.save(2, state_of(2, elements=1 << 20)), []
+        while not handle.done("disk"):
+            second += cli.json("watch", "--once")["transfers"]
+    assert any(t["bytes_per_s"] and t["left_s"] for t in second), "by then the rate is known"
     assert [t["phase"] for t in seen].count("copying") > 1
     assert all(0.2e6 < t["bytes_per_s"] < 3e6 for t in seen if t["bytes_per_s"])
     for t in seen:

@@ -1,7 +1,6 @@
 """What runs hold in the memory of this node: images in host memory, and what is kept there for other nodes.
 
-Each run is found by the folder of its host memory, whichever configuration it has: that notes the file which it was
-configured by.
+The folder of its host memory identifies a run. ``tiers.json`` in it names the run's configuration file.
 """
 
 from __future__ import annotations
@@ -92,7 +91,8 @@ def held_by_runs(config: Config | None) -> list[HeldMemory]:
 
 
 def _look_at(run: str, folder: Path) -> HeldMemory | None:
-    arenas = [folder / arena_name(slot) for slot in known_slots(folder)]
+    slots = known_slots(folder)
+    arenas = [folder / arena_name(slot) for slot in slots]
     remembered = read_memory(folder)
     kept = remembered.kept if remembered is not None else ""
     kept_files = (
@@ -101,7 +101,7 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
     held_bytes, kept_bytes = _bytes_of(arenas), _bytes_of(kept_files)
     if not held_bytes + kept_bytes:
         return None
-    hosts, unread = open_memory(folder, known_slots(folder), name=TierKind.HOST.value, run=run)
+    hosts, unread = open_memory(folder, slots, name=TierKind.HOST.value, run=run)
     ids = {id for id, _ in images_in(hosts)}
     damaged = [error for host in hosts for error in host.list().damaged]
     for host in hosts:

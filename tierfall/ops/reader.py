@@ -40,6 +40,7 @@ from tierfall.setup.tiers import (
     SLOT,
     bounds_s,
     list_all,
+    may_create,
     open_stores,
     unattached_slot,
 )
@@ -273,8 +274,10 @@ class RunReader:
         ), new
 
     def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
-        """Return the tiers whose folder is missing, and that nothing remembers: no run has used them."""
-        missing = [x.tier for x in listings if isinstance(x.error, NoFolderError)]
+        """Return the tiers that ``open`` creates: their folder is missing, and nothing remembers them."""
+        creatable = {tier.name for tier in self.config.written if may_create(tier)}
+        absent = {x.tier for x in listings if isinstance(x.error, NoFolderError)}
+        missing = [x.tier for x in listings if x.tier in creatable & absent]
         identities = self._identities(listings) if missing else None
         return [t for t in missing if identities is not None and not identities.is_remembered(t)]
 
