@@ -204,7 +204,7 @@ def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointI
     return (
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
-        and any(checkpoint.readable_on(name) for name in checkpoint.copies)
+        and checkpoint.readable
         and (newest is None or not tier.in_order or checkpoint.id > newest)
     )
 

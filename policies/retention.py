@@ -169,7 +169,7 @@ def missing_metrics(view: View, *, saves_min: int = 1) -> dict[str, str]:
         for rule in tier.retain:
             if isinstance(rule.rules, BestRule):
                 configured.setdefault(rule.rules.metric, []).append(tier.name)
-    whole = [c for c in view.checkpoints if any(map(c.readable_on, c.copies))] if configured else []
+    whole = [c for c in view.checkpoints if c.readable] if configured else []
     given = sorted({name for checkpoint in whole for name in checkpoint.metrics})
     if not given and max((c.ordinal for c in whole), default=0) < saves_min:
         return {}

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +25,10 @@ from tests.steps import state_of
 from tierfall.backends.wrappers import retry
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.messages import wait_for_messages
+
+if TYPE_CHECKING:
+    from tests.memory_store import MemoryStore
+    from tests.shelf import Shelf
 
 SHARED = Path("/dev/shm")
 FIRST = (
@@ -87,6 +91,22 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tierfall-test-", dir=place))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """An object store in this process whose requests a test refuses."""
+    from tests.memory_store import MemoryStore
+
+    return MemoryStore(monkeypatch)
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    """The objects of the tier ``shelf://a``."""
+    from tests.shelf import new_shelf  # registers the protocol, for the rest of this process
+
+    yield from new_shelf("a")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A tier whose answers a test chooses: a key-value store in memory, as a plug-in brings one. ``shelf://NAME``.
 
-What is ``hidden`` is there and can be read, and no listing shows it. What is ``refused`` raises what the store says.
+What is ``hidden`` is there and can be read, and no listing shows it. What is ``absent`` is listed, and the store
+answers that it is not there. What is ``refused`` raises what the store says.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ SHELVES: dict[str, Shelf] = {}
 
 @dataclass(eq=False)
 class Shelf:
-    """The objects of one address. ``hidden`` and ``refused`` are by a part of the key; ``asked`` counts the reads.
-    ``on_read`` is called with each key that is read."""
+    """The objects of one address. ``hidden``, ``absent`` and ``refused`` are by a part of the key; ``asked`` counts the
+    reads. ``on_read`` is called with each key that is read."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     refused: dict[str, type[toolkit.BackendError]] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
     on_read: Callable[[str], object] = bool
@@ -50,7 +52,7 @@ class _Store(toolkit.KeyValueStore):
         for part, error in shelf.refused.items():
             if part in key:
                 raise error(f"{key}: refused")
-        return shelf.values.get(key)
+        return None if any(part in key for part in shelf.absent) else shelf.values.get(key)
 
     def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
         if if_absent and key in self.shelf.values:

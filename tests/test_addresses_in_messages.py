@@ -44,19 +44,19 @@ def test_what_the_environment_gives_is_shown_as_in_the_file(
     monkeypatch.setenv("SERVER", f"http://{WORD}.invalid:1")
     path = tmp_path / "tiers.yaml"
     path.write_text(YAML.format(memory=memory, options=options))
-    said = []
+    texts = []
     try:
         with tierfall.open(path) as ckpt:
-            said.append(repr(ckpt.statistics()))
+            texts.append(repr(ckpt.statistics()))
     except TierfallError as error:
-        said.append(str(error))
+        texts.append(str(error))
     for words in (["ls"], ["pin", "1"], ["verify"]):
         answer = CliRunner().invoke(app, [*words, "--config", str(path)])
         assert answer.exit_code != 0
-        said.append(answer.stderr)
-    said += caplog.messages
-    assert any("${env:ADDRESS}" in line for line in said), said
-    assert not [line for line in said if WORD in line]
+        texts.append(answer.stderr)
+    texts += caplog.messages
+    assert any("${env:ADDRESS}" in line for line in texts), texts
+    assert not [line for line in texts if WORD in line]
 
 
 ADDRESS = f"s3://user:{WORD}/with@bucket/prefix"

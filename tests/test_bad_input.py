@@ -336,7 +336,7 @@ def test_a_forked_child_cannot_use_it_and_harms_nothing(
 def test_a_second_one_in_the_same_process(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     with tierfall.open(config) as ckpt:
-        with pytest.raises(ConfigError, match=r"second Checkpointer of run 'run'.*close it"):
+        with pytest.raises(ConfigError, match=r"second Checkpointer of run 'run'.*replace=True"):
             tierfall.open(config)
         ckpt.save(1, state_of(1), block=True)
         with tierfall.open(config, run="other") as other:

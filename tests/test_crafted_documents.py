@@ -5,6 +5,7 @@ Whatever they hold, a load gives a clear error or, where there is one, an older 
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +233,14 @@ def test_a_restore_into_a_state_reads_no_stranger_either(
     make_config: MakeConfig, run_folder: Path, newest: Path
 ) -> None:
     """A shape that fits the bytes but not the tensor that is there: refused by name, nothing is written to it."""
-    change_header(newest, lambda header: _tensor(header).update(shape=[200, 100]))
+
+    def transpose(header: Members) -> None:
+        _tensor(header).update(shape=[200, 100])
+        layout = json.loads(header["__metadata__"]["tierfall"])  # without the table's digest
+        layout.pop("table")
+        header["__metadata__"]["tierfall"] = json.dumps(layout)
+
+    change_header(newest, transpose)
     with tierfall.open(make_config()) as ckpt:
         state = blank()
         with pytest.raises(RestoreError, match="w"):

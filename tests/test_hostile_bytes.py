@@ -49,11 +49,6 @@ def _scramble(path: Path) -> None:
     path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
 
 
-def _to_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def _to_older(path: Path) -> None:
     path.write_bytes((path.parents[1] / "step-00000001-a0001" / path.name).read_bytes())
 
@@ -63,7 +58,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "longer": _lengthen,
     "empty": lambda path: os.truncate(path, 0),
     "scrambled": _scramble,
-    "folder": _to_folder,
     "of another step": _to_older,
 }
 

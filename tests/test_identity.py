@@ -199,8 +199,8 @@ def test_a_folder_in_the_place_of_the_record_is_reported_and_the_run_goes_on(
     (record / "mine").touch()
     assert restored(config) == 1
     save(config, 2)
-    assert "run/tier.json is no file" in caplog.text
-    assert f"move away what is there in {tmp_path / 'pfs'}" in caplog.text
+    assert f"'run/tier.json' in {tmp_path / 'pfs'} is a folder" in caplog.text
+    assert "move it away" in caplog.text
     shutil.rmtree(record)
     assert restored(config) == 2
     assert record.is_file()

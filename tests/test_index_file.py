@@ -193,6 +193,7 @@ def test_it_goes_with_its_checkpoint(tmp_path: Path, cli: Cli) -> None:
 def test_what_a_kill_left_of_it_is_collected(config: Config, tmp_path: Path) -> None:
     save_on_ranks(config, 2, [1, 2], state)
     (folder(tmp_path, 2) / "commit.json").unlink()  # as before the commit
+    (tmp_path / "shared/run/latest").write_text("step-00000001-a0001\n")
     save_on_ranks(config, 2, [], state)
     assert not folder(tmp_path, 2).exists()
     assert (folder(tmp_path, 1) / "index.zst").exists()

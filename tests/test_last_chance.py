@@ -24,11 +24,6 @@ from tierfall.core.types.errors import CapacityError
 MakeConfig = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    return MemoryStore(monkeypatch)
-
-
 def chain_to(store: MemoryStore, make_config: MakeConfig, **words: Any) -> dict[str, Any]:
     """Host memory above the store."""
     config = make_config(**words)

@@ -1,5 +1,5 @@
-"""``load`` beside a trainer that deletes: what is newest by then is loaded, and a step that was named says who deleted
-it."""
+"""``load`` beside a trainer that deletes checkpoints loads the newest one by then. If a step was named, the error says
+who deleted it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all, restore_all
-from tests.shelf import Shelf, new_shelf
+from tests.shelf import Shelf
 from tests.steps import blank, state_of, step_in, wait_until
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
@@ -22,11 +22,6 @@ from tierfall.run.checkpointer import Checkpointer
 
 MakeConfig = Callable[..., dict[str, Any]]
 Loading = tuple[dict[str, Any], tierfall.Checkpointer, Shelf]
-
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    yield from new_shelf("a")
 
 
 @pytest.fixture

@@ -131,8 +131,8 @@ def test_copies_go_on_in_a_folder_that_is_moved_back(
         wait_until(lambda: handle.exception() is not None, "the tier is reported")
         (tmp_path / "away").rename(tmp_path / "disk")
         wait_until(lambda: handle.done("disk"), "the copy arrives")
-        said = "tier disk accepts copies again; copies that it is still owed: 0"
-        wait_until(lambda: said in texts(logging.ERROR), "so it is said, at the same level")
+        end = "tier disk accepts copies again; copies that it is still owed: 0"
+        wait_until(lambda: end in texts(logging.ERROR), "its end is logged at the same level")
     assert texts(logging.INFO)[-1] == "run run is closed; its newest checkpoint is 2@1, on disk"
     assert steps_on(tmp_path / "disk") == [1, 2]
 
@@ -200,7 +200,7 @@ def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_th
         tierfall.open(config)
     arena = next(memory.rglob("*.arena"))
     assert f"{arena} holds 1@1" in str(caught.value)
-    for text in ("To continue from them", "'tierfall drain'", "To begin anew, remove that file"):
+    for text in ("To continue from them", "'tierfall drain'", "'tierfall drain --discard'"):
         assert text in str(caught.value)
     assert [str(owed.checkpoint) for owed in drain(load_config(config), 30.0).done] == ["1@1"]
     with tierfall.open(config) as ckpt:

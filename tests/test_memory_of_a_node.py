@@ -75,18 +75,18 @@ class Project:
             assert report is None or step_in(state) == report.step
             return None if report is None else (report.step, report.sources[0].tier)
 
-    def tell(self, *words: str, code: int = 0) -> str:
-        return tell(*words, "--config", str(self.file), code=code)
+    def run_command(self, *words: str, code: int = 0) -> str:
+        return run_command(*words, "--config", str(self.file), code=code)
 
 
-def tell(*words: str, code: int = 0, typed: str | None = None) -> str:
+def run_command(*words: str, code: int = 0, typed: str | None = None) -> str:
     """Run a command, and return all that it says."""
     answer = CliRunner().invoke(app, words, input=typed)
     assert answer.exit_code == code, answer.output
     return answer.output
 
 
-def told(*words: str, code: int = 0) -> Any:
+def json_of(*words: str, code: int = 0) -> Any:
     answer = CliRunner().invoke(app, [*words, "--json"])
     assert answer.exit_code == code, answer.output
     return json.loads(answer.stdout)
@@ -112,14 +112,14 @@ def test_two_projects_with_runs_of_one_name_train_at_once_and_share_nothing(
         first.save(1, state_of(1)).captured()
         second.save(20, state_of(20)).captured()
         assert [c.step for c in first.checkpoints()] == [1]
-        listed = one.tell("ls"), two.tell("ls"), one.tell("runs")
+        listed = one.run_command("ls"), two.run_command("ls"), one.run_command("runs")
         assert "1@1" in listed[0]
         assert "20@1" in listed[1]
         for text in (listed[0], listed[2].partition("IN MEMORY HERE")[0]):
             assert "20@1" not in text
     assert (one.restored(), two.restored()) == ((1, "host"), (20, "host"))
-    assert str(two.folder) not in one.tell("drain"), "with flush.every nothing is owed"
-    assert "nothing is in host memory" in Project(tmp_path / "three", memory).tell("drain")
+    assert str(two.folder) not in one.run_command("drain"), "with flush.every nothing is owed"
+    assert "nothing is in host memory" in Project(tmp_path / "three", memory).run_command("drain")
     of_the_others = [m for m in caplog.messages if str(one.folder) in m and str(two.folder) in m]
     assert of_the_others == []
 
@@ -195,20 +195,20 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     two.configure(disk={})
     with tierfall.open({"run": "other", "tiers": str(tmp_path / "of-a-dict")}) as ckpt:
         ckpt.save(3, state_of(3), block=True)
-        held = {(one["file"], *one["steps"]) for one in told("runs")["memory"]}
+        held = {(one["file"], *one["steps"]) for one in json_of("runs")["memory"]}
         assert held == {(str(one.file), "1@1", "2@1"), (str(two.file), "7@1"), ("", "3@1")}
-        shown = tell("runs")
+        shown = run_command("runs")
         for words in (str(one.file), str(two.file), f"process {os.getpid()}", "drain --all"):
             assert words in shown
-        output = tell("drain", "--all", code=1)
+        output = run_command("drain", "--all", code=1)
         assert f"a trainer owns it (process {os.getpid()}" in output
     assert "flushed 7@1 to disk" in output
     assert (steps_on(two.folder / "disk", "exp"), steps_on(one.folder / "disk", "exp")) == ([7], [])
-    assert [held["file"] for held in told("runs")["memory"]] == [str(one.file)]
+    assert [held["file"] for held in json_of("runs")["memory"]] == [str(one.file)]
     one.configure(elsewhere={})
-    assert f"{one.file} has other tiers now" in tell("drain", "--all", code=1)
+    assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()
-    assert "there is no such file" in tell("drain", "--all", code=1)
+    assert "there is no such file" in run_command("drain", "--all", code=1)
     assert len(list(default_folder.rglob("*.arena"))) == 1
 
 
@@ -224,19 +224,21 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
         *(str(project.file) if word == "FILE" else word for word in words),
     ]
     for line in ("", "\n", "y\n", "exp1\n", " exp\n", "EXP\n"):
-        output = tell(*words, code=1, typed=line)
+        output = run_command(*words, code=1, typed=line)
         assert "1@1, 2@1" in output
         assert "nothing was freed" in output
     assert project.restored() == (2, "host")
     with project.open():
-        assert "a trainer owns it" in tell(*words, code=1, typed="exp\n")
+        assert "a trainer owns it" in run_command(*words, code=1, typed="exp\n")
     other.leave(9)
     with other.open() as ckpt:
         ckpt.restore(blank())
-        tell(*words, code="--all" in words, typed="exp\n")
+        run_command(*words, code="--all" in words, typed="exp\n")
     assert (project.restored(), other.restored()) == (None, (9, "host"))
-    assert "nothing is in this node's memory" in project.tell("drain", "--discard")
-    assert "name none by --run" in tell("drain", "--all", "--run", "exp", code=2)
+    assert "nothing is in this node's memory" in project.run_command("drain", "--discard")
+    refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
+    assert "leave --deadline out" in refused
+    assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
@@ -248,9 +250,11 @@ def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, me
         file.write(bytes(100))
     with pytest.raises(ConfigError, match="host memory that an earlier start left is damaged"):
         project.open()
-    (held,) = told("runs", "--config", str(project.file), code=1)["memory"]
+    (held,) = json_of("runs", "--config", str(project.file), code=1)["memory"]
     assert (held["steps"], len(held["problems"])) == ([], 1)
-    assert "freed" in tell("drain", "--discard", "--config", str(project.file), typed="exp\n")
+    assert "freed" in run_command(
+        "drain", "--discard", "--config", str(project.file), typed="exp\n"
+    )
     assert project.restored() is None
 
 
@@ -259,12 +263,12 @@ def test_files_kept_for_other_nodes_are_shown_and_freed(tmp_path: Path) -> None:
         save(ranks, 1)
     file = tmp_path / "tiers.yaml"
     file.write_text(config_of(tmp_path, "1").model_dump_json(exclude_none=True))
-    (held,) = told("runs", "--config", str(file))["memory"]
+    (held,) = json_of("runs", "--config", str(file))["memory"]
     assert held["kept_bytes"] > 200_000
     assert list(tmp_path.glob("peers-1/*/1/run/step-*/*.safetensors"))
-    tell("drain", "--discard", "--config", str(file), typed="run\n")
+    run_command("drain", "--discard", "--config", str(file), typed="run\n")
     assert list(tmp_path.glob("peers-1/*/1/run/step-*")) == []
-    assert told("runs", "--config", str(file))["memory"] == []
+    assert json_of("runs", "--config", str(file))["memory"] == []
     assert list(tmp_path.glob("peers-0/*/1/run/step-*/*.safetensors")), "of another node"
 
 
@@ -344,7 +348,7 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
             state = Path(f"/proc/{later.pid}/stat")
             wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it died")
         project.configure(disk={})
-        assert "flushed 1@1 to disk" in project.tell("drain")
+        assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
     assert not list(memory.rglob("*.arena"))
 
@@ -358,7 +362,7 @@ def test_a_drain_that_a_later_start_keeps_from_writing_says_what_to_start(
     elsewhere = Project(tmp_path / "one", tmp_path / "memory-of-another-machine", disk={})
     elsewhere.leave(3)
     project.configure(disk={})
-    output = project.tell("drain", code=1)
+    output = project.run_command("drain", code=1)
     for words in ("did not begin with this memory", "start the training here", "--discard"):
         assert words in output
     assert "remove" not in output

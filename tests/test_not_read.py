@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all
-from tests.shelf import Shelf, new_shelf
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.shelf import Shelf
+from tests.steps import blank, falls_back_if_asked, state_of, step_in, steps_on, wait_until
 from tierfall.backends import toolkit
 from tierfall.cli.app import app
 from tierfall.config import Config
@@ -34,11 +34,6 @@ from tierfall.run.checkpointer import Checkpointer
 MakeConfig = Callable[..., dict[str, Any]]
 FILES = ("rank-00000-of-00001.safetensors", "rank-00000-of-00001.json", "commit.json")
 IGNORE = "unreachable='ignore'"
-
-
-@pytest.fixture
-def shelf(request: pytest.FixtureRequest) -> Iterator[Shelf]:
-    yield from new_shelf("a")
 
 
 @pytest.fixture
@@ -149,17 +144,44 @@ def test_what_a_newer_version_wrote_is_not_passed_over(
     key = next(key for key in shelf.of_step(2) if key.endswith("commit.json"))
     shelf.values[key] = _of_format_2(shelf.values[key])
     with tierfall.open(config) as ckpt:
-        with pytest.raises(RestoreError, match=f"2@1.*install the tierfall.*{IGNORE}"):
-            ckpt.restore(blank())
-        report = ckpt.restore(blank(), unreachable="ignore")
-        assert report is not None
-        assert report.step == 1
+        falls_back_if_asked(ckpt, "2@1.*install the tierfall", 1)
 
 
 def _of_format_2(document: bytes) -> bytes:
     body = document.rpartition(b',"digest"')[0].replace(b'"format":1', b'"format":2')
     digest = hashlib.sha256(body).hexdigest()
     return body + b',"digest":"sha256:' + digest.encode() + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [
+        *((f"step-00000002-a0001/{file}",) for file in FILES),
+        ("commit.json",),
+        ("commit.json", "latest", "lineage", "tier.json"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_listed_and_called_absent_is_neither_passed_over_nor_deleted(
+    absent: tuple[str, ...], config: dict[str, Any], shelf: Shelf
+) -> None:
+    """A store that contradicts itself has not said what is there."""
+    two_steps(config)
+    there = {key for key in shelf.values if "/step-" in key}
+    shelf.absent = absent
+    with pytest.raises(RestoreError, match=r"step-0000000\d-a0001/.*and "):
+        tierfall.load(config)
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match=IGNORE):
+            ckpt.restore(blank())
+        if absent == ("step-00000002-a0001/commit.json",):
+            ckpt.restore(blank(), step=1)
+            for step in (3, 4):
+                ckpt.save(step, state_of(step), block=True)
+            ckpt.drain(10.0)
+            assert there <= shelf.values.keys(), "no rule deletes in this start"
+    shelf.absent = ()
+    assert step_in(tierfall.load(config, step=2, attempt=1)) == 2
 
 
 # What is damage -----------------------------------------------------------------------------------
@@ -175,6 +197,10 @@ def test_absent_is_damage_only_while_the_id_of_the_tier_can_be_read(
     with pytest.raises(RestoreError, match=r"2@1.*tier\.json.*refused"):
         tierfall.load(config)
     shelf.refused = {}
+    shelf.absent = ("tier.json",)
+    with pytest.raises(RestoreError, match=r"2@1.*tier\.json.*it is not there either"):
+        tierfall.load(config)
+    shelf.absent = ()
     assert step_in(tierfall.load(config)) == 1
     shelf.values[image] = kept[:-1]  # another size
     assert step_in(tierfall.load(config)) == 1
@@ -222,6 +248,20 @@ def test_verify_calls_nothing_absent_while_the_id_of_the_tier_cannot_be_read(
     assert step_in(tierfall.load(config)) == 1
 
 
+def test_an_export_of_what_could_not_be_read_does_not_call_it_damaged(
+    config: dict[str, Any], shelf: Shelf, tmp_path: Path
+) -> None:
+    two_steps(config)
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(config))
+    shelf.refused = {"step-00000002-a0001/commit.json": toolkit.AccessDeniedError}
+    words = ["export", "2", "--to", str(tmp_path / "out.pt")]
+    result = CliRunner().invoke(app, [*words, "--config", str(tmp_path / "tiers.yaml")])
+    assert result.exit_code == 1
+    output = str(result.exception) + result.output
+    assert "commit.json: refused" in output
+    assert "damaged" not in output
+
+
 def test_a_readable_copy_on_another_tier_is_restored(
     config: dict[str, Any], shelf: Shelf, tmp_path: Path
 ) -> None:
@@ -257,11 +297,7 @@ def test_links_and_special_files_are_neither_followed_nor_taken_for_absent(
         path.symlink_to(tmp_path / "elsewhere")
     there = (folder / "rank-00000-of-00001.json").read_bytes()
     with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-        with pytest.raises(RestoreError, match=f"2@1.*{IGNORE}"):
-            ckpt.restore(blank())
-        report = ckpt.restore(blank(), unreachable="ignore")
-        assert report is not None
-        assert report.step == 1
+        report = falls_back_if_asked(ckpt, "2@1", 1)
         assert any("link" in each.reason for each in report.fallbacks)
         for step in (3, 4):
             ckpt.save(step, state_of(step), block=True)
@@ -271,6 +307,42 @@ def test_links_and_special_files_are_neither_followed_nor_taken_for_absent(
     (tmp_path / "elsewhere").rename(path)
     assert (folder / "rank-00000-of-00001.json").read_bytes() == there
     assert step_in(tierfall.load(folder)) == 2
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_folder_in_place_of_a_file_is_no_absence(
+    file: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """An extraction or a copy made a folder of that name: an empty one, too, is no word on the file."""
+    save(make_config(disk={"retain": {"last": 2}}), 1, 2)
+    path = tmp_path / "disk" / "run" / "step-00000002-a0001" / file
+    path.rename(tmp_path / "elsewhere")
+    path.mkdir()
+    for _ in range(2):
+        with (
+            tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt,
+            pytest.raises(RestoreError, match=f"2@1.*is a folder.*{IGNORE}"),
+        ):
+            ckpt.restore(blank())
+    path.rmdir()
+    (tmp_path / "elsewhere").rename(path)
+    assert step_in(tierfall.load(path.parent)) == 2
+
+
+def test_a_file_in_place_of_a_step_folder_is_no_absence(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={"retain": {"last": 2}})
+    save(config, 1, 2)
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_bytes(b"")
+    message = f"2@1.*is a file.*{IGNORE}"
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match=message):
+        ckpt.restore(blank())
+    folder.unlink()
+    (tmp_path / "elsewhere").rename(folder)
+    assert step_in(tierfall.load(config)) == 2
 
 
 def test_a_folder_that_may_not_be_opened_hides_no_other_step(
@@ -288,11 +360,7 @@ def test_a_folder_that_may_not_be_opened_hides_no_other_step(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_others)
         with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-            with pytest.raises(RestoreError, match=f"2@1.*Permission denied.*{IGNORE}"):
-                ckpt.restore(blank())
-            report = ckpt.restore(blank(), unreachable="ignore")
-            assert report is not None
-            assert report.step == 1
+            falls_back_if_asked(ckpt, "2@1.*Permission denied", 1)
             for step in (3, 4):
                 ckpt.save(step, state_of(step), block=True)
             wait_until(lambda: not (folder.parent / "step-00000003-a0002").exists(), "rules apply")

@@ -119,6 +119,19 @@ def test_a_rename_is_only_suggested_where_it_fits(restore: Restore) -> None:
     assert "rename={'model'" not in text
 
 
+def test_a_rename_to_a_name_that_is_not_in_the_state_is_named_as_given(restore: Restore) -> None:
+    """What the error proposes has the names of the checkpoint, by which a rename is looked up."""
+    text = restore(make(), rename={"model": "modle"})
+    assert "it is 'model' in the checkpoint: leave out that rename" in text
+    assert "rename={'modle'" not in text
+    assert "did you mean" not in text
+    state = make()
+    other = {"models": state["model"], "optimizer": state["optimizer"]}
+    text = restore(other, rename={"model": "modle"})
+    assert "rename={'model': 'models'}?" in text
+    assert restore({"models": state["model"]}, rename={"model": "models"}, only=["models"]) == ""
+
+
 @pytest.mark.parametrize("name", ["module", "net"])
 def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
     restore: Restore, make_config: MakeConfig, name: str

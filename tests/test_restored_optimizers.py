@@ -183,3 +183,22 @@ def test_the_first_save_names_a_parameter_that_is_stepped_and_not_saved(
     assert warnings({**state, "alpha": alpha.detach().view(3, 1)}, "memory") == []
     dicts = {"nets": [model.state_dict()], "alpha": alpha}
     assert warnings({**state, **dicts}, "state_dict") == []
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_the_optimizer_of_a_model_that_is_not_initialized_yet_is_refused_by_name(
+    make_config: MakeConfig,
+) -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    model(torch.ones(1, 4))
+    optimizer = KINDS["Adam"](model.parameters())
+    one_step(model, optimizer)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, {"model": model, "optimizer": optimizer}, block=True)
+    live = nn.Sequential(nn.LazyLinear(4))
+    state = {"model": live, "optimizer": KINDS["Adam"](live.parameters())}
+    with (
+        tierfall.open(make_config()) as ckpt,
+        pytest.raises(RestoreError, match=r"model\.0\.weight.*uninitialized"),
+    ):
+        ckpt.restore(state)

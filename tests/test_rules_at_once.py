@@ -17,11 +17,6 @@ AT_ONCE_S = 20.0
 """Less than the minute after which a tier without room is tried again anyway."""
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    return MemoryStore(monkeypatch)
-
-
 def is_full(handle: tierfall.SaveHandle) -> bool:
     return isinstance(handle.exception(), tierfall.errors.CapacityError)
 
@@ -36,7 +31,7 @@ def test_a_full_disk_takes_a_copy_as_soon_as_an_older_one_is_unpinned(
         third = ckpt.save(3, state_of(3))
         wait_until(lambda: is_full(third), "there is no room")
         ckpt.unpin(1)
-        wait_until(lambda: third.done("disk"), "the unpinned one gives way", AT_ONCE_S)
+        wait_until(lambda: third.done("disk"), "the unpinned checkpoint makes room", AT_ONCE_S)
         assert steps_on(tmp_path / "disk") == [2, 3]
 
 
@@ -73,7 +68,7 @@ def test_retention_deletes_what_is_unpinned_at_once(
 
 @pytest.mark.parametrize("call", ["rm_file", "info"])
 def test_a_tier_that_refused_deletes_what_its_rules_say_when_it_works_again(
-    make_config: MakeConfig, store: MemoryStore, call: str
+    make_config: MakeConfig, store: MemoryStore, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     def refused(of: str, key: str) -> BaseException | None:
         is_it = of == call and (call == "rm_file" or key.endswith("marks-changed"))
@@ -87,6 +82,8 @@ def test_a_tier_that_refused_deletes_what_its_rules_say_when_it_works_again(
         ckpt.save(2, state_of(2), block=True)
         store.heal_after_refusals(3)
         wait_until(lambda: store.steps() == [2], "nothing is saved meanwhile", AT_ONCE_S)
+        if call == "info":
+            wait_until(lambda: "rules are applied again" in caplog.text, "the end is logged")
         store.refuse = refused
         ckpt.save(3, state_of(3), block=True)
         store.heal_after_refusals(1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -213,3 +214,69 @@ def test_several_ranks_compare_what_shares_memory_and_refuse_what_they_cannot_co
         with pytest.raises(RestoreError, match="cannot be compared"):
             alone.restore({"a": memory[0], "b": memory[0]}, step=1)
         alone.restore({"a": memory[0], "b": memory[1]}, step=1)
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def _overlapping() -> tuple[Any, Any]:
+    whole = np.zeros(3)
+    return whole, whole[1:]
+
+
+def _array_and_tensor() -> tuple[Any, Any]:
+    whole = np.zeros(3)
+    return {"deep": [whole]}, torch.from_numpy(whole)
+
+
+def _twice(made: Any) -> tuple[Any, Any]:
+    return made, made
+
+
+ONE_THING: dict[str, tuple[tuple[Any, Any], Callable[[], tuple[Any, Any]]]] = {
+    "views of an array": ((np.ones(3), np.full(2, 8.0)), _overlapping),
+    "an array": ((np.ones(3), np.zeros(3)), lambda: _twice(np.full(3, 7.0))),
+    "an array and a tensor": (
+        ({"deep": [np.ones(3)]}, torch.zeros(3, dtype=torch.float64)),
+        _array_and_tensor,
+    ),
+    "a generator": (
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        lambda: _twice(torch.Generator()),
+    ),
+    "a dict": (({"epoch": 1}, {"epoch": 2}), lambda: _twice({"epoch": 0})),
+    "a list": (([1], [2]), lambda: _twice([0])),
+    "an object": ((Counter(1), Counter(2)), lambda: _twice(Counter(0))),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_THING)
+def test_what_is_one_thing_in_the_state_and_two_in_the_checkpoint_is_refused(
+    make_config: MakeConfig, kind: str
+) -> None:
+    """The result would depend on the order of the entries. Equal ones are restored."""
+    (a, b), make = ONE_THING[kind]
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, {"a": a, "b": b}, block=True)
+        same = dict(zip("ab", make(), strict=True))
+        ckpt.save(2, same, block=True)
+    live = dict(zip("ab", make(), strict=True))
+    before = repr({k: getattr(v, "count", v) for k, v in live.items()})
+    with tierfall.open(make_config()) as ckpt:
+        with pytest.raises(
+            RestoreError, match=r"[ab]:? (shares memory with|is the same object as)"
+        ):
+            ckpt.restore(live, step=1)
+        assert repr({k: getattr(v, "count", v) for k, v in live.items()}) == before
+        assert ckpt.restore(live, step=2) is not None
+        assert ckpt.restore(live, step=1, only=["a"]) is not None

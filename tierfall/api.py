@@ -94,8 +94,9 @@ def close_all() -> None:
     for one in open_runs():
         try:
             one.close(failed_by_exception())
-        except Exception as error:
-            logger.exception("run %s could not be closed", one.run)
+        except Exception as error:  # noqa: BLE001 - raised once all are closed
+            if failures:  # the first one is raised
+                logger.error("run %s could not be closed: %s", one.run, error)
             failures.append(error)
     if failures:
         raise failures[0]

@@ -148,7 +148,8 @@ class TierDeletions:
 
 
 def _order_of_deletion(name: str) -> int:
-    """A kill in between leaves no hint at a checkpoint, and no checkpoint without its files."""
+    """Return when a file is deleted: first the files that name a checkpoint, then commit records, then the rest, last
+    the tier record. After a kill, no file names a checkpoint that is gone, and no commit record lacks its files."""
     folder, _, leaf = name.rpartition("/")
     if name == keys.LATEST_NAME or folder == keys.LINEAGE_FOLDER:
         return 0

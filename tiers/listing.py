@@ -10,7 +10,7 @@ counts as absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing
@@ -31,7 +31,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import LineageRecords, start_from_name
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.marks import Marks, marks_among
-from tierfall.tiers.run_files import LatestHint, TierMarker
+from tierfall.tiers.run_files import ContradictionError, LatestHint, TierMarker
 
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
@@ -56,6 +56,10 @@ class _Scan:
         """The checkpoint that the newest attempt with a lineage record started from."""
         newest = max(self.starts, key=lambda start: start.attempt, default=None)
         return None if newest is None else newest.started_from
+
+
+class NamedInVainError(BackendError):
+    """``latest`` names a checkpoint that has no commit record; where its folder is, is not known."""
 
 
 class TierCatalog:
@@ -93,21 +97,22 @@ class TierCatalog:
         scan = self._scan()
         latest = self._read_latest(scan)
         folders, commits = scan.folders, self._read_commits(scan, latest)
-        unlisted = {id for id, found in commits.items() if isinstance(found, Commit)}
         lags = False
+        unlisted = {id for id, found in commits.items() if isinstance(found, Commit)}
         if unlisted := unlisted - scan.records.keys():
             # A checkpoint that was committed during the scan can be left out, too: scan again.
             again = self._scan()
             lags = not unlisted <= again.records.keys()
             folders = {**folders, **{id: again.folders.get(id, {}) for id in unlisted}}
+        if latest is not None and commits.get(latest) is None and self._is_named(latest, scan):
+            commits[latest] = self._named_in_vain(latest)
         copies = [
             _found(id, folders.get(id, {}), commit)
             for id, commit in commits.items()
             if commit is not None
         ]
         copies = [*self._examine(copies, folders)]
-        if (gone := self._named_in_vain(latest, scan, commits)) is not None:
-            copies.append(gone)
+        lags = lags or any(isinstance(copy.damage, ContradictionError) for copy in copies)
         return Listing(
             tier=self._tier,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
@@ -126,7 +131,8 @@ class TierCatalog:
         files = {file.key: file for file in self.files(checkpoint)}
         commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
         if commit is None:
-            self._marker.confirm_absence(self._no_record(checkpoint))
+            what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
+            self._marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
             return None
         return self._with_damage(_found(checkpoint, files, commit), files)
 
@@ -221,23 +227,14 @@ class TierCatalog:
                 raise
             return None
 
-    def _named_in_vain(
-        self,
-        latest: CheckpointId | None,
-        scan: _Scan,
-        commits: Mapping[CheckpointId, CommitResult],
-    ) -> FoundCopy | None:
-        """Return the checkpoint that ``latest`` names, as a damaged copy, if it has no commit record: whoever deletes
-        one has ``latest`` name another one before, so that this one was not deleted by tierfall."""
-        if latest is None or commits.get(latest) is not None or self._read_latest(scan) != latest:
-            return None
-        error = self._no_record(latest)
-        self._marker.confirm_absence(error)
-        return FoundCopy(id=latest, state=CopyState.COMMITTED, bytes=0, commit=None, damage=error)
+    def _is_named(self, latest: CheckpointId, scan: _Scan) -> bool:
+        """Return whether ``latest`` still names a checkpoint that has no commit record. Whoever deletes one has it name
+        another one before, so that tierfall did not delete this one: its folder may be away."""
+        return self._read_latest(scan) == latest
 
-    def _no_record(self, checkpoint: CheckpointId) -> KeyNotFoundError:
+    def _named_in_vain(self, checkpoint: CheckpointId) -> NamedInVainError:
         what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
-        return KeyNotFoundError(
+        return NamedInVainError(
             f"{what}: it is not there. If the step's folder was moved, or is not mounted, bring it back. If a person "
             f"deleted it, 'tierfall verify --tier {self._tier} --repair' has {keys.LATEST_NAME!r} name another one"
         )
@@ -288,9 +285,12 @@ class TierCatalog:
         checkpoint, named = commit.lineage.checkpoint, without_index(commit)
         sizes = _sizes(files)
         suspects = _suspects(commit, files)
+        if not suspects:
+            return None
         for group in (suspects[:1], suspects[1:]):
             sizes = {name: size for name, size in sizes.items() if name not in group}
-            sizes |= {file.key: file.bytes for file in self._by_key(checkpoint, group)}
+            asked = self._by_key(checkpoint, group, listed=files)
+            sizes |= {file.key: file.bytes for file in asked}
             wrong = [
                 (name, problem) for name, problem in wrong_files(named, sizes) if name in group
             ]
@@ -298,21 +298,26 @@ class TierCatalog:
                 continue
             name, problem = wrong[0]
             what = self._documents.what(self._key(checkpoint, name))
-            more = f"; {len(suspects) - 1} more of its files are not whole" if suspects[1:] else ""
+            others = suspects[1:] if name == suspects[0] else wrong[1:]
+            more = f"; {len(others)} more of its files are not whole" if others else ""
             return IntegrityError(f"{what}: {problem}{more}")
         return None
 
-    def _by_key(self, checkpoint: CheckpointId, names: Iterable[str]) -> Sequence[StoredObject]:
+    def _by_key(
+        self, checkpoint: CheckpointId, names: Iterable[str], *, listed: Collection[str] = ()
+    ) -> Sequence[StoredObject]:
         """Ask the store for files of a checkpoint; return those that are there, by their names in the folder.
 
-        Raises the error of a file that could not be looked at.
+        Raises the error of a file that could not be looked at; one that was ``listed`` is not absent by the store's
+        answer alone.
         """
 
         def stat(name: str) -> StoredObject | None:
+            key = self._key(checkpoint, name)
             try:
-                return replace(self._backend.stat(self._key(checkpoint, name)), key=name)
+                return replace(self._backend.stat(key), key=name)
             except KeyNotFoundError as error:
-                self._marker.confirm_absence(error)
+                self._marker.confirm_absence(error, key if name in listed else None)
                 return None
 
         asked = run_in_parallel(stat, names, parallel=self._parallel)
@@ -348,9 +353,9 @@ class TierCatalog:
         if silent and not (good or cached):
             raise silent[0]
         for id, files in scan.folders.items():
-            if "" in files and found.get(id) is None and id not in cached:
+            if "" in files and not isinstance(found.get(id), Commit) and id not in cached:
                 path = f"{self._run}/{keys.step_folder(id)}"
-                found[id] = IntegrityError(
+                found[id] = BackendError(
                     f"{self._tier}: {path} is a file where the folder of a step is to be: move it away"
                 )
         kept = {**cached, **{id: commit for id, commit in good.items() if id in listed}}
@@ -371,10 +376,18 @@ class TierCatalog:
     def _try_read(self, id: CheckpointId, size_bytes: int | None) -> CommitResult:
         try:
             return self._read_listed(id, size_bytes)
-        except KeyNotFoundError:
-            return None
+        except KeyNotFoundError as error:
+            return None if size_bytes is None else self._contradiction(id, error)
         except TierfallError as error:
             return error
+
+    def _contradiction(self, id: CheckpointId, error: KeyNotFoundError) -> TierfallError | None:
+        """Return why a listed record could not be read; None if it was deleted since the listing."""
+        try:
+            self._marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
+        except TierfallError as contradiction:
+            return contradiction
+        return None
 
     def _read_listed(self, id: CheckpointId, size_bytes: int | None) -> Commit:
         """Read a record by its listed size. One that has another size, or is damaged, may have been replaced since the

@@ -30,6 +30,10 @@ from tierfall.tiers.documents import Documents
 SetIdentityCheck = Callable[[str, Callable[[bytes], bool]], None]
 
 
+class ContradictionError(UnreachableError):
+    """A listing shows a key, and the store answers that it is absent: what is there could not be read."""
+
+
 class TierMarker:
     """The tier record of one run on one tier; ``last`` is the one that was read or written last."""
 
@@ -57,20 +61,29 @@ class TierMarker:
             return None
         return self.last
 
-    def confirm_absence(self, error: KeyNotFoundError) -> None:
+    def confirm_absence(self, error: KeyNotFoundError, key: str | None = None) -> None:
         """Raise UnreachableError if the tier record cannot be read: the answer that a key is absent (``error``) then
-        says nothing of the tier. On a tier that never had a record, the answer stands."""
+        says nothing of the tier. Raise ContradictionError if a listing of now shows ``key``. On a tier that never had a
+        record, and whose listing shows none, the answer stands."""
         known = self.last
         try:
-            if self.read() is not None or known is None:
-                return
-            why = "it is gone, too"
+            is_there = self.read() is not None or (known is None and not self._is_listed(self._key))
+            why = "" if is_there else "it is not there either"
         except TierfallError as unread:
             why = str(unread)
-        raise UnreachableError(
-            f"{error}; and {self._documents.what(self._key)}, which tells this tier from others, could not be read: "
-            f"{why}"
-        ) from error
+        if why:
+            raise UnreachableError(
+                f"{error}; and {self._documents.what(self._key)}, which tells this tier from others, could not be "
+                f"read: {why}"
+            ) from error
+        if key is not None and self._is_listed(key):
+            raise ContradictionError(
+                f"{error}; and the listing of {self._documents.tier} shows it: the store contradicts itself"
+            ) from error
+
+    def _is_listed(self, key: str) -> bool:
+        folder = key.rpartition("/")[0]
+        return any(stored.key == key for stored in self._documents.backend.scan(f"{folder}/"))
 
     def _read_once(self) -> TierRecord:
         return parse_tier_record(
@@ -125,7 +138,7 @@ class TierMarker:
 
 class LatestHint:
     """The file ``latest``, which names the newest checkpoint, for people and for listings: what it names is asked for
-    by key where a listing does not show it. A tier that is not ``kept`` has none."""
+    by key where a listing does not show it. Without ``kept`` the file is neither written nor read."""
 
     def __init__(self, documents: Documents, *, kept: bool) -> None:
         self._documents = documents

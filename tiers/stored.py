@@ -37,8 +37,6 @@ from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.marks import Marks
 from tierfall.tiers.run_files import LatestHint, SetIdentityCheck, TierMarker
 
-logger = logging.getLogger("tierfall")
-
 FENCE_VALID_S = 1.0
 """How long a commit may take before it checks the fence a second time."""
 REQUESTS_AT_ONCE_MIN = 32
@@ -146,7 +144,7 @@ class StoredTier:
         return self._catalog.files(checkpoint, commit)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
-        with self._confirming_absence():
+        with self._confirming_absence(self._key(checkpoint, keys.COMMIT_NAME)):
             return self._catalog.read_commit(checkpoint)
 
     def sync_commit(self, checkpoint: CheckpointId) -> None:
@@ -156,18 +154,21 @@ class StoredTier:
     # Files of a checkpoint -----------------------------------------------------------------------
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
-        with self._confirming_absence():
-            return self._documents.read(self._key(checkpoint, keys.manifest_name(shard)))
+        key = self._key(checkpoint, keys.manifest_name(shard))
+        with self._confirming_absence(key):
+            return self._documents.read(key)
 
     def read_index(self, checkpoint: CheckpointId) -> bytes:
         """Read the merged tensor index of all ranks."""
-        with self._confirming_absence():
-            return self._documents.read(self._key(checkpoint, keys.INDEX_NAME))
+        key = self._key(checkpoint, keys.INDEX_NAME)
+        with self._confirming_absence(key):
+            return self._documents.read(key)
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the frame table of a packed image."""
-        with self._confirming_absence():
-            return self._documents.read(self._key(checkpoint, keys.stored_name(shard)))
+        key = self._key(checkpoint, keys.stored_name(shard))
+        with self._confirming_absence(key):
+            return self._documents.read(key)
 
     def read_into(
         self,
@@ -180,7 +181,7 @@ class StoredTier:
     ) -> None:
         """Fill ``view`` from ``offset`` of the file of a shard's image, which ``codec`` has packed."""
         key = self._key(checkpoint, keys.shard_name(shard, codec))
-        with self._confirming_absence():
+        with self._confirming_absence(key):
             self.backend.read_into(key, offset, view)
 
     def read_cached(
@@ -196,16 +197,17 @@ class StoredTier:
         """Fill ``views`` with ``offset`` to ``end`` of that file if it is in the page cache; False, with nothing read,
         if it is not."""
         key = self._key(checkpoint, keys.shard_name(shard, codec))
-        with self._confirming_absence():
+        with self._confirming_absence(key):
             return self.backend.read_cached(key, offset, end, views)
 
     @contextmanager
-    def _confirming_absence(self) -> Iterator[None]:
-        """Let the answer that a file of a checkpoint is absent stand only while the tier's id can be read."""
+    def _confirming_absence(self, key: str) -> Iterator[None]:
+        """Let the answer that a file of a checkpoint is absent stand only if the tier's id can be read, and no listing
+        shows the file."""
         try:
             yield
         except KeyNotFoundError as error:
-            self._marker.confirm_absence(error)
+            self._marker.confirm_absence(error, key)
             raise
 
     @property

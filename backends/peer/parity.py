@@ -8,7 +8,6 @@ same place on each node of the group are one set.
 from __future__ import annotations
 
 import heapq
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,7 +41,6 @@ from tierfall.core.types.keys import (
     parse_step_folder,
 )
 
-logger = logging.getLogger("tierfall")
 T = TypeVar("T")
 
 BLOCK_BYTES = BUFFER_BYTES

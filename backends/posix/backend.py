@@ -194,8 +194,9 @@ class PosixBackend(BackendBase):
             folders = pending[-listings.at_once :]
             del pending[-listings.at_once :]
             for folder, entries in zip(folders, listings.list(folders), strict=True):
-                if not entries:
-                    empty.append(folder.rstrip("/"))
+                # No folder of tierfall has a dot in its name: one that does lies where a file is to be.
+                if not entries and "." not in folder[:-1].rpartition("/")[2]:
+                    empty.append(folder[:-1])
                 pending += [
                     f"{folder}{each.name}/"
                     for each in entries
@@ -231,9 +232,13 @@ class PosixBackend(BackendBase):
         except BackendError:
             raise
         except OSError as error:
-            if is_missing(error):
+            if is_missing(error, is_read=operation in ("stat", "read")):
                 self._folders.verify()
                 raise KeyNotFoundError(f"{what}: there is no such object") from error
+            if isinstance(error, NotADirectoryError):
+                raise AccessDeniedError(
+                    f"{what}: a file is in place of a folder above it; move the file away"
+                ) from error
             raise backend_error(error, what) from error
 
     def _read_cached(self, file: int, view: memoryview, offset: int) -> int:
@@ -280,14 +285,19 @@ class PosixBackend(BackendBase):
     def _unlink(self, folder: int, key: str) -> None:
         leaf = key.rpartition("/")[2]
         with self._lookup("delete", key):
-            self._check_regular(os.stat(leaf, dir_fd=folder, follow_symlinks=False), key)
+            status = os.stat(leaf, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                raise KeyNotFoundError(f"{key!r} in {self.place} is a folder, which is no object")
+            self._check_regular(status, key)
             os.unlink(leaf, dir_fd=folder)
 
     def _check_regular(self, status: os.stat_result, key: str) -> None:
         if stat.S_ISREG(status.st_mode):
             return
-        if stat.S_ISDIR(status.st_mode):
-            raise KeyNotFoundError(f"{key!r} in {self.place} is a folder; there is no such object")
+        if stat.S_ISDIR(status.st_mode):  # what was to be there may be in it, or beside it
+            raise AccessDeniedError(
+                f"{key!r} in {self.place} is a folder, and a file is to be there: move it away"
+            )
         raise AccessDeniedError(
             f"{key!r} in {self.place} is a symbolic link or a special file, which are not used; put the file itself "
             "there"

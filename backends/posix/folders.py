@@ -321,6 +321,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def is_missing(error: OSError) -> bool:
-    """Whether an error means that a file, or a folder above it, does not exist."""
-    return error.errno in (errno.ENOENT, errno.ENOTDIR)
+def is_missing(error: OSError, *, is_read: bool = False) -> bool:
+    """Whether an error means that a file, or a folder above it, does not exist. To a read, a file in place of a folder
+    is an obstacle: what was to be there may still exist."""
+    return error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and not is_read)

@@ -49,8 +49,8 @@ DEVICE_BUFFER_BYTES = 192 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """A source that was skipped, and why: a tier, a copy, a chunk of it, or a whole step. ``id`` is the checkpoint that
-    it is of; None: a tier."""
+    """A source that was skipped, and why: a tier, a copy, a chunk of it, or a whole step. ``id`` is its
+    checkpoint; None for a tier."""
 
     what: str
     reason: str

@@ -25,9 +25,9 @@ UNSEEN_ATTEMPTS = 1000
 class FoundCopy:
     """A checkpoint with a commit record on a tier, or that something else there names.
 
-    ``damage`` is what is wrong with it: damage if its ``is_damage`` is set, else why it could not be read. With it and
-    no ``commit``, that concerns the record, which may also be gone or of another checkpoint; with both, files that the
-    record names, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
+    ``damage`` is the error of a copy that is damaged (``is_damage``) or could not be read. Without ``commit``, the
+    commit record has that error, is gone, or is another checkpoint's. With ``commit``, a file that the record names has
+    it, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
     counts for nothing else. ``foreign``: another attempt of the same number saved it.
     ``pin_written_to``, of a copy in memory: the tiers that its pin was written to."""
 

@@ -22,6 +22,7 @@ from tierfall.core.image.layout import (
     LENGTH_BYTES,
     VALUES_MEMBER,
     WRAPPERS,
+    table_digest,
 )
 from tierfall.core.image.tree import (
     MapNode,
@@ -135,6 +136,11 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
+    if static.get("table") not in (None, _digest_of(table)):
+        raise ValueError(
+            "its tensors are not those that tierfall wrote: another program has changed the file. Write it without its "
+            "metadata, and import it: the tensors come by name"
+        )
     if ELSEWHERE in static["requires"]:
         tensors += _written_by_others(_list(static, ELSEWHERE), tensors, image_bytes - data_start)
     if "sharded" in static:
@@ -200,6 +206,14 @@ def _tensors(
         position, tensor = _true_tensor(entry, stored)
         stored[position] = tensor
     return tuple(stored)
+
+
+def _digest_of(table: dict[str, Any]) -> str:
+    """Return the digest of a table whose entries are valid."""
+    return table_digest(
+        (name, entry["dtype"], entry["shape"], *entry["data_offsets"])
+        for name, entry in table.items()
+    )
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,7 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         "dtypes": _true_dtypes(view, placements),
         "strides": _strides(view, position_of),
         "types": dict(view.types),
+        "table": table_digest((p.name, p.dtype, p.shape, p.start, p.end) for p in placements),
     }
     if sharded := _sharded(view, position_of):
         static["sharded"] = sharded
@@ -138,6 +139,12 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         _before_values=before,
         _after_values=after,
     )
+
+
+def table_digest(rows: Iterable[tuple[str, str, Sequence[int], int, int]]) -> str:
+    """Return the digest of the table of tensors: name, dtype, shape, start and end of each. The tree refers to tensors
+    by position: it does not describe a table that another program wrote, though its metadata is this one's."""
+    return sha256(dumps([*rows]))
 
 
 def _check_sizes(header_bytes: int, image_bytes: int) -> None:

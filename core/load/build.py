@@ -282,7 +282,7 @@ class Builder:
             return self.unknown(builtin_codecs.unknown_value(name, value, str(error)))
 
     def unknown(self, value: UnknownValue) -> object:
-        """Return what stands for a value whose class or codec is not there, or has changed. Here: RestoreError."""
+        """Return a placeholder for a value whose class or codec is not there, or has changed. Here: RestoreError."""
         raise RestoreError(
             f"restore: {self.header.what} holds a value of {value.name}: {value.reason}"
         )

@@ -201,6 +201,23 @@ class _NoContents:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Stands for an array, a generator or long text of a value: the one of this number."""
+
+    number: int
+
+
+def value_blobs(header: ImageHeader, node: ValueNode) -> object:
+    """Return a plain value with a ``Blob`` in each of their places."""
+    return value_codec.decode(header.values[node.number], _Blobs())
+
+
+class _Blobs(_NoContents):
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
+        return Blob(number)
+
+
 # ---- renaming
 
 

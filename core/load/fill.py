@@ -31,6 +31,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     ValueNode,
     positions_of,
+    walk,
 )
 from tierfall.core.load.build import CPU, BlockTarget, Fill
 from tierfall.core.load.choices import Choices, plain_value, renamed
@@ -167,11 +168,26 @@ class _Filler:
     ) -> None:
         if not self._is_of_type(live, name):
             return
+        self.work.note_object(live, name, self._content(node))
         match node, live:
             case OptimizerNode(), Optimizer() if optimizers.is_stock(live):
                 OptimizerFiller(self.work, node, live, name).plan()
             case _:
                 self._object(node, live, name, trail)
+
+    def _content(self, node: Node) -> list[object]:
+        """Return what tells the stored states of two objects apart, without their bytes: an optimizer has its tensors
+        under all names, another object may make them anew for each."""
+        tensors, values = self.work.header.tensors, self.work.header.values
+        found: list[object] = []
+        for each in walk(node):
+            if isinstance(each, ValueNode):
+                found.append(values[each.number])
+            elif isinstance(node, OptimizerNode):
+                found += each.own_positions()
+            else:
+                found += [(tensors[p].dtype, tensors[p].shape) for p in each.own_positions()]
+        return found
 
     def _is_of_type(self, live: object, name: str) -> bool:
         """Return whether an object is of the class that was saved; report it where it is not."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tierfall.core.image.header import StoredTensor
@@ -39,7 +40,7 @@ from tierfall.core.tensors.dtensor import (
     local_part,
     piece_of,
 )
-from tierfall.core.tensors.tensors import laid_out_as
+from tierfall.core.tensors.tensors import laid_out_as, refusal
 from tierfall.core.tensors.wrappers import is_wrapper
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import format_some
@@ -266,6 +267,9 @@ class OptimizerFiller:
         """Restore the state under ``key``; ``parameter`` is its parameter in the image."""
         selection = self._work.selection
         if not selection.selects_at_or_below(name):
+            return
+        if isinstance(key, torch.Tensor) and is_lazy(key):
+            self._work.report.refuses(name, f"cannot be restored for it: {refusal(key)}")
             return
         live = self._live.state.get(key)
         if not isinstance(node, MapNode) or not isinstance(live, dict | None):

@@ -14,7 +14,7 @@ from typing import Any
 from tierfall.core.image.tree import CodecNode, ValueNode
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
-from tierfall.core.load.choices import plain_value
+from tierfall.core.load.choices import Blob, plain_value, value_blobs
 from tierfall.core.load.plan import RestoreWork, Setter, live_names
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.types.errors import RestoreError
@@ -52,6 +52,11 @@ class ValueFiller:
             work.report.refuses(self._name, f"{reason}; skip=[{self._name!r}] leaves it unchanged")
             return
         stored = plain_value(work.header, node) if isinstance(node, ValueNode) else None
+        if isinstance(node, ValueNode):
+            if isinstance(self._live, dict | list | set):
+                work.note_object(self._live, self._name, work.header.values[node.number])
+            if node.blobs:
+                self._share(value_blobs(work.header, node), self._live, self._name)
         self._compare_keys(stored, self._live, self._name)
         if holds_tensors(self._live):
             self._compare_objects(stored, self._live, self._name)
@@ -87,6 +92,21 @@ class ValueFiller:
         for key in plain:
             if key in stored and not self._is_skipped(name, key):
                 self._compare_keys(stored[key], live[key], names.join(name, names.component(key)))
+
+    def _share(self, stored: Any, live: Any, name: str) -> None:
+        """Record the arrays and generators of ``live`` that are changed in place."""
+        if isinstance(stored, Blob):
+            assert isinstance(self._node, ValueNode), "a blob of no value"
+            self._work.matcher.share(self._node.blobs[stored.number], live, name)
+        elif type(live) is not type(stored):
+            return
+        elif type(live) in value_codec.MAPPINGS:
+            for key, child in live.items():
+                if key in stored and not self._is_skipped(name, key):
+                    self._share(stored[key], child, names.join(name, names.component(key)))
+        elif type(live) in (list, tuple):
+            for index, (below, child) in enumerate(zip(stored, live, strict=False)):
+                self._share(below, child, f"{name}.{index}")
 
     def _compare_objects(self, stored: Any, live: Any, name: str) -> None:
         """Report the tensors and objects of ``live`` that the plain value in the checkpoint lacks."""

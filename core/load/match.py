@@ -1,8 +1,9 @@
 """Matching stored tensors to tensors of the state: same dtype and shape, filled in place.
 
 A target whose elements are not contiguous is filled through a temporary. Targets that share all of their memory and are
-one tensor in the checkpoint are filled once. Other targets that share memory must agree in their stored bytes there,
-else the result would depend on their order: these bytes are read ahead, and compared before anything is filled.
+one tensor in the checkpoint are filled once. Other targets that share memory, NumPy arrays among them, must agree in
+their stored bytes there, else the result would depend on their order: these bytes are read ahead, and compared before
+anything is filled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tierfall.core.image.tree import (
 from tierfall.core.load.build import Builder, Fill
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.load.resize import can_resize, part_of, plan_common
-from tierfall.core.tensors import builtin_codecs, dtypes, tensors, wrappers
+from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
@@ -36,6 +37,8 @@ from tierfall.core.tensors.dtensor import (
 from tierfall.core.tensors.written_memory import AddressRange, LiveMemory
 from tierfall.core.types.errors import RestoreError
 
+_GENERATOR_BYTES = 1 << 14
+"""More than the state of any generator."""
 _ALIGNMENT = 16
 """Bytes: the largest element of a tensor."""
 
@@ -94,6 +97,8 @@ class TensorMatcher:
         self._untied: list[_Claim] = []
         """Aliases of targets that are a tensor of their own in the checkpoint."""
         self._filled: set[int] = set()
+        self._values: list[_Claim] = []
+        self._generators: dict[int, torch.Tensor] = {}
         self._kept: list[tuple[torch.Tensor, str]] = []
         self._written: list[torch.Tensor] = []
         self.copies: list[Callable[[], None]] = [self._count_writes]
@@ -244,6 +249,19 @@ class TensorMatcher:
     def _all_claims(self) -> Iterator[_Claim]:
         return chain.from_iterable(self._claims.values())
 
+    def share(self, position: int, live: object, name: str) -> None:
+        """Record an array or a generator that is set to stored bytes after the tensors are filled. Bytes stand for the
+        memory of a generator."""
+        memory = None
+        length = self._builder.header.tensors[position].length
+        if isinstance(live, torch.Generator) and not self._builder.header.merged:
+            whole = torch.empty(_GENERATOR_BYTES, dtype=torch.uint8)
+            memory = self._generators.setdefault(id(live), whole)[:length]
+        elif numpy_values.is_array(live):
+            memory = numpy_values.memory_of(live)
+        if memory is not None and memory.nbytes == length and self._report.strict:
+            self._values.append(_Claim(memory, position, name))
+
     def skip(self, live: object, name: str) -> None:
         """Record a tensor that the caller skips."""
         if isinstance(live, torch.Tensor):
@@ -284,6 +302,11 @@ class TensorMatcher:
         """Return the groups of targets that overlap, but for aliases that are one stored tensor; report those whose
         bytes cannot be compared before anything is filled."""
         claims = [*self._untied, *self._all_claims()]
+        known = {(claim.live.data_ptr(), claim.position) for claim in claims}
+        for claim in self._values:
+            key = (claim.live.data_ptr(), claim.position)
+            claims += () if key in known else (claim,)
+            known.add(key)
         claims.sort(key=lambda claim: (str(claim.live.device), *tensors.span(claim.live)))
         groups: list[list[_Claim]] = []
         end = 0
@@ -360,7 +383,7 @@ class TensorMatcher:
 
 
 def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """Return a view of ``memory``, which stands for the addresses from ``start`` on, as ``live`` is one of its own."""
+    """Return the view of ``memory`` that ``live`` is of its own memory. Byte 0 of ``memory`` is address ``start``."""
     at = (live.data_ptr() - start) // live.element_size()
     view = torch.empty(0, dtype=torch.uint8).view(live.dtype)
     return view.set_(memory, at, live.shape, live.stride())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tierfall.core.tensors import names as naming
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import format_some, hint_at
 
@@ -40,8 +42,10 @@ class MismatchReport:
     """Collects mismatches. A name that only one side has counts only where ``strict``; other mismatches always
     count."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, renamed: Mapping[str, str] | None = None) -> None:
+        """``renamed`` are the new names of the checkpoint's entries, by their names there."""
         self.strict = strict
+        self._renamed = renamed or {}
         self._lines: list[_Line] = []
         self._by_name = False
         self._resizable: list[str] = []
@@ -81,7 +85,8 @@ class MismatchReport:
         absent = [line for line in self._lines if line.reason is ABSENT]
         extra = [line for line in self._lines if line.reason is EXTRA]
         hints = {
-            id(line): hint for line, hint in (*_renames(absent, extra), *_meant(absent, extra))
+            id(line): hint
+            for line, hint in (*self._renames(absent, extra), *self._meant(absent, extra))
         }
         lines = [line for line in (*absent, *extra) if not line.parent]
         if not any(id(line) in hints for line in lines):
@@ -116,27 +121,39 @@ class MismatchReport:
             )
         return advice if self._resizable or self._dtypes or self._by_name else ""
 
+    def _renames(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
+        """Suggest names of the state for entries that only the checkpoint has, each once."""
+        found, free = [], {line.name: line.content for line in extra}
+        for line in absent:
+            fitting = [
+                name for name, content in free.items() if content == line.content is not None
+            ]
+            stored = self._stored_name(line.name)
+            near = difflib.get_close_matches(stored, fitting, n=1, cutoff=0.8)
+            if near:
+                del free[near[0]]
+                hint = f" (rename={{{stored!r}: {near[0]!r}}}?)"
+                if stored == near[0]:
+                    hint = f" (it is {stored!r} in the checkpoint: leave out that rename)"
+                found.append((line, hint))
+        return found
 
-def _renames(absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
-    """Suggest names of the state for entries that only the checkpoint has, each once."""
-    found, free = [], {line.name: line.content for line in extra}
-    for line in absent:
-        fitting = [name for name, content in free.items() if content == line.content is not None]
-        near = difflib.get_close_matches(line.name, fitting, n=1, cutoff=0.8)
-        if near:
-            del free[near[0]]
-            found.append((line, f" (rename={{{line.name!r}: {near[0]!r}}}?)"))
-    return found
-
-
-def _meant(absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
-    """Suggest keys of the checkpoint for those that only the state has."""
-    return [
-        (line, hint)
-        for line in extra
-        if (
-            hint := hint_at(
-                line.key, [other.key for other in absent if other.parent == line.parent]
+    def _meant(self, absent: list[_Line], extra: list[_Line]) -> list[tuple[_Line, str]]:
+        """Suggest keys of the checkpoint for those that only the state has."""
+        stored = [line for line in absent if self._stored_name(line.name) == line.name]
+        return [
+            (line, hint)
+            for line in extra
+            if (
+                hint := hint_at(
+                    line.key, [other.key for other in stored if other.parent == line.parent]
+                )
             )
-        )
-    ]
+        ]
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name that an entry has in the checkpoint."""
+        for old, new in self._renamed.items():
+            if naming.is_within(name, new):
+                return old + name.removeprefix(new)
+        return name

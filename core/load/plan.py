@@ -67,6 +67,7 @@ class RestoreWork:
     final_actions: list[Action] = field(default_factory=list)
     _aliases: dict[int, list[str]] | None = None
     _parameter_names: dict[int, list[str]] | None = None
+    _objects: dict[int, tuple[object, str, object]] = field(default_factory=dict)
     _absent: list[tuple[str, list[tuple[str, Node]]]] = field(default_factory=list)
     _extra: list[tuple[str, list[tuple[str, Any]]]] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class RestoreWork:
         """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
         selection = select(header, choices, live)
-        report = MismatchReport(choices.strict)
+        report = MismatchReport(choices.strict, choices.rename)
         return cls(state, header, choices, selection, report, modules.scan_state(state))
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
@@ -125,6 +126,16 @@ class RestoreWork:
                 for name, each in scan.named_parameters():
                     self._parameter_names.setdefault(id(each), []).append(name)
         return self._parameter_names.get(id(parameter), [])
+
+    def note_object(self, live: object, name: str, content: object) -> None:
+        """Report an object that is set to other content under another name already."""
+        _, first, known = self._objects.setdefault(id(live), (live, name, content))
+        if known != content and self.report.strict:
+            self.report.refuses(
+                name,
+                f"is the same object as {first} in the state, and the checkpoint has other values for it: give each "
+                "name an object of its own, or restore one with only=[...]",
+            )
 
     def absent(self, node: Node, name: str) -> None:
         """Note what is at and below a name in the checkpoint, and not in the state."""

@@ -43,7 +43,7 @@ def shape_of_state(
     parameter in the image, if that has it.
 
     Each dimension that is the parameter's follows it: those of state of the parameter's shape, and of a factor, in
-    which others have length 1 or are left out. None where several dimensions may be meant, or no one.
+    which others have length 1 or are left out. None if several dimensions fit, or none does.
     """
     if shape and type(optimizer) in _ELEMENTWISE and entry in _PER_ELEMENT:
         return now

@@ -50,6 +50,10 @@ class _Answer(Message):
     decision: object = None
 
 
+class LeftError(RanksError):
+    """This rank has left an agreement by its ``leave``."""
+
+
 class Agreement:
     """One rank's part in agreements. ``lost`` is the error that cut it off from the other ranks, if one did."""
 
@@ -78,7 +82,7 @@ class Agreement:
 
         ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
         ``is_last``: a rank that gives this up makes no other call, and its message counts. Once ``leave`` is set, this
-        rank has contributed, and waits no longer: RanksError.
+        rank has contributed, and waits no longer: LeftError.
 
         Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
@@ -98,7 +102,7 @@ class Agreement:
         self, what: str, part: object, leave: InterruptibleEvent | None
     ) -> Iterator[tuple[Topic, InterruptibleEvent]]:
         """Contribute this rank's part to the next call; give its topic, and the event of its end, or ``leave``. Raises
-        the error of that call if rank 0 has made it already, with what this rank had taken back too late."""
+        the error of that call if rank 0 has made it already, with a part that this rank took back too late."""
         with self._lock:
             missed = [
                 answer.error
@@ -197,9 +201,10 @@ class Agreement:
             if not event.wait(timeout_s / 2):
                 return False
         if topic not in self._answers and topic not in self._gathered:
-            lost = self.lost
-            why = f"cannot be reached: {lost}" if lost is not None else "are not waited for"
-            raise RanksError(f"{what}: rank {self._rank}: the other ranks {why}") from lost
+            of = f"{what}: rank {self._rank}: the other ranks"
+            if self.lost is None:
+                raise LeftError(f"{of} are not waited for")
+            raise RanksError(f"{of} cannot be reached: {self.lost}") from self.lost
         return True
 
     def _decide(

@@ -67,6 +67,7 @@ class TierMessage(Message):
     damaged: tuple[ErrorMessage, ...]
     starts: tuple[AttemptStart, ...]
     copies: tuple[CopyMessage, ...]
+    lags: bool
 
 
 Inventory = Mapping[str, TierMessage]
@@ -81,6 +82,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, T
             damaged=tuple(map(ErrorMessage.of, listing.damaged)),
             starts=listing.starts,
             copies=tuple(map(CopyMessage.of, listing.copies)),
+            lags=listing.lags,
         )
         for listing in listings
         if listing.tier in mine
@@ -125,6 +127,7 @@ def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
         copies=tuple(copies),
         starts=tuple(merge_starts(starts).values()),
         damaged=tuple(damaged),
+        lags=any(found_here.lags for found_here in by_rank.values()),
         error=errors[0] if errors else None,
     )
 

@@ -6,7 +6,6 @@ In production one thread calls it (``workers``); tests and simulations call it w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -49,8 +48,6 @@ from tierfall.core.scheduler.ledger.tasks import (
 from tierfall.core.types.errors import StepError
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import DrainDecision
-
-logger = logging.getLogger("tierfall")
 
 
 class Coordinator(Components):

@@ -103,7 +103,7 @@ def codec_named(name: str) -> ValueCodec | None:
 
 
 def unknown_value(codec: str, value: object, reason: str = "") -> UnknownValue:
-    """Return what stands for a value of a codec that is not there, or has failed for ``reason``."""
+    """Return a placeholder for a value whose codec is not there, or has failed for ``reason``."""
     if not codec.startswith(CLASSES):
         reason = (
             reason or f"no codec is registered as {codec!r}: call tierfall.register_codec first"

@@ -92,6 +92,21 @@ def refill(target: Any, source: Any) -> bool:
     return True
 
 
+def memory_of(array: Any) -> torch.Tensor | None:
+    """Return a tensor of the memory that ``refill`` writes; None if it writes nothing, or torch has no such tensor."""
+    if not array.nbytes or not array.flags.writeable or not array.flags.aligned:
+        return None
+    if not _is_torch_dtype(array.dtype):
+        if not array.flags.c_contiguous:
+            return None
+        array = array.reshape(-1).view(numpy().uint8)  # type: ignore[union-attr]
+    try:
+        tensor: torch.Tensor = torch.from_numpy(array)
+    except ValueError:  # a negative stride
+        return None
+    return tensor
+
+
 def _numpy_for(dtype: str) -> tuple[Any, Any]:
     if not _DTYPE.match(dtype):
         raise ValueError(f"{dtype[:40]!r} is not a NumPy dtype that tierfall reads")

@@ -47,6 +47,11 @@ class TierfallError(Exception):
         super().__init__(*(without_secrets(a) if isinstance(a, str) else a for a in args))
 
 
+def is_damage(error: BaseException | None) -> bool:
+    """Return whether an error shows damage; see the module."""
+    return isinstance(error, TierfallError) and error.is_damage
+
+
 class ConfigError(TierfallError, ValueError):
     """The configuration or an argument is wrong; the message names the place and what was expected."""
 

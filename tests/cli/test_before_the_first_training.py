@@ -47,6 +47,22 @@ def test_nothing_is_to_do_then_and_nothing_is_created(make_cli: MakeCli, tmp_pat
     assert not list(Path(cli.config["tiers"][0]["folder"]).iterdir()), "host memory neither"
 
 
+def test_a_folder_that_no_training_creates_could_not_be_read(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    """A tier that is only read, and a shared one whose file system is not mounted."""
+    cli = make_cli(disk={})
+    saved(cli, [1])
+    more = {"archive": {"read_only": True}, "lustre/ckpt": {"shared": True}}
+    for (place, words), name in zip(more.items(), ("archive", "lustre"), strict=True):
+        tier = {"name": name, "kind": "file", "path": str(tmp_path / place), **words}
+        cli.configure({**cli.config, "tiers": [*make_cli(disk={}).config["tiers"], tier]})
+        for command in ("ls", "latest", "check"):
+            answer = cli(command, code=1)
+            assert "not created yet" not in answer.out
+            assert name in answer.err
+
+
 def test_forget_creates_no_folder_of_a_tier(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:

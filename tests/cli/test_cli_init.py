@@ -96,13 +96,13 @@ def test_a_wrong_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_without_its_unit_and_a_folder_that_is_not_there_are_asked_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("typer.echo", lambda text="", **_: said.append(str(text)))
+    shown: list[str] = []
+    monkeypatch.setattr("typer.echo", lambda text="", **_: shown.append(str(text)))
     lines = ("/nowhere/a", "./a,/nowhere/b", "./a", "/nowhere/far", "none", "7", "9999", "7M", "")
     assert len(asked(monkeypatch, *lines)) == len(lines)
     assert [tier.name for tier in written().stored] == ["disk"]
     assert "# 7,000,000 parameters" in Path("tiers.yaml").read_text()
-    again = [line for line in said if "does not exist" in line or " or " in line]
+    again = [line for line in shown if "does not exist" in line or " or " in line]
     assert [line.split(" expected")[0] for line in again if "?" in line] == [
         "7 or 7B?",
         "9999 or 9999B?",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint
 from cli_kit import Cli
 
 import tierfall
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 FORMS = {"torch": "step.pt", "safetensors": "step.safetensors", "dcp": "step"}
 MX = [n for n in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, n)]
@@ -179,7 +181,7 @@ def test_a_step_of_several_ranks_comes_back_as_one(
         return {**objects(1), **more, f"stage{rank}": {"w": torch.full((5, 7), float(rank))}}
 
     save_on_ranks(config, 2, [1], state)
-    cli = make_cli()
+    cli = make_cli(disk={})
     cli.configure(json.loads(config.model_dump_json(exclude_unset=True)))
     document = bring_back(cli, form)
     assert "per_rank" in document["entries"]
@@ -287,3 +289,44 @@ def test_a_structure_that_does_not_fit_its_file_is_damage(cli: Cli) -> None:
         answer = cli("import", str(path), "--as-step", "5", "--run", "back", code=1)
         assert str(path) in answer.err
         assert "Traceback" not in answer.err
+
+
+def test_a_folder_that_another_program_has_saved_into_is_what_that_saved(
+    make_cli: MakeCli,
+) -> None:
+    """Nothing of the exported step comes beside the newer values, whole step or part."""
+    cli = make_cli(disk={})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"weights": {"w": torch.ones(2)}, "epoch": 1}, block=True)
+    for step, words in ((5, ()), (6, ("--only", "weights", "--only", "epoch"))):
+        folder = cli.folder / f"{step}"
+        cli("export", "1", "--to", str(folder), "--format", "dcp", *words)
+        torch.distributed.checkpoint.save(
+            {"weights": {"w": torch.zeros(2)}, "epoch": 9}, checkpoint_id=folder, no_dist=True
+        )
+        answer = cli("import", str(folder), "--as-step", str(step), "--run", "back")
+        assert "another program has saved into this folder" in answer.out
+        found = loaded(cli, "back")
+        assert found["epoch"] == 9
+        assert_same(found["weights"]["w"], torch.zeros(2))
+
+
+def test_tensors_of_an_export_are_not_swapped_after_another_program_wrote_it(
+    make_cli: MakeCli,
+) -> None:
+    """safetensors may order tensors anew, and keep the metadata, which has them by their places."""
+    cli = make_cli(disk={})
+    state = {"a": np.arange(4, dtype=np.int32), "b": torch.full((4,), 2.0)}
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"pair": state}, block=True)
+    path = cli.folder / "step.safetensors"
+    cli("export", "1", "--to", str(path))
+    with safetensors.safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    found = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(found, path, metadata=metadata)
+    answer = cli("import", str(path), "--as-step", "5", "--run", "back", code=1)
+    assert "another program has changed the file" in answer.err
+    safetensors.torch.save_file(found, path)
+    cli("import", str(path), "--as-step", "5", "--run", "back")
+    assert_same(loaded(cli, "back")["model"]["pair.b"], state["b"])

@@ -52,8 +52,8 @@ def test_it_goes_from_every_tier_and_what_is_not_tierfalls_stays(
     assert (tmp_path / "disk" / "run" / "link").is_symlink()
     assert not (tmp_path / "far" / "run").exists()
     assert {name: d for name, d in files_below(tmp_path).items() if "/other/" in name} == other
-    assert not list((memory / "run").glob("*.arena"))
-    assert not list((memory / "run").glob("*.json")), "nothing is remembered of the tiers"
+    assert not list((memory / "run").rglob("*.arena"))
+    assert not list((memory / "run").rglob("*.json")), "nothing is remembered of the tiers"
     assert {r["run"]: r["checkpoints"] for r in cli.json("runs")["runs"]} == {"other": 1, "run": 0}
     with tierfall.open(cli.config) as ckpt:
         assert ckpt.restore(blank()) is None, "it is a new run"

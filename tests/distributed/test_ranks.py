@@ -51,6 +51,8 @@ def test_a_shard_that_is_nowhere_is_named_and_nothing_begins_anew(
     shutil.rmtree(tmp_path / "nvme-1")
     for step in (tmp_path / "pfs").glob("*/step-*"):
         shutil.rmtree(step)
+    for named in (tmp_path / "pfs").glob("*/latest"):
+        named.unlink()
     for answer in make_job(4, TWO_NODES).run("restore"):
         assert answer["error"] == "RestoreError"
         assert "ranks 2, 3 of 4" in answer["text"]

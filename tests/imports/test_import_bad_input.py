@@ -171,6 +171,28 @@ def test_a_header_is_not_trusted(tmp_path: Path, entry: object, why: str) -> Non
         read_state(path)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([0, 8], [4, 12]), ([0, 8], [12, 16]), ([4, 8], [8, 16]), ([0, 4], [4, 8])],
+)
+def test_tensors_that_overlap_or_leave_bytes_over_are_damage(
+    tmp_path: Path, first: list[int], second: list[int]
+) -> None:
+    """safetensors itself refuses such a file; two tensors of one name leave bytes over, too."""
+    entries = {
+        name: {"dtype": "U8", "shape": [at[1] - at[0]], "data_offsets": at}
+        for name, at in (("a", first), ("b", second))
+    }
+    text = json.dumps(entries).encode()
+    path = tmp_path / "m.safetensors"
+    for header in (text, text.replace(b'"b"', b'"a"')):
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.torch.load_file(path)
+        with pytest.raises(IntegrityError, match=r"begins at|end at"):
+            read_state(path)
+
+
 def test_a_file_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     """Old writers did not pad the header."""
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -97,6 +97,7 @@ def disk() -> MemoryBackend:
 @pytest.fixture
 def tier(disk: MemoryBackend) -> StoredTier:
     tier = tier_on(disk)
+    tier.write_tier(TierRecord(run="run", id="a" * 32, shared=None, wall_time_s=0.0, others={}))
     tier.create_attempt(attempt())
     return tier
 
@@ -146,6 +147,7 @@ def test_files_lie_where_the_names_say(tier: StoredTier, disk: MemoryBackend) ->
         folder + "marks/pin",
         folder + f"{STEM}.json",
         folder + f"{STEM}.safetensors",
+        "tier.json",
     ]
 
 

@@ -347,7 +347,11 @@ def rm(
     ] = False,
     yes: Annotated[
         bool,
-        typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
+        typer.Option(
+            "--yes",
+            "-y",
+            help="Delete the newest step, or one that could not be read, without a confirmation.",
+        ),
     ] = False,
     even_the_last: Annotated[
         bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
@@ -356,7 +360,8 @@ def rm(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a step from every tier; a pinned one is refused, and the last that can be restored."""
+    """Delete a step from every tier. A pinned step is refused. The last step that can be restored needs
+    --even-the-last."""
     from tierfall.cli import commands
 
     if all:
@@ -408,6 +413,8 @@ def drain(
 
     if every_run and run is not None:
         refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
+    if discard and deadline is not None:
+        refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
     if discard:
         commands.discard(every_run, config, run, as_json)
     elif every_run:

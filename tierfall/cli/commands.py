@@ -166,15 +166,22 @@ def _check_deletion(
             refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
     restorable = commands.restorable(known)
     left = [id for id in restorable if id not in chosen]
-    what = "after this, no step is left that can be restored"
-    if left:
-        what = f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
-    unread = {id: c.unread for id, c in chosen.items() if c.unread is not None}
-    for id, error in unread.items():
-        what += f"; {id} could not be read, and may be good: {error}"
+    reasons = []
+    if not left:
+        reasons.append("after this, no step is left that can be restored")
+    elif restorable[0] in chosen:
+        reasons.append(
+            f"{restorable[0]} is the newest step that can be restored; the next is {left[0]}"
+        )
+    reasons += [
+        f"{id} could not be read, and may be good: {checkpoint.unread}"
+        for id, checkpoint in chosen.items()
+        if checkpoint.unread is not None
+    ]
+    what = "; ".join(reasons)
     if not left and not even_the_last:
         answer.refuse(f"rm: {what}. To delete it, repeat with --even-the-last")
-    if yes or (left and restorable[0] not in chosen and not unread):
+    if yes or not reasons:
         return
     if answer.as_json or not at_terminal():
         answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
@@ -320,13 +327,12 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
     with RunReader(settings) as reader:
-        owner = reader.owner()
+        if (owner := reader.owner()) is not None:
+            refuse(
+                f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing "
+                "was changed. Forget it once the trainer has ended"
+            )
         new = reader.list_with_new()[1]
-    if owner is not None:
-        refuse(
-            f"forget: a trainer owns run {settings.run!r} ({owner}), and writes what it remembers again; nothing was "
-            "changed. Forget it once the trainer has ended"
-        )
     forgotten_by, failed = ((), {}) if tier in new else commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,

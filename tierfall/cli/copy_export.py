@@ -243,13 +243,12 @@ def import_(
     answer = CommandOutput(as_json)
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
-        owner = reader.owner()
+        if (owner := reader.owner()) is not None:
+            refuse(
+                f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has "
+                "ended, or into another run by --run"
+            )
         new = reader.list_with_new()[1]
-    if owner is not None:
-        refuse(
-            f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "
-            "or into another run by --run"
-        )
     with ProgressBar(f"import {path.name}", 0, shown=watched(as_json)) as watch:
         imported = import_state(settings, read, as_step, watch.set)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
@@ -258,7 +257,7 @@ def import_(
         f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
         f"entries of the state: {', '.join(imported.entries)}",
     )
-    for tier in new:
+    for tier in (tier for tier in new if tier in imported.tiers):
         answer.show(f"{tier}: it was not created yet; the import has created it")
     answer.show(*(f"note: {note}" for note in imported.notes))
     if imported.left:

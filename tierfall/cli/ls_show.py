@@ -49,7 +49,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import find_living_status
 from tierfall.telemetry.status import Status
@@ -80,7 +80,7 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
-            answer.show(_steps(facts, listed, metrics=metrics))
+            answer.show(_steps(facts, listed, trainer, metrics=metrics))
         if older := len(rows) - len(listed):
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")
@@ -183,8 +183,17 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
                 answer.problem(f"{copy.id} {what} on {with_tier(listing.tier, copy.damage)}")
 
 
-def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table | Text:
+def _steps(
+    facts: RunFacts, ids: Sequence[CheckpointId], trainer: Status | None, *, metrics: bool
+) -> Table | Text:
     tiers = [listing.tier for listing in facts.listings]
+    written = {(t.step, t.attempt, t.tier) for t in (trainer.transfers if trainer else ())}
+
+    def state(id: CheckpointId, tier: str) -> str:
+        found = facts.cell(id, tier)
+        arrives = found == "owed" and (id.step, id.attempt, tier) in written
+        return str(CopyState.ARRIVING) if arrives else found
+
     shown = sorted({m for c in facts.known for m in c.metrics}) if metrics else []
     rows = []
     for id in ids:
@@ -196,7 +205,7 @@ def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Ta
             values = checkpoint.metrics
             tail = [f"{values[name]:.6g}" if name in values else "" for name in shown]
             tail.append(", ".join(_remarks(facts, checkpoint)))
-        rows.append((head, {tier: facts.cell(id, tier) for tier in tiers}, tail))
+        rows.append((head, {tier: state(id, tier) for tier in tiers}, tail))
     return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
 
 

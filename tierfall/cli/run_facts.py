@@ -29,6 +29,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_vie
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import (
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size
@@ -234,7 +235,7 @@ def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str
 
 
 def latest(config: str | None, run: str | None, as_json: bool) -> None:
-    """Print the step that a restore would use."""
+    """Print the newest step of which some tier has a good copy."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
@@ -258,8 +259,14 @@ def latest(config: str | None, run: str | None, as_json: bool) -> None:
 def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
-    settings = load_settings_if_any(config, "any")
-    held = held_by_runs(settings)
+    settings = load_settings_if_any(
+        config, "any"
+    )  # a folder of several runs needs a name; all are listed
+    held: list[HeldMemory] = []
+    try:
+        held = held_by_runs(settings)
+    except UnreachableError as error:
+        answer.problem(error)
     answer.document = {"memory": [held_members(one) for one in held]}
     if settings is not None:
         answer.document = {"runs": _show_runs(answer, settings), **answer.document}

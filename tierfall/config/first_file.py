@@ -37,9 +37,10 @@ def parse_parameters(text: str) -> int:
     if not 0 < count < 10**15:
         raise ConfigError(f"{text!r} does not fit; expected {EXPECTED_PARAMETERS}")
     if count < PARAMETERS_MIN:
+        plain = text.strip()
+        guess = f"{plain} or {plain}B? " if not plain[-1].isalpha() else f"{plain}: "
         raise ConfigError(
-            f"{text.strip()} or {text.strip()}B? expected {EXPECTED_PARAMETERS}; of a model with less than "
-            f"{PARAMETERS_MIN:,}, leave it unknown"
+            f"{guess}expected {EXPECTED_PARAMETERS}; of a model with less than {PARAMETERS_MIN:,}, leave it unknown"
         )
     return count
 

@@ -20,6 +20,7 @@ import torch
 
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.documents import sha256
 from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
@@ -109,15 +110,18 @@ class _MappedBuilder(Builder):
         return self._mapped[position]
 
     def carried(
-        self, parts: Sequence[StatePart], name_of: Mapping[int, str]
+        self,
+        parts: Sequence[StatePart],
+        name_of: Mapping[int, str],
+        written_with: str | None = None,
     ) -> Iterator[memoryview]:
         """Yield the bytes of the image that describes what was written, for an import; ``name_of`` has the names there
-        of tensors, by address."""
+        of tensors, by address, and ``written_with`` is as in ``plan_carried``."""
         nodes = [node for part in parts for node in walk(part.node) if isinstance(node, TensorNode)]
         built = {node.position: self.laid_out(node.position, CPU).data_ptr() for node in nodes}
         places = {p: name_of[address] for p, address in built.items() if name_of.get(address)}
         structure = Structure(self.header, entries_of(parts))
-        layout, view = plan_carried(structure, places)
+        layout, view = plan_carried(structure, places, written_with)
         head = layout.header(view)
         assert head is not None, "the layout was planned with these values"
         yield memoryview(head)
@@ -186,8 +190,9 @@ def _export_dcp(
     with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
         builder, state = _build(_DcpBuilder, gathered, parts, unfinished)
         name_of = save_dcp(_as_state(state, parts[0].name), unfinished, path)
+        written_with = sha256((unfinished / ".metadata").read_bytes())
         with open(unfinished / CARRIED, "xb") as file:
-            file.writelines(builder.carried(parts, name_of))
+            file.writelines(builder.carried(parts, name_of, written_with))
     return len(positions_in(parts)), [*builder.notes.values()]
 
 

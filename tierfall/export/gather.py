@@ -220,7 +220,9 @@ def gather(
     """
     commit = checkpoint.commit
     if commit is None:
-        raise IntegrityError(f"export: every commit record of {checkpoint.id} is damaged")
+        raise checkpoint.unread or IntegrityError(
+            f"export: every commit record of {checkpoint.id} is damaged"
+        )
     tally = ReadTally()
     parts = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
     images = RankImages(parts, commit.world_size)

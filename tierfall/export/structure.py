@@ -2,7 +2,8 @@
 
 A whole step as safetensors is an image of one rank. A file of torch.save and a DCP folder, which hold pickled objects,
 carry an image beside these: of the tree, the values, and the tensors that are parts of values. It lists all other
-tensors as written elsewhere; its entry ``PLACES`` has the names under which the file or folder has these.
+tensors as written elsewhere; its entry ``PLACES`` has the names under which the file or folder has these, and
+``WRITTEN_WITH`` the digest of a folder's ``.metadata``: another program may save into the folder later.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tierfall.export.select import StatePart
 CARRIED = "tierfall.safetensors"
 """The name of the image in a DCP folder, and in the zip file that torch.save writes."""
 PLACES = "tierfall.places"
+WRITTEN_WITH = "tierfall.written_with"
 
 Entries = Sequence[tuple[Any, Node]]
 """The top of a tree: nodes by key."""
@@ -161,11 +163,15 @@ class Structure:
         raise AssertionError(f"a state has no {node}")
 
 
-def plan_carried(structure: Structure, place_of: Mapping[int, str]) -> tuple[Layout, StateView]:
+def plan_carried(
+    structure: Structure, place_of: Mapping[int, str], written_with: str | None
+) -> tuple[Layout, StateView]:
     """Return layout and view of the image that a file or folder carries; ``place_of`` has the names there of tensors,
-    by position."""
+    by position, and ``written_with`` is the digest of a folder's metadata."""
     numbers = [n for n, position in enumerate(structure.positions) if position in place_of]
     structure.add_value(PLACES, [place_of[structure.positions[n]] for n in numbers])
+    if written_with is not None:
+        structure.add_value(WRITTEN_WITH, written_with)
     view = structure.view()
     return plan_layout(view, dict.fromkeys(numbers, 0)), view
 

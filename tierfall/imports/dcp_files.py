@@ -33,14 +33,14 @@ _Offset = tuple[int, ...]
 
 class DcpFolder:
     """One checkpoint of DCP. Its tensors have dtype and shape alone, and ``load`` returns the one with the bytes for
-    each."""
+    each. ``digest`` is that of its metadata."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError and IntegrityError, as ``read_metadata`` does, and for files that are missing."""
         self._folder = folder
         self._tensors: dict[int, tuple[str, TensorRecord]] = {}
         with self._checked():
-            self._metadata = read_metadata(folder / ".metadata")
+            self._metadata, self.digest = read_metadata(folder / ".metadata")
             self._records = _records_of(self._metadata)
             records = [record for found in self._records.values() for record in found.values()]
             for file in {str(record.relative_path) for record in records}:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tierfall.core.format.documents import sha256
 from tierfall.core.types.errors import ConfigError, IntegrityError
 from tierfall.imports.sources import unreadable
 
@@ -126,9 +127,9 @@ class _Unpickler(pickle._Unpickler):
         raise ConfigError("it has a persistent id, which DCP's metadata has not")
 
 
-def read_metadata(path: Path) -> MetadataRecord:
-    """Read DCP's metadata. Raises ConfigError where it names anything but DCP's own classes, IntegrityError where it is
-    damaged."""
+def read_metadata(path: Path) -> tuple[MetadataRecord, str]:
+    """Read DCP's metadata, and return it with the digest of its bytes. Raises ConfigError where it names anything but
+    DCP's own classes, IntegrityError where it is damaged."""
     try:
         size = path.stat().st_size
         if size > _BYTES_MAX:
@@ -148,4 +149,4 @@ def read_metadata(path: Path) -> MetadataRecord:
         getattr(found, "state_dict_metadata", None), dict
     ):
         raise IntegrityError(f"import: {path} is no metadata of torch.distributed.checkpoint")
-    return found
+    return found, sha256(data)

@@ -24,6 +24,7 @@ from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError,
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
+from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
 from tierfall.imports.own_exports import read_image, read_own_dcp, read_own_torch
 from tierfall.imports.safetensors_files import read_safetensors
@@ -42,13 +43,15 @@ _MODEL = "model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadState:
-    """What was read of a source: its state, and how the bytes of a tensor of ``view`` are found."""
+    """What was read of a source: its state, and how the bytes of a tensor of ``view`` are found. ``is_stale``: another
+    program has saved into the folder of an export."""
 
     format: Format
     entries: tuple[str, ...]
     stripped: int
     view: StateView
     load: Load
+    is_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,7 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         stripped=state.stripped,
         view=view,
         load=load,
+        is_stale=source.format is Format.DCP and (source.path / CARRIED).exists(),
     )
 
 
@@ -222,9 +226,15 @@ def _check_room(config: Config, listings: Sequence[Listing], size: int) -> None:
 
 
 def _notes(read: ReadState) -> tuple[str, ...]:
-    if not read.stripped:
-        return ()
-    return (
-        f"removed the prefixes of wrappers (module., _orig_mod.) from {read.stripped} names; if the model has an "
-        "attribute of that name and no wrapper, restore with rename={'model': 'model.module'}",
-    )
+    notes = []
+    if read.is_stale:
+        notes.append(
+            f"another program has saved into this folder since tierfall export wrote it: {CARRIED} in it does not fit, "
+            "and was not used"
+        )
+    if read.stripped:
+        notes.append(
+            f"removed the prefixes of wrappers (module., _orig_mod.) from {read.stripped} names; if the model has an "
+            "attribute of that name and no wrapper, restore with rename={'model': 'model.module'}"
+        )
+    return tuple(notes)

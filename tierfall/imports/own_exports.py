@@ -25,7 +25,7 @@ from tierfall.core.load.choices import renamed
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.types.errors import ConfigError, IntegrityError
-from tierfall.export.structure import CARRIED, PLACES, Structure
+from tierfall.export.structure import CARRIED, PLACES, WRITTEN_WITH, Structure
 from tierfall.imports.dcp_files import DcpFolder
 from tierfall.imports.torch_files import zip_members
 
@@ -69,8 +69,8 @@ def read_own_torch(path: Path, entry: str | None) -> StateView | None:
 
 
 def read_own_dcp(folder: Path, dcp: DcpFolder, entry: str | None) -> StateView | None:
-    """Return the state of a folder that ``tierfall export`` wrote; None for any other folder. ``dcp.load`` returns the
-    bytes of its tensors."""
+    """Return the state of a folder that ``tierfall export`` wrote; None for any other folder, and if another program
+    has saved into it since. ``dcp.load`` returns the bytes of its tensors."""
     path = folder / CARRIED
     if not path.is_file():
         return None
@@ -86,15 +86,16 @@ def read_own_dcp(folder: Path, dcp: DcpFolder, entry: str | None) -> StateView |
         return found
 
     header, data = _image_at(path, 0, path.stat().st_size)
+    if _value(header, WRITTEN_WITH) != dcp.digest:
+        return None
     return _view(header, data, find, entry)
 
 
 def _view(header: ImageHeader, data: torch.Tensor, find: Find, entry: str | None) -> StateView:
     """Return the state of an image whose tensors are in ``data``, or found; a single entry is named ``entry``."""
     refuse_files(header, doing="import")
-    tops = dict(header.tree.entries)
-    listed = tops.pop(PLACES, None)
-    places: Any = header.values[listed.number] if isinstance(listed, ValueNode) else []
+    places = _value(header, PLACES) or []
+    tops = {k: node for k, node in header.tree.entries if k not in (PLACES, WRITTEN_WITH)}
     others = [position for position, t in enumerate(header.tensors) if t.written_by is not None]
     if not isinstance(places, list) or len(places) != len(others):
         raise _damaged(header.what, "its table of tensors")
@@ -109,6 +110,12 @@ def _view(header: ImageHeader, data: torch.Tensor, find: Find, entry: str | None
         place = place_of.get(position)
         sources.append(data[stored.start : stored.end] if place is None else find(stored, place))
     return structure.view(sources)
+
+
+def _value(header: ImageHeader, key: str) -> Any:
+    """Return a plain value of the top; None if there is none of that key."""
+    node = dict(header.tree.entries).get(key)
+    return header.values[node.number] if isinstance(node, ValueNode) else None
 
 
 def _image_at(path: Path, start: int, size: int) -> tuple[ImageHeader, torch.Tensor]:

@@ -80,6 +80,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor] | None:
         start = _LENGTH_BYTES + length
         flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         found = {name: _tensor(flat[start:], name, entry) for name, entry in table.items()}
+        _check_offsets([entry["data_offsets"] for entry in table.values()], size - start)
         for name, true in json.loads(metadata.get(TRUE_DTYPES, "{}")).items():
             found[name] = _as_it_was(found[name], name, true)
         return found
@@ -87,6 +88,17 @@ def _read_file(path: Path) -> dict[str, torch.Tensor] | None:
         raise unreadable(path, error) from error
     except Exception as error:  # whatever its bytes lead to
         raise IntegrityError(f"import: {path} is damaged, or truncated: {error}") from error
+
+
+def _check_offsets(offsets: list[list[int]], size: int) -> None:
+    """Raise ValueError unless the tensors are the ``size`` bytes, one after the other, as the format requires."""
+    end = 0
+    for first, last in sorted(offsets):
+        if first != end:
+            raise ValueError(f"a tensor begins at {first}, and the one before ends at {end}")
+        end = last
+    if end != size:
+        raise ValueError(f"the tensors end at {end} of {size} bytes")
 
 
 def _as_it_was(raw: torch.Tensor, name: str, true: Any) -> torch.Tensor:

@@ -82,8 +82,8 @@ def keep_last(ckpt: Checkpointer, last: int | None, best: Best | None) -> None:
 
 
 def note_evaluation(ckpt: Checkpointer, step: float) -> None:
-    """Note the step of the last evaluation; infinity before the first one. That no checkpoint has a metric of
-    ``retain.best`` is logged once one was saved after an evaluation."""
+    """Note the step of the last evaluation; infinity before the first one. If no checkpoint has the metric of
+    ``retain.best``, a warning follows the first save after that step."""
     session = open_run_of(ckpt).session
     session.call_soon(lambda: setattr(session.coordinator.ledger, "evaluated_at", step))
 

@@ -1,4 +1,4 @@
-"""What a Trainer's arguments ask of ``attach``, and which of them rely on Trainer's own checkpoint folders."""
+"""The arguments of a Trainer that ``attach`` reads, and those that rely on Trainer's own checkpoint folders."""
 
 from __future__ import annotations
 

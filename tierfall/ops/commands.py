@@ -414,15 +414,19 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     trainer of this machine is alive: it goes by what it remembers.
     """
     config = with_own_peers(config, config.run)
+    with owned_folder(config, "tierfall forget") as folder:
+        return _forget(config, tier, folder)
+
+
+@contextmanager
+def owned_folder(config: Config, command: str) -> Iterator[Path]:
+    """Hold the run's lock for a command; yield the folder of the run's memory. Raises LockError beside a trainer."""
     folder = prepare_folder(run_folder(config, config.run))
     lock = RunLock.acquire(
-        folder / lock_name(SLOT),
-        run=config.run,
-        command="tierfall forget",
-        wait_s=config.max_wait_s,
+        folder / lock_name(SLOT), run=config.run, command=command, wait_s=config.max_wait_s
     )
     try:
-        return _forget(config, tier, folder)
+        yield folder
     finally:
         lock.release()
 

@@ -28,8 +28,8 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedRun:
-    """``deleted`` names the tiers, memory included, that have nothing of the run any more but ``kept``: by tier, the
-    files that tierfall did not write. ``failed`` has the errors of the others."""
+    """``deleted`` names the tiers, memory included, on which the run was deleted. ``kept`` has, by tier, the files
+    there that tierfall did not write. ``failed`` has the errors of the other tiers."""
 
     deleted: tuple[str, ...]
     kept: dict[str, tuple[str, ...]]

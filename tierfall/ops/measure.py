@@ -39,11 +39,11 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
-from tierfall.ops.reader import RunReader
+from tierfall.ops.reader import RunReader, known_slots
 from tierfall.ops.write_copy import open_writable
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.lanes import lane_limits
-from tierfall.setup.places import memory_root
+from tierfall.setup.places import memory_root, run_folder
 from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
@@ -112,6 +112,7 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
     )
     try:
+        known_slots(run_folder(config, config.run))
         free = room_for_arena(_nearest(folder)).free_bytes
     except TierfallError as error:
         return replace(known, error=error)
@@ -119,8 +120,8 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(each for each in (folder, *folder.parents) if each.is_dir())
+    """Return the folder, or its nearest parent that this user can see."""
+    return next(each for each in (folder, *folder.parents) if os.path.isdir(each))
 
 
 def _measure_stored(

@@ -1,23 +1,21 @@
 """What runs hold in the memory of this node: images in host memory, and what is kept there for other nodes.
 
-Each run is found by the folder of its host memory, whichever configuration it has: that notes the file which it was
-configured by.
+The folder of its host memory identifies a run. ``tiers.json`` in it names the run's configuration file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.config import Config, load_config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
-from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, ConfigError
 from tierfall.core.types.values import CheckpointId, TierKind
-from tierfall.ops.reader import find_owner, known_slots, open_memory
+from tierfall.ops.reader import find_owner, known_slots, names_in_memory, open_memory
 from tierfall.session.leftovers import images_in
 from tierfall.setup.nodes.kept import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
@@ -78,9 +76,12 @@ class HeldMemory:
 
 
 def held_by_runs(config: Config | None) -> list[HeldMemory]:
-    """Return what runs hold in the memory folder of a configuration (None: in the default one), by name."""
+    """Return what runs of this user hold in the memory folder of a configuration (None: in the default one), by name.
+
+    Raises UnreachableError if it cannot be listed.
+    """
     root = default_folder() if config is None else memory_root(config)
-    names = sorted(child.name for child in _children(root) if keys.NAME_PATTERN.match(child.name))
+    names = sorted(names_in_memory(root))
     return [
         held
         for run in names
@@ -90,7 +91,8 @@ def held_by_runs(config: Config | None) -> list[HeldMemory]:
 
 
 def _look_at(run: str, folder: Path) -> HeldMemory | None:
-    arenas = [folder / arena_name(slot) for slot in known_slots(folder)]
+    slots = known_slots(folder)
+    arenas = [folder / arena_name(slot) for slot in slots]
     remembered = read_memory(folder)
     kept = remembered.kept if remembered is not None else ""
     kept_files = (
@@ -99,7 +101,7 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
     held_bytes, kept_bytes = _bytes_of(arenas), _bytes_of(kept_files)
     if not held_bytes + kept_bytes:
         return None
-    hosts, unread = open_memory(folder, known_slots(folder), name=TierKind.HOST.value, run=run)
+    hosts, unread = open_memory(folder, slots, name=TierKind.HOST.value, run=run)
     ids = {id for id, _ in images_in(hosts)}
     damaged = [error for host in hosts for error in host.list().damaged]
     for host in hosts:
@@ -115,13 +117,6 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
         kept_bytes=kept_bytes,
         problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
     )
-
-
-def _children(folder: Path) -> Iterator[Path]:
-    try:
-        yield from folder.iterdir()
-    except FileNotFoundError:
-        return
 
 
 def _bytes_of(files: Iterable[Path]) -> int:

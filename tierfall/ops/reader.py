@@ -31,7 +31,7 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.session.leftovers import images_in, list_slots, regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.places import memory_root, run_folder, seen_by_one
+from tierfall.setup.places import is_readable_folder, memory_root, run_folder, seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -40,6 +40,7 @@ from tierfall.setup.tiers import (
     SLOT,
     bounds_s,
     list_all,
+    may_create,
     open_stores,
     unattached_slot,
 )
@@ -49,7 +50,6 @@ from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
 _RECORD_BYTES_MAX = 64 << 20
-_ARENAS = arena_name(0).replace("0", "*")
 NO_MEMORY = "/nonexistent/tierfall"
 """A folder that never exists, in place of host memory: that of a run is found by its configuration."""
 PATH_ANSWER_S = 60.0
@@ -57,18 +57,24 @@ PATH_ANSWER_S = 60.0
 
 
 def known_slots(folder: Path) -> list[int]:
-    """Return the numbers of the slots in a run's folder that have an arena or a lock."""
-    found = {
-        path.stem.removeprefix("slot-")
-        for pattern in (arena_name(0), lock_name(0))
-        for path in folder.glob(pattern.replace("0", "*"))
-    }
+    """Return the numbers of the slots in a run's folder that have an arena or a lock. Raises UnreachableError."""
+    patterns = [name.replace("0", "*") for name in (arena_name(0), lock_name(0))]
+    try:
+        found = {
+            path.stem.removeprefix("slot-")
+            for path in folder.iterdir()
+            if any(map(path.match, patterns))
+        }
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
     return sorted(int(number) for number in found if number.isdecimal())
 
 
 def find_owner(folder: Path) -> LockOwner | None:
     """Return the living trainer that owns the lowest slot of a run's folder on this machine, or None; a command is
-    none."""
+    none. Raises UnreachableError."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
     return next((owner for owner in owners if owner is not None and not owner.command), None)
 
@@ -155,8 +161,10 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
 
 def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
     """Return the tiers whose folder is missing, and that no run remembers: none of these, none of this machine."""
-    root = memory_root(config)
-    known = {config.run, *runs, *(f.name for f in (_folders_in(root) if root.exists() else ()))}
+    try:
+        known = {config.run, *runs, *names_in_memory(memory_root(config))}
+    except UnreachableError:  # it is not known what a run there remembers
+        return set()
     new = {tier.name for tier in config.stored}
     for run in known:
         with RunReader(config.model_copy(update={"run": run})) as reader:
@@ -166,10 +174,23 @@ def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
 
 def _runs_in_memory(config: Config) -> set[str]:
     """Return the runs of these tiers in host memory; other projects may have other ones there."""
-    root = memory_root(config)
-    names = [folder.name for folder in _folders_in(root)] if root.exists() else []
-    folders = {name: run_folder(config, name) for name in names}
-    return {name for name, run in folders.items() if any(run.glob(_ARENAS)) or find_owner(run)}
+    folders = {name: run_folder(config, name) for name in names_in_memory(memory_root(config))}
+    return {name for name, run in folders.items() if _has_arena(run) or find_owner(run)}
+
+
+def _has_arena(folder: Path) -> bool:
+    return any(os.path.exists(folder / arena_name(slot)) for slot in known_slots(folder))
+
+
+def names_in_memory(root: Path) -> list[str]:
+    """Return the names of runs that this user may read in a folder with host memory. Raises UnreachableError."""
+    try:
+        root.stat()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UnreachableError(f"{root} could not be listed: {error.strerror}") from error
+    return [folder.name for folder in _folders_in(root)]
 
 
 def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
@@ -188,7 +209,7 @@ def _folders_in(folder: Path) -> list[Path]:
     """Return the folders that may be runs, by their names."""
     try:
         below = [child for child in folder.iterdir() if keys.NAME_PATTERN.match(child.name)]
-        return [child for child in below if child.is_dir() and os.access(child, os.R_OK | os.X_OK)]
+        return [child for child in below if is_readable_folder(child)]
     except OSError as error:
         raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
 
@@ -207,10 +228,15 @@ class RunReader:
 
     def _attach(self) -> list[HostTier]:
         """Open the memory of every rank on this node."""
-        slots = sorted({SLOT, *known_slots(self._folder)})
-        hosts, self._host_error = open_memory(
-            self._folder, slots, name=self.config.host.name, run=self.run
+        slots, unlisted = {SLOT}, None
+        try:
+            slots |= {*known_slots(self._folder)}
+        except UnreachableError as error:
+            unlisted = error
+        hosts, unread = open_memory(
+            self._folder, sorted(slots), name=self.config.host.name, run=self.run
         )
+        self._host_error = unlisted or unread
         return hosts
 
     @property
@@ -228,8 +254,11 @@ class RunReader:
             host.close(keep=True)
 
     def owner(self) -> LockOwner | None:
-        """Return the living process that trains this run on this machine, or None."""
-        return find_owner(self._folder)
+        """Return the living process that trains this run on this machine, or None, also if memory cannot be read."""
+        try:
+            return find_owner(self._folder)
+        except TierfallError:
+            return None
 
     def list(self) -> tuple[Listing, ...]:
         """List all tiers; those that are not created yet are empty: ``open`` creates them."""
@@ -245,8 +274,10 @@ class RunReader:
         ), new
 
     def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
-        """Return the tiers whose folder is missing, and that nothing remembers: no run has used them."""
-        missing = [x.tier for x in listings if isinstance(x.error, NoFolderError)]
+        """Return the tiers that ``open`` creates: their folder is missing, and nothing remembers them."""
+        creatable = {tier.name for tier in self.config.written if may_create(tier)}
+        absent = {x.tier for x in listings if isinstance(x.error, NoFolderError)}
+        missing = [x.tier for x in listings if x.tier in creatable & absent]
         identities = self._identities(listings) if missing else None
         return [t for t in missing if identities is not None and not identities.is_remembered(t)]
 

@@ -246,7 +246,7 @@ class Repairer:
             except (BackendError, NotSupportedError):
                 continue  # reported by the check that follows
         try:
-            stale = (latest := store.read_latest()) is not None and not store.is_committed(latest)
+            stale = (latest := store.read_latest()) is not None and store.find_copy(latest) is None
         except BackendError:
             return  # likewise
         if stale:

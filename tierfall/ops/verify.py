@@ -30,6 +30,7 @@ from tierfall.ops.findings import NEWER, Finding, contradictions, damage_finding
 from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import open_writable
 from tierfall.tiers.attempts import StrayAttemptError
+from tierfall.tiers.listing import NamedInVainError
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -190,7 +191,7 @@ def _check_stored(
     for copy in listing.copies:
         if not scope.covers(listing.tier, copy.id):
             continue
-        if isinstance(copy.damage, KeyNotFoundError) and scope.checkpoints is None:
+        if isinstance(copy.damage, NamedInVainError) and scope.checkpoints is None:
             continue  # ``latest`` alone names it, and is checked
         checked = verifier.check_stored(store, copy.id)
         if checked.gone and copy.damage is not None and copy.commit is None:

@@ -106,7 +106,7 @@ class Watcher:
 
     def take_snapshot(self) -> RunSnapshot:
         problems: list[str] = []
-        slots = tuple(self._slot(number, problems) for number in known_slots(self._folder))
+        slots = tuple(self._slot(number, problems) for number in self._numbers(problems))
         snapshot = RunSnapshot(
             wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems)
         )
@@ -122,7 +122,7 @@ class Watcher:
     def living_statuses(self) -> tuple[Status, ...]:
         """Return the statuses of the living processes of this node, by slot; for any thread."""
         slots = []
-        for number in known_slots(self._folder):
+        for number in self._numbers([]):
             problems: list[str] = []
             slots.append(self._slot(number, problems))
             for problem in problems:
@@ -130,6 +130,13 @@ class Watcher:
             if not problems:
                 self._conditions.end(number, "the status in slot %d is read again", number)
         return tuple(slot.status for slot in slots if slot.alive and slot.status is not None)
+
+    def _numbers(self, problems: list[str]) -> list[int]:
+        try:
+            return known_slots(self._folder)
+        except TierfallError as error:
+            problems.append(str(error))
+            return []
 
     def _slot(self, number: int, problems: list[str]) -> RankProcess:
         owner: LockOwner | None = None

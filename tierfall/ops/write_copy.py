@@ -20,7 +20,6 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import plain, with_index
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.tensor_index.store import build_index
@@ -28,14 +27,11 @@ from tierfall.core.types import keys
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.commands import check_folders
+from tierfall.ops.commands import check_folders, owned_folder
 from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.bounded_tiers import close_stores
-from tierfall.setup.places import run_folder
-from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores
-from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.stored import StoredTier
 
 OnBytes = Callable[[int], None]
@@ -46,15 +42,8 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK, keys.ON_PEERS_MARK})
 def owned_reader(config: Config, command: str) -> Iterator[RunReader]:
     """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
     alive."""
-    folder = prepare_folder(run_folder(config, config.run))
-    lock = RunLock.acquire(
-        folder / lock_name(SLOT), run=config.run, command=command, wait_s=config.max_wait_s
-    )
-    try:
-        with RunReader(config) as reader:
-            yield reader
-    finally:
-        lock.release()
+    with owned_folder(config, command), RunReader(config) as reader:
+        yield reader
 
 
 @contextmanager

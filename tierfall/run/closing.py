@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from tierfall.core.ranks.agreement import LeftError
 from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.fingerprint import Fingerprint
@@ -105,8 +106,9 @@ def agree_on_end(
             leave=copied,
         )
     except RanksError as error:
-        if copied is None or not copied.is_set:
-            logger.warning("close: the last step is not saved: %s", error)
+        if not isinstance(error, LeftError):
+            text = "this rank waits for no other" if last is None else "the last step is not saved"
+            logger.warning("close: %s: %s", text, error)
         return ClosingPlan.NOTHING, 0.0 if failed else math.inf
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)

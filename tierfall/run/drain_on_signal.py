@@ -77,15 +77,16 @@ class DrainOnSignal:
             report = self._until(ends_s, name, continues=not saves)
             if saves and self._wait_for_save(number, ends_s):
                 report = self._until(ends_s, name, continues=True)
-        except (
-            TierfallError
-        ) as error:  # the run was closed, which drains too, or the coordinator has stopped
+            left = format_some(
+                [f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left]
+            )
+            logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
+            kept = must_keep_memory(session)
+        except TierfallError as error:
+            # The run was closed, which drains too, or the coordinator has stopped.
             logger.warning("%s: nothing more is drained: %s", name, error)
             return
-        left = format_some([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
-        logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
         event = f"{name}: run {session.run} may end now"
-        kept = must_keep_memory(session)
         log_newest(session, event, LookedAt({}), memory_kept=kept, early=True)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:

@@ -183,8 +183,6 @@ class Saver:
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
-        text = "step %d fits into host memory again: saves are not skipped"
-        self._conditions.end("skips", text, call.step)
         self._session.host.prepare(self._places.first)
         region, no_room = room.wait()
         if region is None:
@@ -192,6 +190,8 @@ class Saver:
             self._mode.skipped()
             self._skip(lineage, handle, no_room)
             return handle
+        text = "step %d fits into host memory again: saves are not skipped"
+        self._conditions.end("skips", text, call.step)
         if not image.settled:
             self._capturer.evidence.reset()
         with _as_capture_errors(id, region.release), gc_paused():

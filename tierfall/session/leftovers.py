@@ -257,7 +257,7 @@ class Leftovers:
     def on_committed(self, tier: str, newer: LedgerEntry) -> None:
         """Release what is older than a checkpoint just committed on ``tier``, owed to no tier, and not pinned to
         memory."""
-        rules = next(rules for rules in self.ledger.rules if rules.name == tier)
+        rules = self.ledger.rules_of(tier)
         if rules.survives is LossClass.NONE:
             return
         for entry in [e for e in self.whole_images if e.age_order < newer.age_order and not e.owed]:

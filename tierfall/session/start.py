@@ -52,10 +52,10 @@ class Start:
     ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
     that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
     tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank
-    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``inherited``: see
-    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
-    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
-    their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: some rank has a
+    listing that lags. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any
+    rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies
+    that may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
     ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
@@ -70,6 +70,7 @@ class Start:
     seen: frozenset[str] = frozenset()
     first: bool = False
     image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
+    lags: bool = False
     inherited: tuple[Commit, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
@@ -158,6 +159,7 @@ class StartDecision(Message):
     overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
     first: bool
     image_bytes: tuple[tuple[CheckpointId, int], ...]
+    lags: bool
     reported: tuple[TierReport, ...]
     elsewhere: Mapping[str, tuple[CopyMessage, ...]]
 
@@ -179,7 +181,9 @@ def tend(tiers: OpenedTiers) -> Start:
     memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
     commits = (copy.commit for copy in memory.copies)
     return Start(
-        listings=tiers.listings, inherited=tuple(c for c in commits if c and c.world_size > 1)
+        listings=tiers.listings,
+        lags=any(listing.lags for listing in tiers.listings),
+        inherited=tuple(c for c in commits if c and c.world_size > 1),
     )
 
 
@@ -256,6 +260,7 @@ def read_start(decision: StartDecision) -> Start:
         seen=decision.seen,
         first=decision.first,
         image_bytes=dict(decision.image_bytes),
+        lags=decision.lags,
         inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
         marks={tier: dict(pairs) for tier, pairs in decision.marks.items()},
         deleted=decision.deleted,
@@ -383,6 +388,7 @@ def decide(
         overtaken=tuple(sorted(overtaken(merge(map(only_whole, listings))).items())),
         first=all(one.nothing for one in found.values()),
         image_bytes=tuple((c.id, c.bytes) for c in merge(listings)),
+        lags=any(listing.lags for listing in listings),
         reported=tuple(
             TierReport(tier=tier, rank=rank, found=inventories[rank][tier])
             for tier, rank in sorted({x for one in found.values() for x in one.unlisted.items()})

@@ -280,7 +280,7 @@ class StatusWriter:
         )
 
     def _tier(self, name: str, ledger: Ledger) -> TierStatus:
-        rules = next(rules for rules in ledger.rules if rules.name == name)
+        rules = ledger.rules_of(name)
         capacity = rules.capacity_bytes
         if name == ledger.host:
             capacity = self._tiers.host.capacity_bytes or capacity
@@ -299,8 +299,8 @@ class StatusWriter:
         )
 
     def _bytes_per_s(self, tier: str) -> float | None:
-        """Return the rate to a tier; None in the first copy until more of it is written than is being written: only
-        whole chunks are counted."""
+        """Return the rate to a tier; None during the first copy while less of it is written than is in flight: the rate
+        counts whole chunks, and would be too low."""
         rates, lane = self._coordinator.rates, self._coordinator.lanes.get(tier)
         if lane is not None and lane.active is not None and not rates.stretches(tier):
             transfer = lane.active

@@ -14,7 +14,7 @@ from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierCo
 from tierfall.core.format.tier_record import KnownTier, TierRecord, parse_tier_record
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import TierfallError, UnreachableError
 from tierfall.tiers.arena.folder import default_folder
 
 logger = logging.getLogger("tierfall")
@@ -40,13 +40,14 @@ def run_folder(config: Config, run: str) -> Path:
     tiers = [tier for tier in config.stored if not isinstance(tier, PeerTierConfig)]
     places = "\n".join(sorted(_written_place(tier) for tier in tiers))
     own = base / hashlib.sha256(places.encode()).hexdigest()[:12]
-    if own.exists():
-        return own
-    found = [
-        (remembered, folder)
-        for folder in folders_of_run(base)
-        if (remembered := read_memory(folder))
-    ]
+    try:
+        found = [
+            (remembered, folder)
+            for folder in (() if own.exists() else folders_of_run(base))
+            if (remembered := read_memory(folder))
+        ]
+    except (OSError, UnreachableError):  # another user's, say: its reader raises the error
+        found = []
     calls = {str(folder): partial(_is_of, remembered, tiers, run) for remembered, folder in found}
     answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, LOOK_S), doing="look")
     earlier = [(r.wall_time_s, folder) for r, folder in found if answers[str(folder)].value]
@@ -77,11 +78,18 @@ def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
 
 def folders_of_run(base: Path) -> list[Path]:
     """Return the folders of host memory of all runs of one name: below ``base``, and ``base`` itself, which an earlier
-    version used."""
+    version used. Those of another user are left out. Raises UnreachableError."""
     try:
-        return [base, *sorted(child for child in base.iterdir() if child.is_dir())]
+        return [base, *sorted(child for child in base.iterdir() if is_readable_folder(child))]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UnreachableError(f"{base} could not be listed: {error.strerror}") from error
+
+
+def is_readable_folder(path: Path) -> bool:
+    """Return whether a path is a folder that this user may read. Raises OSError."""
+    return path.is_dir() and os.access(path, os.R_OK | os.X_OK)
 
 
 def read_memory(folder: Path) -> TierRecord | None:

@@ -227,13 +227,17 @@ def open_stores(
 def _check_mounted(tier: FileTierConfig | ObjectTierConfig, read_only: str) -> None:
     """Raise UnreachableError where neither the folder of a shared tier that is to be written nor the one above it is
     there: created on the disk of this machine, it would be shared with nobody."""
-    if read_only or not tier.shared or tier.folder is None or tier.folder.exists():
+    if read_only or tier.folder is None or tier.folder.exists() or may_create(tier):
         return
-    if not tier.folder.parent.exists():
-        raise UnreachableError(
-            f"{tier.name} is shared, and {tier.folder.parent} is not there: mount its file system, or create that "
-            "folder on it"
-        )
+    raise UnreachableError(
+        f"{tier.name} is shared, and {tier.folder.parent} is not there: mount its file system, or create that "
+        "folder on it"
+    )
+
+
+def may_create(tier: FileTierConfig | ObjectTierConfig) -> bool:
+    """Return whether an open for writing creates the folder of a tier, if that is missing."""
+    return not tier.shared or tier.folder is None or tier.folder.parent.exists()
 
 
 def _open_to_read(

@@ -55,7 +55,7 @@ from tierfall.core.restore.exchange.rounds import (
     Payload,
     run_round,
 )
-from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError
+from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
 from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
@@ -376,7 +376,7 @@ class _ExchangedReader(CheckpointReader):
             rank=self.exchange.ranks.shard.rank,
             image=image,
             chunks=NumberRanges.of(chunks),
-            damaged=_is_damage(error),
+            damaged=is_damage(error),
             text=str(error),
         )
         self._state.to_report.append(failed)
@@ -396,11 +396,7 @@ class _ExchangedReader(CheckpointReader):
 def _decisive_error(errors: Iterable[BaseException]) -> BaseException:
     """Return the first error that is no damage, or else the first."""
     errors = list(errors)
-    return next((e for e in errors if not _is_damage(e)), errors[0])
-
-
-def _is_damage(error: BaseException) -> bool:
-    return isinstance(error, TierfallError) and error.is_damage
+    return next((e for e in errors if not is_damage(e)), errors[0])
 
 
 def _requests_left(

@@ -59,7 +59,8 @@ class Deleter:
         self._to_read: dict[str, set[CheckpointId]] = {tier: set() for tier in self._leaving}
         self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
         self._not_before_s: dict[str, float] = {}
-        """When a tier is asked again whose marks, or copies that a deletion relies on, could not be read."""
+        """By tier: no rule deletes there before this time, since marks, or a copy that a deletion relies on, could not
+        be read."""
         self._conditions = Conditions()
         self._seen: tuple[View, set[CheckpointId]] | None = None
         self.reserved: set[CheckpointId] = set()
@@ -108,7 +109,7 @@ class Deleter:
         """Return whether a deletion (from ``tier``) or a survey is in progress; failed deletions do not count."""
         if tier is not None:
             return self.is_deleting(tier)
-        due = any(map(self._is_due, self._due)) and not self.rules_are_suspended
+        due = any(map(self.is_due, self._due)) and not self.rules_are_suspended
         return due or bool(self._surveying) or self.is_deleting()
 
     def retry(self, now_s: float) -> None:
@@ -165,7 +166,7 @@ class Deleter:
         """Read the marks of what retention would delete, on each tier that is due."""
         if self.paused or self.rules_are_suspended:
             return
-        for tier in sorted(filter(self._is_due, self._due - self._surveying)):
+        for tier in sorted(filter(self.is_due, self._due - self._surveying)):
             self._due.discard(tier)
             if not any(e.has_record_on(tier) for e in self._ledger.entries.values()):
                 self._trusted.discard(tier)
@@ -219,14 +220,16 @@ class Deleter:
 
     def _delay(self, tier: str, why: str) -> None:
         """Delete nothing from a tier by rule for a time, longer after each consecutive refusal."""
-        if self._is_due(tier):
+        if self.is_due(tier):
             failures = self._conditions.report(tier, logging.WARNING, "%s: %s", tier, why)
             self._not_before_s[tier] = self._ledger.now_s + retries.wait_s(failures)
 
     def _end_delay(self, tier: str) -> None:
+        self._not_before_s.pop(tier, None)
         self._conditions.end(tier, "%s: the tier's rules are applied again", tier)
 
-    def _is_due(self, tier: str) -> bool:
+    def is_due(self, tier: str) -> bool:
+        """Return whether rules may delete from a tier now: no delay by what could not be read there is in progress."""
         return self._ledger.now_s >= self._not_before_s.get(tier, 0.0)
 
     def survey_changed(self) -> None:
@@ -330,10 +333,6 @@ class Deleter:
             return
         self._hooks.group.on_deleted(task)
         self.delete(replace(task, relies_on=()))  # all nodes have checked those
-
-    def eviction_is_delayed(self, tier: str) -> bool:
-        """Return whether evictions from a tier are delayed, because marks or relied-on copies could not be read."""
-        return not self._is_due(tier)
 
     def collect_garbage(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None

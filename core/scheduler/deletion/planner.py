@@ -40,7 +40,7 @@ class DeletionPlanner:
 
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
-        rules = next(rules for rules in self._ledger.rules if rules.name == tier)
+        rules = self._ledger.rules_of(tier)
         return self._policies.keeps_all_live(rules) and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
@@ -107,7 +107,7 @@ class DeletionPlanner:
         """Log, once per metric, that a rule depends on a metric which recent saves lack, once one was evaluated."""
         step = self._ledger.evaluated_at
         evaluated = (c for c in view.checkpoints if c.id.step >= step)
-        if not any(c.readable_on(tier) for c in evaluated for tier in c.copies):
+        if not any(c.readable for c in evaluated):
             return
         missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._warned_metrics:

@@ -21,10 +21,8 @@ from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
-
-logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
 ROOM_WAITS_S = 30.0
@@ -255,7 +253,7 @@ class BackgroundVerifier:
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
-        damage = isinstance(error, TierfallError) and error.is_damage
+        damage = is_damage(error)
         body = _Verified(text=None if error is None else str(error), damaged=damage)
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
@@ -318,7 +316,6 @@ class BackgroundVerifier:
             again = "%s: %s could not be verified, it is retried: %s"
             self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
-            return
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

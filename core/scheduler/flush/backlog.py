@@ -11,7 +11,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
@@ -55,7 +54,6 @@ class Backlog:
         self._warned: set[str] = set()
         self._due: dict[str, dict[CheckpointId, float]] = {tier: {} for tier in self._stored}
         self._is_late: set[str] = set()
-        self._conditions = Conditions()
         self._found: list[tuple[CheckpointId, tuple[str, ...]]] = []
 
     @property
@@ -143,12 +141,13 @@ class Backlog:
             if reason is None and tier in self._is_late:
                 self._is_late.discard(tier)
                 behind = format_duration(behind_s)
-                self._conditions.end(tier, "%s has caught up: it is %s behind", tier, behind)
+                if self._hooks.group.decides:
+                    logger.warning("%s has caught up: it is %s behind", tier, behind)
             elif reason is not None and tier not in self._is_late:
                 self._is_late.add(tier)
                 self.late[tier] = self.late.get(tier, 0) + 1
                 if self._hooks.group.decides:
-                    self._conditions.report(tier, logging.WARNING, "%s", reason)
+                    logger.warning("%s", reason)
 
     def next_s(self, now_s: float) -> float | None:
         """Return when the next tier will be too far behind, if nothing is committed there until then."""

@@ -9,7 +9,6 @@ no I/O.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -23,7 +22,6 @@ from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, DrainDecision, View
 
-logger = logging.getLogger("tierfall")
 AGAIN_S = 0.5
 """Seconds after which a plan is made anew."""
 
@@ -101,10 +99,10 @@ class DrainSchedule:
             self._make_plan(now_s)
 
     def next_s(self) -> float | None:
-        """Return when to plan again, or a deadline passes; None where neither is awaited."""
-        times = [*self._unplanned_s.values()]
-        if self.active and self.plan:
-            times += [self._planned_at_s + AGAIN_S, *self._until_s.values()]
+        """Return when to plan again, or when a deadline passes; None if there is no deadline."""
+        times = [*self._unplanned_s.values(), *self._until_s.values()]
+        if self.plan:
+            times.append(self._planned_at_s + AGAIN_S)
         return min(times, default=None)
 
     def in_order(self, tier: str, waiting: Iterable[LedgerEntry]) -> list[LedgerEntry]:

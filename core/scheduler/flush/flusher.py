@@ -262,16 +262,14 @@ class Flusher:
 
     def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
         """Give up a repair that fails for good; set aside a copy that fails while the tier receives others, unless its
-        source does not respond. Return whether either was done."""
+        source could not be read. Return whether either was done."""
         entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, CopyFailures())
         is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
         failures.record(lane.arrivals, lasts=not is_retryable)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
-        alone = (
-            tried and failures.others_arrived >= others_needed and not transfer.source_has_stopped
-        )
+        alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
         if lane.tier in entry.damage:
             if alone or (tried and failures.lasts):
                 self.give_up_for_all(entry, lane.tier, error)
@@ -330,21 +328,20 @@ class Flusher:
         """A copy could not continue. Its written chunks are kept, and it is retried from there."""
         if lane.stall(now_s):
             assert lane.active is not None
-            tries, since_s = lane.active.stalls, now_s - lane.failing_for_s(now_s)
+            since_s = now_s - lane.failing_for_s(now_s)
             until_s = lane.not_before_s
-            self.note_stall(lane.tier, lane.active.entry, error, tries, since_s, until_s)
+            self.note_stall(lane.tier, lane.active.entry, error, since_s, until_s)
 
     def note_stall(
         self,
         tier: str,
         entry: LedgerEntry,
         error: BaseException,
-        tries: int,
         since_s: float,
         until_s: float,
     ) -> None:
-        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``, in so many tries; the next
-        is at ``until_s``."""
+        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``; the next try is
+        at ``until_s``."""
         now_s = self._ledger.now_s
         self._emitter.flush_stalled(tier, entry.id, error, until_s)
         self._emitter.counters.flush_failures += 1

@@ -32,7 +32,7 @@ from tierfall.core.types.errors import (
     FlushError,
     KeyNotFoundError,
     StorageFullError,
-    TierfallError,
+    is_damage,
 )
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -207,7 +207,7 @@ class FlushLane:
     def _on_opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
             transfer.error = outcome.error
-            transfer.source_has_stopped = _is_silent_source(outcome)
+            transfer.source_is_unread = _is_unread_source(outcome)
             if outcome.side is Side.SOURCE:
                 self._exclude_source(transfer, task.source, outcome.error)
             return
@@ -246,7 +246,7 @@ class FlushLane:
             self.stalled = outcome.error
         elif not isinstance(transfer.error, StorageFullError):  # else the writer is dead by that
             transfer.error = outcome.error
-            transfer.source_has_stopped = _is_silent_source(outcome)
+            transfer.source_is_unread = _is_unread_source(outcome)
 
     def _exclude_source(
         self, transfer: Transfer, source: CopySource | None, error: BaseException
@@ -255,14 +255,14 @@ class FlushLane:
         not respond; return whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
-        id, is_damage = transfer.entry.id, _is_damage(error)
+        id, damages = transfer.entry.id, is_damage(error)
         self._sources.exclude(id, source.tier)
         is_gone = isinstance(error, KeyNotFoundError)
-        if is_damage and not is_gone and source.region is None:
+        if damages and not is_gone and source.region is None:
             self._hooks.found_damage(source.tier, id, str(error))
         if self._source(transfer.entry) is not None:
             return True
-        if not is_damage:
+        if not damages:
             self._sources.readmit(id, source.tier)
         return False
 
@@ -449,9 +449,5 @@ class FlushLane:
         self.disk_full = self.lacks_room = False
 
 
-def _is_silent_source(outcome: Outcome) -> bool:
-    return outcome.side is Side.SOURCE and not _is_damage(outcome.error)
-
-
-def _is_damage(error: BaseException | None) -> bool:
-    return isinstance(error, TierfallError) and error.is_damage
+def _is_unread_source(outcome: Outcome) -> bool:
+    return outcome.side is Side.SOURCE and not is_damage(outcome.error)

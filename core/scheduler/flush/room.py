@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tierfall.core.runtime import retries
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
@@ -75,7 +74,6 @@ class TierRoom:
         self._hooks = hooks
         self._source_of_repairs: set[str] = set()
         self._full: dict[str, FullDisk] = {}
-        self._conditions = Conditions()
 
     def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
         """A copy to a tier found no space on its disk."""
@@ -91,8 +89,8 @@ class TierRoom:
         if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
             deleted := self._full.pop(tier).deleted
         ):
-            self._conditions.end(
-                tier, "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
+            logger.warning(
+                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
                 tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
             )  # fmt: skip
 
@@ -102,7 +100,7 @@ class TierRoom:
             return WAIT
         if not self._hooks.group.decides and (not lane.disk_full or lane.tier in entry.damage):
             return ADMIT  # rank 0 has made room already
-        rules = next(r for r in self._ledger.rules if r.name == lane.tier)
+        rules = self._ledger.rules_of(lane.tier)
         capacity = rules.capacity_bytes
         need, free = self._need_and_free(lane, entry, capacity)
         if lane.tier in entry.damage:
@@ -197,9 +195,7 @@ class TierRoom:
         """Start the evictions; return False where they have to wait. A copy that is damaged on another tier is
         repaired from this one first."""
         ids = [decision.checkpoint for decision in plan.deletions]
-        if self._deleter.eviction_is_delayed(lane.tier) or self._hooks.verify_elsewhere(
-            lane.tier, ids
-        ):
+        if not self._deleter.is_due(lane.tier) or self._hooks.verify_elsewhere(lane.tier, ids):
             return False
         for decision in plan.deletions:
             begun = self._deleter.request_delete(
@@ -219,8 +215,7 @@ class TierRoom:
         entries = self._ledger.entries
         newest_first = map(entries.peek, entries.ids(newest_first=True))
         kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
-        self._conditions.report(
-            tier, logging.WARNING,
+        logger.warning(
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
             "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
             "disk. The write that failed: %s",
@@ -296,7 +291,8 @@ class TierRoom:
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        then = f"it is tried again when room is made, and every {retries.LONGEST_S:g} s"
+        every_s = retries.longest_s(has_deadline=self._hooks.has_deadline())
+        then = f"it is tried again when room is made, and every {every_s:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"

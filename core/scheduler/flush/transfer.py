@@ -27,8 +27,8 @@ class Transfer:
     ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
     of those that were not begun, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks that
     read from a stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
-    ``published``: files of it may be visible on the tier, without a commit. ``source_has_stopped``: it failed because a
-    source did not respond.
+    ``published``: files of it may be visible on the tier, without a commit. ``source_is_unread``: it failed because a
+    source could not be read.
     """
 
     entry: LedgerEntry
@@ -45,7 +45,7 @@ class Transfer:
     stalls: int = 0
     error: BaseException | None = None
     published: bool = False
-    source_has_stopped: bool = False
+    source_is_unread: bool = False
 
     def first_waiting_within(self, run: CopyRun) -> int | None:
         """Return the first waiting range that is contained in ``run``, a read for another tier."""

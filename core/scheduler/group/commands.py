@@ -158,10 +158,11 @@ class Commands:
         self, kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]
     ) -> None:
         """Log the failures of a command that no person waits for, and which is retried; or that it is done."""
-        text = "%s: the command to %s %s is not done yet: %s"
-        for tier, error in failed.items():
-            self._conditions.report((kind, id), logging.WARNING, text, tier, kind, id, error)
-        if not failed:
+        if failed:
+            why = "; ".join(f"{tier}: {error}" for tier, error in failed.items())
+            text = "the command to %s %s is not done yet: %s"
+            self._conditions.report((kind, id), logging.WARNING, text, kind, id, why)
+        else:
             self._conditions.end((kind, id), "the command to %s %s is done", kind, id)
 
     def try_now(self) -> None:

@@ -26,6 +26,7 @@ from tierfall.core.scheduler.group.messages import (
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks
+from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
 
 _NO_ID = CheckpointId(0, 0)
@@ -107,10 +108,13 @@ class NodeMarks:
         if not task.number:
             self._deleter.on_marks_read(task, outcome)
             return
-        if isinstance(outcome.error, NotWholeError):
-            self._deleter.on_damage_found(task.tier, outcome.error)
-        if outcome.error is not None:
-            body = NodeMarksFound(failed=ErrorMessage.of(outcome.error))
+        error = outcome.error
+        if isinstance(error, NotWholeError):
+            self._deleter.on_damage_found(task.tier, error)
+            if not error.damaged:  # a copy could not be read: rank 0 asks again later
+                error = UnreachableError(str(error))
+        if error is not None:
+            body = NodeMarksFound(failed=ErrorMessage.of(error))
         else:
             body = NodeMarksFound(marks=tuple(outcome.value.items()))
         self._messages.contribute(

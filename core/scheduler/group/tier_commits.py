@@ -356,7 +356,7 @@ class TierCommits:
         assert entry is not None
         attempt = self._pending.try_again(task, error, self._ledger.now_s)
         since_s, until_s = attempt.since_s, attempt.not_before_s
-        self._flusher.note_stall(task.tier, entry, error, attempt.tries, since_s, until_s)
+        self._flusher.note_stall(task.tier, entry, error, since_s, until_s)
         # A newer checkpoint may be committed before this one.
         if attempt.awaits_others or task.tier in self._ledger.failing:
             entry.overtaken.add(task.tier)

@@ -16,8 +16,6 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import Outcome, RecordStart
 from tierfall.core.types.values import CopyState
 
-logger = logging.getLogger("tierfall")
-
 
 class StartRecords:
     """See the module. ``tiers`` are those that this process writes to."""

@@ -78,6 +78,9 @@ class Ledger:
         """Whether the run has several ranks."""
         return self.shard.world_size > 1
 
+    def rules_of(self, tier: str) -> TierRules:
+        return next(rules for rules in self.rules if rules.name == tier)
+
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
         """Set the time of the clock of ``step``, and the wall time. Later wall times are derived from that clock, so
         that setting the wall clock changes no checkpoint's age."""

@@ -63,6 +63,13 @@ def only(listing: Listing) -> FoundCopy:
     return copy
 
 
+def test_a_tier_lags_if_its_listing_does_on_any_rank() -> None:
+    listings = {rank: Listing(tier="nvme", lags=rank == 1) for rank in range(3)}
+    described = {rank: describe([one], mine=["nvme"]) for rank, one in listings.items()}
+    (listing,) = merge_ranks(carried(described), ["nvme"])
+    assert listing.lags
+
+
 def test_one_rank_that_speaks_for_everything_is_received_as_it_spoke() -> None:
     listings = (
         Listing(

@@ -151,7 +151,12 @@ def test_the_end_of_a_training_without_an_evaluated_checkpoint_says_what_to_do(
     trainer = best_of(tmp_path)
     with tierfall.open(config) as ckpt:
         found = attach(trainer, ckpt)
-        trainer.add_callback(AtEnd(lambda: [ckpt.delete(step) for step in range(1, 5)], step=4))
+
+        def delete_all() -> None:
+            for step in range(1, 5):
+                ckpt.delete(step, even_the_last=True)
+
+        trainer.add_callback(AtEnd(delete_all, step=4))
         with pytest.raises(RestoreError, match="no checkpoint has the metric eval_loss: save at"):
             trainer.train(resume_from_checkpoint=found)
 
@@ -223,7 +228,8 @@ def test_a_metric_that_no_evaluation_has_is_warned_of_and_not_before_the_first_o
         trainer.add_callback(AtEnd(lambda: ckpt.drain(), step=2))
         losses_of(trainer, ckpt)
     missing = f'retain.best of disk keeps nothing: no checkpoint has the metric "{metric}"'
-    assert missing not in "".join(before)
+    (text,) = before
+    assert missing not in text
     assert caplog.text.count(missing) == warnings
 
 

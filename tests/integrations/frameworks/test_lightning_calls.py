@@ -286,10 +286,13 @@ def test_the_entry_point_says_nothing_in_a_program_without_the_plugin(
     logger = logging.getLogger("lightning.fabric.utilities.registry")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, logger=logger.name)
-    without = pl.Trainer(**QUIET)
-    assert [x for x in without.callbacks if isinstance(x, files.FromPlugin)] == []
-    assert "tierfall" not in caplog.text
-    io = TierfallIO(config(tmp_path))
-    plugged = pl.Trainer(plugins=[io], **QUIET)
-    assert len([x for x in plugged.callbacks if isinstance(x, files.FromPlugin)]) == 1
-    logger.removeHandler(caplog.handler)
+    try:
+        without = pl.Trainer(**QUIET)
+        assert [x for x in without.callbacks if isinstance(x, files.FromPlugin)] == []
+        assert "tierfall" not in caplog.text
+        io = TierfallIO(config(tmp_path))
+        plugged = pl.Trainer(plugins=[io], **QUIET)
+        assert len([x for x in plugged.callbacks if isinstance(x, files.FromPlugin)]) == 1
+        assert "entry point 'tierfall'" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)

@@ -108,11 +108,10 @@ def hold(run: OpenRun, id: CheckpointId, *, owner: object) -> Callable[[], objec
 
 
 def _release(session: Session, id: CheckpointId) -> None:
-    coordinator = session.coordinator
+    ledger = session.coordinator.ledger
 
     def end() -> None:
-        coordinator.ledger.reading -= Counter([id])
-        coordinator.deleter.survey_changed()
+        ledger.reading -= Counter([id])
 
     session.call_soon(end)
 

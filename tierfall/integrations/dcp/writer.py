@@ -9,11 +9,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ def _shares_default_group() -> bool:
 
     DCP passes its group to no method of a writer.
     """
-    frame: FrameType | None = sys._getframe()
+    frame = currentframe()
     while frame is not None and "distW" not in frame.f_locals:
         frame = frame.f_back
     call = None if frame is None else frame.f_locals["distW"]

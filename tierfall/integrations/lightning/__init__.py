@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import CheckpointIO
 
@@ -122,7 +121,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         """Save in place of the strategy, on each rank."""
         if files.is_of_tuner(path):  # it is no step of the training, and loaded again at once
             return self._state.save_own(self._trainer, checkpoint, path)
-        loop, step = self._trainer.fit_loop, checkpoint["global_step"]
+        loop = self._trainer.fit_loop
         within = progress.is_within_batch(loop)
         # Lightning's barrier after this has no bound.
         if (not within or self._trainer.interrupted) and not self._meet():
@@ -132,11 +131,9 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
             if progress.is_before_end_of_epoch(loop):
                 self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
                 return
+            step = checkpoint["global_step"]
             if step != self._tried:
-                found = self._trainer.callback_metrics.items()
-                logged = {name: x for name, x in found if torch.numel(x) == 1}
-                # ModelCheckpoint's own names for `monitor`.
-                metrics = {"epoch": self._trainer.current_epoch, "step": step, **logged}
+                metrics = progress.metrics(self._trainer, step)
                 handle = self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
                 self._tried = step
                 self._step = self._step if handle.outcome == "skipped" else step

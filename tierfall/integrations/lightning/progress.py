@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from tierfall import Checkpointer
 from tierfall.errors import ConfigError
 from tierfall.integrations import frameworks
@@ -39,3 +41,11 @@ def meet(ckpt: Checkpointer | None, trainer: Any) -> bool:
         )
     frameworks.meet_all_ranks(ckpt, "save_checkpoint", failed=trainer.interrupted)
     return True
+
+
+def metrics(trainer: Any, step: int) -> dict[str, Any]:
+    """Return the metrics of a checkpoint: what was logged, and ModelCheckpoint's own names for ``monitor``."""
+    logged = {
+        name: value for name, value in trainer.callback_metrics.items() if torch.numel(value) == 1
+    }
+    return {"epoch": trainer.current_epoch, "step": step, **logged}

@@ -1,4 +1,4 @@
-"""What a ModelCheckpoint's ``save_top_k`` leaves paths to, and no tier keeps."""
+"""Warnings for a ``save_top_k`` of ModelCheckpoint that no ``retain`` fits."""
 
 from __future__ import annotations
 

@@ -148,9 +148,12 @@ class CheckpointFiles:
     """The files of one checkpoint."""
 
     def __init__(self, checkpoint: KnownCheckpoint, tiers: ReadableTiers) -> None:
-        """Raises IntegrityError if every commit record of it is damaged."""
+        """Raises IntegrityError if every commit record of it is damaged, else the error of one that could not be
+        read."""
         if checkpoint.commit is None:
-            raise IntegrityError(f"every commit record of {checkpoint.id} is damaged")
+            raise checkpoint.unread or IntegrityError(
+                f"every commit record of {checkpoint.id} is damaged"
+            )
         self._checkpoint = checkpoint
         self._tiers = tiers
         self._tally = tiers.tally

@@ -1,0 +1,41 @@
+"""Host memory that cannot be looked at, such as another user's: the other tiers are read, and the commands say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cli_kit import Cli
+
+import tierfall
+from tierfall.errors import RestoreError
+
+
+def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
+    make_cli: Callable[..., Cli],
+) -> None:
+    cli = make_cli(disk={})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}, block=True)
+    unusable = str(cli.folder / ("m" * 300))  # also for root, whom no mode keeps out
+    host, *others = cli.config["tiers"]
+    cli.configure({**cli.config, "tiers": [{**host, "folder": unusable}, *others]})
+
+    exported = cli.folder / "step.pt"
+    for words, shown in (
+        (("ls",), "1@1"),
+        (("latest",), "1@1"),
+        (("verify",), "good"),
+        (("export", "1", "--to", str(exported)), "exported"),
+        (("runs",), "1 run"),
+        (("check",), "disk"),
+    ):
+        answer = cli(*words, code=1)
+        assert shown in answer.out, words
+        assert unusable in answer.err + answer.out, words
+    assert exported.exists()
+
+    with pytest.raises(RestoreError, match="tier host could not be read"):
+        tierfall.load(cli.config)
+    assert tierfall.load(cli.config, step=1)["w"].sum() == 2
