@@ -112,7 +112,8 @@ class TierCatalog:
             if commit is not None
         ]
         copies = [*self._examine(copies, folders)]
-        lags = lags or any(isinstance(copy.damage, ContradictionError) for copy in copies)
+        contradictions = (ContradictionError, NamedInVainError)
+        lags = lags or any(isinstance(copy.damage, contradictions) for copy in copies)
         return Listing(
             tier=self._tier,
             copies=tuple(sorted(copies, key=lambda c: c.id)),

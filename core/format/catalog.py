@@ -70,7 +70,7 @@ class FoundCopy:
 class Listing:
     """The content of one tier. ``unfinished`` maps step folders without a commit record to their bytes. ``starts`` are
     the starts of attempts that committed there, including deleted checkpoints. ``damaged`` are errors that belong to no
-    copy, as in overwritten memory. ``lags``: a commit record can be read that the store's listing does not show. With
+    copy, as in overwritten memory. ``lags``: the listing, or ``latest``, contradicts what is read there by key. With
     ``error``, the tier, or a part of it, could not be listed."""
 
     tier: str

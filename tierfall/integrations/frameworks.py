@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
+from typing import Any
 
 from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import RetainSection, StoredTierConfig, load_config
@@ -142,6 +143,11 @@ def pointer_file(ckpt: Checkpointer, handle: SaveHandle) -> tuple[str, bytes]:
     at = CheckpointId(handle.step, handle.attempt)
     found = pointer.pointer_to(open_run_of(ckpt).config, at)
     return pointer.POINTER_NAME, pointer.encode(found)
+
+
+def config_of(config: Any, run: str | None) -> Config:
+    """Return what ``tierfall.open`` makes of these arguments."""
+    return load_config(config, run=run)
 
 
 def read_config(path: str, run: str | None, *, keep_last: int) -> Config:

@@ -223,8 +223,8 @@ class OpenedTiers:
                     )
             if listing.lags:
                 logger.warning(
-                    "open: the listing of tier %s contradicts what is read there by key: it lags behind, or what it "
-                    "shows cannot be read. No rule deletes anything in this start",
+                    "open: the listing of tier %s, or 'latest' there, contradicts what is read by key: it lags behind, "
+                    "or what they name cannot be read. No rule deletes anything in this start",
                     listing.tier,
                 )
 

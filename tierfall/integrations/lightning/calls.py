@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.core import saving
 
 import tierfall
-from tierfall.config import load_config
+from tierfall.integrations import frameworks
 from tierfall.integrations.lightning import files
 from tierfall.integrations.lightning.state import ENTRY, SHARDED
 
@@ -40,7 +40,7 @@ def load(path: Any, config: Any = None, run: str | None = None, **options: Any) 
     if files.is_last(path) and files.is_pointer(path):
         path = tierfall.read_pointer(path).config()
     elif files.is_last(path) and config is not None:
-        path = load_config(config, run=run)
+        path = frameworks.config_of(config, run)
     loaded = tierfall.load(path, **options)
     return {**loaded[ENTRY], **loaded.get(SHARDED, {})}
 
