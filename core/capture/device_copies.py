@@ -149,10 +149,14 @@ class CaptureDevices:
     like host memory, by the thread that works on them.
     """
 
-    def __init__(self, streams: Streams, slab: Slab | None = None) -> None:
+    def __init__(
+        self, streams: Streams, open_slab: Callable[[torch.device], Slab | None] | None = None
+    ) -> None:
+        """``open_slab`` allocates spare memory of a device (None if it has none); it is called with the first one."""
         self._makes = streams
         self._has_devices = torch.accelerator.is_available()
-        self._slab = slab
+        self._open_slab = open_slab
+        self._slab: Slab | None = None
         self._numbers: dict[torch.device, int] = {}
         self.streams: dict[int, CopyStream] = {}
         self.without_stream: set[str] = set()
@@ -176,10 +180,8 @@ class CaptureDevices:
 
     @property
     def slab(self) -> tuple[int, Slab] | None:
-        """Spare device memory and its place; None if no tensor of the state is on that device."""
-        if self._slab is None or self._slab.device not in self._numbers:
-            return None
-        return self._numbers[self._slab.device], self._slab
+        """Spare memory of the first device, and its place; None if there is none."""
+        return None if self._slab is None else (0, self._slab)
 
     @property
     def first(self) -> torch.device | None:
@@ -196,7 +198,9 @@ class CaptureDevices:
             return HOST
         number = self._numbers[device] = len(self._numbers)
         self.streams[number] = stream
-        # In the first save of a run, which makes host memory ready for seconds.
+        if number == 0 and self._open_slab is not None:
+            self._slab = self._open_slab(device)
+        # In the first save of a run, which blocks.
         sum_kernel.prepare(device)
         can_copy(device, on_device=True)
         return number

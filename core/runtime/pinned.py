@@ -38,15 +38,6 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def current() -> torch.device | None:
-    """This thread's current CUDA device, or None."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def synchronize(device: torch.device | None = None) -> None:
     """Wait until a device (default: the current one) has completed all enqueued work; no-op without CUDA."""
     import torch

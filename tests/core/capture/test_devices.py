@@ -697,10 +697,9 @@ def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
 # Opening it ------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_state_that_is_not_on_a_gpu_leaves_the_device_tier_out_and_that_is_reported_once(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver, "cuda_available", lambda: False)
     config = make_config()
     config["tiers"].insert(0, {"name": "spare", "kind": "device", "capacity": "1MiB"})
     trainer = Trainer()
@@ -710,7 +709,7 @@ def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
         (info, *_) = ckpt.checkpoints()
         assert "spare" not in info.tiers
     output = [r.getMessage() for r in caplog.records if "spare" in r.getMessage()]
-    assert output == ["open: goes on without tier spare: no CUDA device here"]
+    assert output == ["save: goes on without tier spare: the state is not on a CUDA device"]
 
 
 def test_a_device_without_so_much_room_is_reported_and_left_out(
@@ -718,7 +717,7 @@ def test_a_device_without_so_much_room_is_reported_and_left_out(
 ) -> None:
     made: Any = DeviceSlab.allocate(1 << 60, torch.device("cpu"), name="spare")
     assert made is None
-    assert "open: goes on without tier spare: cpu cannot allocate" in caplog.text
+    assert "save: goes on without tier spare: cpu cannot allocate" in caplog.text
 
 
 # The slab --------------------------------------------------------------------------------------------
