@@ -293,6 +293,12 @@ class HostTier:
             if self._arena is not None:
                 self._arena.prepare(device)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the memory that there is is prepared, as far as ``prepare`` was told to."""
+        with self._guard:
+            return self._arena is None or self._arena.is_prepared
+
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)
         return room.default_capacity_bytes(

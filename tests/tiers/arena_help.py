@@ -39,7 +39,7 @@ def create(path: Path, capacity_bytes: int = MIB, **options: Any) -> Arena:
 def prepare(arena: Arena, device: torch.device | None = None) -> None:
     """Prepare the memory, for copies from a device if one was given here before, and wait until it is prepared."""
     arena.prepare(device)
-    while arena.unprepared_piece(device) is not None:
+    while not arena.is_prepared:
         time.sleep(0.001)
 
 

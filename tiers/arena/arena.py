@@ -242,6 +242,11 @@ class Arena:
         self._shared.require_writable("preparing its memory")
         self._preparation.begin(device)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all pages are touched and, for copies from the device that ``prepare`` was given, locked."""
+        return self.unprepared_piece(self._preparation.device) is None
+
     def unprepared_piece(self, device: torch.device | None) -> int | None:
         """The piece of the file that is to be prepared next, of free space first, in the order of ``allocate``; None if
         none is left."""

@@ -35,7 +35,7 @@ class Preparation:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         self._more = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -43,7 +43,7 @@ class Preparation:
     def begin(self, device: torch.device | None) -> None:
         """Prepare what is not prepared. Pages are locked once a ``device`` is known that copies come from. May be
         called again."""
-        self._device = device or self._device
+        self.device = device or self.device
         self._more.set()
         if self._thread is None:
             self._thread = threading.Thread(
@@ -79,7 +79,7 @@ class Preparation:
 
     def _prepare_next(self) -> bool:
         """Prepare one piece; False if none is left."""
-        piece = self._arena.unprepared_piece(self._device)
+        piece = self._arena.unprepared_piece(self.device)
         if piece is None:
             return False
         start = piece * PIECE_BYTES
@@ -89,7 +89,7 @@ class Preparation:
                 break
             self._rest(time.monotonic() - began_s)
         began_s = time.monotonic()
-        done = self._arena.set_prepared(piece, self._device)
+        done = self._arena.set_prepared(piece, self.device)
         self._rest(time.monotonic() - began_s if done else BUSY_S)
         return True
 
