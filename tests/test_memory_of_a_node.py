@@ -301,6 +301,21 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
+def test_a_drain_on_a_signal_looks_again_before_it_frees_memory(
+    tmp_path: Path, memory: Path
+) -> None:
+    """The folder was moved, or its file system unmounted, since the last commit."""
+    project = Project(tmp_path / "one", memory, disk={})
+    project.drain_within("20s")
+    with forked.start(["-c", TRAINER, str(project.file)]) as trainer:
+        assert trainer.stdout.readline() == b"saved\n"
+        (away,) = tmp_path.rglob("step-00000001-a0001")
+        shutil.move(away, tmp_path / "away")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(60) == -signal.SIGTERM
+    assert project.restored()[0] == 1
+
+
 def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
     tmp_path: Path, memory: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.commands import POLL_S, Watch, unread, view_of
 from tierfall.ops.drain_shards import MachineShards
 from tierfall.session.drain_forecast import ForecastLog
 from tierfall.session.leftovers import images_in
@@ -67,11 +67,9 @@ def drain(
     ``on_forecast`` is called with a sentence per forecast: at the start, and again once the rates of tiers are known.
     ``watch`` is called with bytes copied and bytes in total.
 
-    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive;
-    UnreachableError, before anything is created, where a tier's folder is missing.
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive.
     """
     began = time.monotonic()
-    check_folders(config)
     slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
         tiers = OpenedTiers(
