@@ -3,9 +3,12 @@ holds can be closed. What a logging handler does holds up no training."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -264,6 +267,30 @@ def test_a_checkpointer_that_no_variable_holds_is_closed_by_the_next_open_or_all
         tierfall.open(config, replace=1)  # type: ignore[arg-type]
 
 
+def test_a_close_keeps_what_another_thread_has_saved_and_refuses_the_rest(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ckpt = tierfall.open(make_config(disk={"bandwidth": "300kB/s"}, max_wait="20s"))
+    returned, errors, begun = [0], list[Exception](), threading.Event()
+
+    def train() -> None:
+        try:
+            for step in range(1, 1000):
+                ckpt.save(step, {**state_of(step), "more": torch.zeros(20_000)})
+                returned.append(step)
+                begun.set()
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert begun.wait(SOON_S)
+    tierfall.close_all()
+    thread.join(SOON_S)
+    assert re.search("closes this Checkpointer|is closed; open another one", str(errors[0]))
+    assert returned[-1] in steps_on(tmp_path / "disk")
+
+
 def test_close_all_closes_the_others_where_one_fails(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -342,6 +369,40 @@ def test_a_log_handler_that_blocks_holds_up_no_save_and_loses_no_message(
         handler.go_on.set()
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("no route to the log server")
+
+
+def test_a_log_handler_that_raises_fails_no_call(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger, handler = logging.getLogger("tierfall"), Broken(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with tierfall.open(make_config(disk={})) as ckpt:
+            ckpt.save(1, state_of(1))
+            logger.warning("a message")
+    finally:
+        logger.removeHandler(handler)
+    assert steps_on(tmp_path / "disk") == [1]
+    assert "no route to the log server" in capsys.readouterr().err
+
+
+def test_a_program_may_have_closed_its_stderr(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    logger = logging.getLogger("tierfall")
+    monkeypatch.setattr(logger, "propagate", False)  # no handler is configured
+    monkeypatch.setattr(sys, "stderr", closed)
+    with tierfall.open(make_config(disk={})) as ckpt:
+        ckpt.save(1, state_of(1))
 
 
 def test_a_run_needs_no_temporary_folder(
