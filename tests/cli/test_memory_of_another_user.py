@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +41,23 @@ def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
     with pytest.raises(RestoreError, match="tier host could not be read"):
         tierfall.load(cli.config)
     assert tierfall.load(cli.config, step=1)["w"].sum() == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.parametrize("given", ["*.arena", "*.lock"])
+def test_root_is_told_to_act_as_the_user_whose_memory_it_is(
+    make_cli: Callable[..., Cli], memory: Path, given: str
+) -> None:
+    """Not to remove it: it may hold the only copy of a step."""
+    cli = make_cli(disk={"flush": {"every": 9}})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}).captured()
+    (file,) = memory.rglob(given)
+    os.chown(file, 12345, -1)
+    refused = cli("drain", code=-1).err
+    assert "run this as that user" in refused
+    assert "remove" not in refused
+    held = next(
+        line for line in cli("runs", code=-1).out.splitlines()[-2:] if line.startswith("run ")
+    )
+    assert held.split()[1] == ("?" if given == "*.arena" else "1"), "the number of its steps"

@@ -307,7 +307,7 @@ def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Tabl
     for one in held:
         made.add_row(
             one.run,
-            str(len(one.checkpoints)),
+            "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
             format_size(one.bytes),
             format_size(one.kept_bytes) if one.kept_bytes else "-",
             "none lives" if one.owner is None else f"process {one.owner.pid}",
