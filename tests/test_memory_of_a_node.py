@@ -205,6 +205,7 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     assert "flushed 7@1 to disk" in output
     assert (steps_on(two.folder / "disk", "exp"), steps_on(one.folder / "disk", "exp")) == ([7], [])
     assert [held["file"] for held in json_of("runs")["memory"]] == [str(one.file)]
+    assert "no trainer" in run_command("runs"), "a command may live, which is no owner"
     one.configure(elsewhere={})
     assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()

@@ -280,6 +280,10 @@ def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> 
         "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
+    if not settings.written:
+        answer.show(
+            "every tier is only read, so that no rule applies: name the YAML file with the rules by --config"
+        )
     if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
         answer.show(UNREAD)
     if dry_run:  # else they were logged

@@ -310,12 +310,12 @@ def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Tabl
             "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
             format_size(one.bytes),
             format_size(one.kept_bytes) if one.kept_bytes else "-",
-            "none lives" if one.owner is None else f"process {one.owner.pid}",
+            "no trainer" if one.owner is None else f"process {one.owner.pid}",
             one.file or "-",
         )
     yield made
     if any(one.owner is None for one in held):
-        yield "'tierfall drain --all' flushes what no living process owns, --discard frees it"
+        yield "'tierfall drain --all' flushes what no trainer owns, --discard frees it"
 
 
 def held_members(held: HeldMemory) -> dict[str, Any]:
