@@ -237,7 +237,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
     say(f"To delete it, type the name of the run: {run}")
     if not is_typed(run):
         answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
-    result = delete_run(settings)
+    result = delete_run(settings, listings)
     answer.document = {
         "run": run,
         "deleted": list(result.deleted),
