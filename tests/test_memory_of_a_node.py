@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -209,7 +210,12 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     one.configure(elsewhere={})
     assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()
-    assert "there is no such file" in run_command("drain", "--all", code=1)
+    said = run_command("drain", "--all", code=1)
+    assert re.search(rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", said)
+    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in said
+    one.configure(disk=RARELY)
+    shutil.rmtree(one.folder / "disk")
+    assert "run exp in " in run_command("drain", "--all", code=1), "a folder is missing"
     assert len(list(default_folder.rglob("*.arena"))) == 1
 
 

@@ -35,7 +35,7 @@ from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.core.types.values import CheckpointId
@@ -472,8 +472,13 @@ def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
         left_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
         try:
             drained.append(_drain(answer, held.settings(), left_s))
+        except ConfigError as error:
+            answer.problem(
+                f"{held}: {error}. To flush it by a file with its tiers: 'tierfall drain --run {held.run} --config "
+                "FILE'; to free it: 'tierfall drain --all --discard'"
+            )
         except TierfallError as error:
-            answer.problem(error)
+            answer.problem(f"{held}: {error}")
     answer.document = {"runs": drained}
     answer.finish()
 
