@@ -11,7 +11,7 @@ import torch
 from cli_kit import Cli
 
 import tierfall
-from tierfall.errors import RestoreError
+from tierfall.errors import ConfigError, RestoreError
 
 
 def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
@@ -41,6 +41,20 @@ def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
     with pytest.raises(RestoreError, match="tier host could not be read"):
         tierfall.load(cli.config)
     assert tierfall.load(cli.config, step=1)["w"].sum() == 2
+
+
+def test_check_refuses_a_folder_that_open_refuses(make_cli: Callable[..., Cli]) -> None:
+    cli = make_cli(disk={})
+    host, *others = cli.config["tiers"]
+    cli.configure({**cli.config, "tiers": [{**host, "folder": str(cli.folder / "m")}, *others]})
+    cli("check", "--size", "64KiB")
+    assert not (cli.folder / "m").exists(), "check creates nothing"
+    with tierfall.open(cli.config):
+        (run,) = (cli.folder / "m" / "run").iterdir()
+    run.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to it"):
+        tierfall.open(cli.config)
+    assert "others may write to it" in cli("check", "--size", "64KiB", code=1).err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
