@@ -133,6 +133,25 @@ def test_what_was_saved_or_pinned_after_the_run_was_shown_is_not_deleted(
     assert "run run: no checkpoint" in cli("ls").out
 
 
+def test_a_second_machine_that_trained_the_run_is_told_how_to_delete_it_there(
+    cli: Cli, tmp_path: Path
+) -> None:
+    host, _, far = cli.config["tiers"]
+    there = {**host, "folder": str(tmp_path / "memory there")}
+    cli.configure({**cli.config, "tiers": [host, far]})
+    other = {**cli.config, "tiers": [there, far]}
+    with tierfall.open(other) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(9, state_of(9), block=True)
+    cli(*ALL, input="run\n")
+    cli.configure(other)
+    assert "repeat it after 'tierfall forget TIER'" in cli(*ALL, input="run\n", code=1).err
+    cli("forget", "far")
+    assert "deleted run run on host, far" in cli(*ALL, input="run\n").out
+    with tierfall.open(other) as ckpt:
+        assert ckpt.restore(blank()) is None
+
+
 @pytest.mark.parametrize("words", [["--all"], ["--all", "--run", "run", "1"], []])
 def test_a_run_is_named_and_no_step(cli: Cli, words: list[str]) -> None:
     assert "tierfall: rm: " in cli("rm", *words, input="run\n", code=2).err

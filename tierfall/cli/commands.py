@@ -215,7 +215,8 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         if answer.problems:
             answer.refuse(
                 "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
-                "or without the tier in the file"
+                "or without the tier in the file. If the run was deleted there from another machine, repeat it after "
+                "'tierfall forget TIER'"
             )
         kept = foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
