@@ -242,7 +242,9 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
         ckpt.restore(blank())
         run_command(*words, code="--all" in words, typed="exp\n")
     assert (project.restored(), other.restored()) == (None, (9, "host"))
-    assert "nothing is in this node's memory" in project.run_command("drain", "--discard")
+    assert "nothing of this user is in this node's memory" in project.run_command(
+        "drain", "--discard"
+    )
     refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
     assert "leave --deadline out" in refused
     assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)

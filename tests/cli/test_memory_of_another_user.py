@@ -43,6 +43,20 @@ def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
     assert tierfall.load(cli.config, step=1)["w"].sum() == 2
 
 
+def test_what_is_not_seen_of_other_users_is_not_called_nothing(
+    make_cli: Callable[..., Cli], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default folder is that of one user; a folder that the file names is looked at whosever it is."""
+    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", tmp_path)
+    cli = make_cli(disk={})
+    host, *others = cli.config["tiers"]
+    for folder, whose in ((host["folder"], ""), (None, " of this user")):
+        cli.configure({**cli.config, "tiers": [{**host, "folder": folder}, *others]})
+        assert cli("drain").out == f"run run: nothing is in host memory{whose}\n"
+        assert f"no checkpoint on the tiers or in host memory{whose}\n" in cli("ls").out
+        assert cli("drain", "--all").out == "nothing of this user is in this node's memory\n"
+
+
 def test_check_refuses_a_folder_that_open_refuses(make_cli: Callable[..., Cli]) -> None:
     cli = make_cli(disk={})
     host, *others = cli.config["tiers"]

@@ -22,6 +22,7 @@ from tierfall.cli.common import (
     load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
+    of_this_user,
     owner_members,
     parse_option,
     table,
@@ -427,7 +428,7 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "left": [members(owed) for owed in left],
         "memory_kept": False,
     }
-    answer.show(f"run {reader.run}: nothing is in host memory")
+    answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
     for owed in left:
         answer.show(f"still owed from another tier: {owed}")
     if left:
@@ -506,7 +507,7 @@ def _left_by_runs(
         if held.owner is not None:
             answer.problem(f"{held}: a trainer owns it ({held.owner}); nothing was done")
     if not found:
-        answer.show("nothing is in this node's memory")
+        answer.show("nothing of this user is in this node's memory")
     return [held for held in found if held.owner is None]
 
 

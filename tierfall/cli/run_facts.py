@@ -271,7 +271,7 @@ def runs(config: str | None, as_json: bool) -> None:
     if settings is not None:
         answer.document = {"runs": _show_runs(answer, settings), **answer.document}
     elif not held:
-        answer.show("nothing is in this node's memory")
+        answer.show("nothing of this user is in this node's memory")
     if held:
         answer.show(*_memory_of_node(held, below=settings is not None))
     answer.finish()
