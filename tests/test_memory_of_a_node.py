@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -205,10 +206,16 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     assert "flushed 7@1 to disk" in output
     assert (steps_on(two.folder / "disk", "exp"), steps_on(one.folder / "disk", "exp")) == ([7], [])
     assert [held["file"] for held in json_of("runs")["memory"]] == [str(one.file)]
+    assert "no trainer" in run_command("runs"), "a command may live, which is no owner"
     one.configure(elsewhere={})
     assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()
-    assert "there is no such file" in run_command("drain", "--all", code=1)
+    said = run_command("drain", "--all", code=1)
+    assert re.search(rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", said)
+    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in said
+    one.configure(disk=RARELY)
+    shutil.rmtree(one.folder / "disk")
+    assert "run exp in " in run_command("drain", "--all", code=1), "a folder is missing"
     assert len(list(default_folder.rglob("*.arena"))) == 1
 
 
@@ -235,7 +242,9 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
         ckpt.restore(blank())
         run_command(*words, code="--all" in words, typed="exp\n")
     assert (project.restored(), other.restored()) == (None, (9, "host"))
-    assert "nothing is in this node's memory" in project.run_command("drain", "--discard")
+    assert "nothing of this user is in this node's memory" in project.run_command(
+        "drain", "--discard"
+    )
     refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
     assert "leave --deadline out" in refused
     assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)

@@ -252,7 +252,10 @@ def _check_file(status: os.stat_result, path: Path, run: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise _unusable_error(path, run, "not a regular file")
     if status.st_uid != os.geteuid():
-        raise _unusable_error(path, run, f"owned by user {status.st_uid}, not by {os.geteuid()}")
+        raise ConfigError(
+            f"lock of run {run}: {path} is owned by user {status.st_uid}, not by {os.geteuid()}: run this as that "
+            "user, or set another `folder` or run name"
+        )
 
 
 def _unusable_error(path: Path, run: str, why: str) -> ConfigError:

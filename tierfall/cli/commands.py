@@ -22,6 +22,7 @@ from tierfall.cli.common import (
     load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
+    of_this_user,
     owner_members,
     parse_option,
     table,
@@ -35,7 +36,7 @@ from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.core.types.values import CheckpointId
@@ -215,7 +216,8 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         if answer.problems:
             answer.refuse(
                 "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
-                "or without the tier in the file"
+                "or without the tier in the file. If the run was deleted there from another machine, repeat it after "
+                "'tierfall forget TIER'"
             )
         kept = foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
@@ -237,7 +239,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
     say(f"To delete it, type the name of the run: {run}")
     if not is_typed(run):
         answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
-    result = delete_run(settings)
+    result = delete_run(settings, listings)
     answer.document = {
         "run": run,
         "deleted": list(result.deleted),
@@ -280,6 +282,10 @@ def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> 
         "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
+    if not settings.written:
+        answer.show(
+            "every tier is only read, so that no rule applies: name the YAML file with the rules by --config"
+        )
     if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
         answer.show(UNREAD)
     if dry_run:  # else they were logged
@@ -422,7 +428,7 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "left": [members(owed) for owed in left],
         "memory_kept": False,
     }
-    answer.show(f"run {reader.run}: nothing is in host memory")
+    answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
     for owed in left:
         answer.show(f"still owed from another tier: {owed}")
     if left:
@@ -468,8 +474,13 @@ def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
         left_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
         try:
             drained.append(_drain(answer, held.settings(), left_s))
+        except ConfigError as error:
+            answer.problem(
+                f"{held}: {error}. To flush it by a file with its tiers: 'tierfall drain --run {held.run} --config "
+                "FILE'; to free it: 'tierfall drain --all --discard'"
+            )
         except TierfallError as error:
-            answer.problem(error)
+            answer.problem(f"{held}: {error}")
     answer.document = {"runs": drained}
     answer.finish()
 
@@ -496,7 +507,7 @@ def _left_by_runs(
         if held.owner is not None:
             answer.problem(f"{held}: a trainer owns it ({held.owner}); nothing was done")
     if not found:
-        answer.show("nothing is in this node's memory")
+        answer.show("nothing of this user is in this node's memory")
     return [held for held in found if held.owner is None]
 
 

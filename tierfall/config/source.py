@@ -119,8 +119,9 @@ def _read_text(path: Path) -> str:
                 f"{path} is an address; expected the path of a YAML file, or a dict such as {{'run': 'r', 'tiers': "
                 "'s3://bucket/prefix'}"
             ) from error
+        seen_from = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise ConfigError(
-            f"{path}: there is no such file (relative to {Path.cwd()}); expected the path of a YAML file, or a dict"
+            f"{path}: there is no such file{seen_from}; expected the path of a YAML file, or a dict"
         ) from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a folder; expected a YAML file") from error

@@ -45,14 +45,10 @@ class HeldMemory:
     def settings(self) -> Config:
         """Read the run's file, as this node sees it. Raises ConfigError where it had none, or has other tiers now."""
         if not self.file:
-            raise ConfigError(
-                f"{self}: it was not configured by a file: name one with its tiers by --config"
-            )
+            raise ConfigError("it was not configured by a file")
         settings = load_config(self.file, run=self.run)
         if run_folder(settings, self.run) != self.folder:
-            raise ConfigError(
-                f"{self}: {self.file} has other tiers now: name a file with its tiers by --config"
-            )
+            raise ConfigError(f"{self.file} has other tiers now")
         return seen_by_one(settings, reads_images=False)
 
     def discard(self) -> None:
