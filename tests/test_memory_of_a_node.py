@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,25 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
     refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
     assert "leave --deadline out" in refused
     assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)
+
+
+def test_memory_that_another_command_holds_is_freed_once_that_has_ended(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    project.leave(1)
+    project.configure(disk={"bandwidth": "1kB/s"})
+    with forked.start(["-m", "tierfall", "drain", "--config", str(project.file)]) as other:
+        wait_until(
+            lambda: any(b"tierfall drain" in lock.read_bytes() for lock in memory.rglob("*.lock")),
+            "the other command holds the run",
+        )
+        ending = threading.Timer(1.0, other.kill)
+        ending.start()
+        words = ("drain", "--discard", "--config", str(project.file))
+        assert "freed" in run_command(*words, typed="exp\n")
+        ending.join()
+    assert list(memory.rglob("*.arena")) == []
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
