@@ -321,13 +321,33 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
+def in_a_container() -> list[str]:
+    """Return the words before a command that make it process 1 of a container."""
+    words = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespace may be created here")
+    return words
+
+
+def test_a_trainer_of_another_container_is_not_named_by_a_number_that_is_anothers_here(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    words = [*in_a_container(), sys.executable, "-m", "tierfall", "drain", "--config"]
+    project.leave(1)
+    with project.open():
+        answer = subprocess.run(
+            [*words, str(project.file)], check=False, capture_output=True, text=True
+        )
+    assert "a trainer owns run 'exp' (a process of another container on " in answer.stderr
+    assert f"process {os.getpid()}" not in answer.stderr
+
+
 def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
     tmp_path: Path, memory: Path
 ) -> None:
     """The kernel ends no process 1 by the default action of a signal."""
-    as_first = ["unshare", "--pid", "--fork", "--kill-child"]
-    if subprocess.run([*as_first, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no process namespace may be created here")
+    as_first = in_a_container()
     project = Project(tmp_path / "one", memory, disk={})
     project.drain_within("20s")
     words = [*as_first, sys.executable, "-c", TRAINER, str(project.file)]

@@ -145,7 +145,7 @@ def _describe_result(
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
     when = "after its next commit there, or within a minute if that waits for room"
-    trainer = f"the trainer (process {owner.pid})"
+    trainer = f"the trainer ({owner.process})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
     return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads the mark {when}",)
