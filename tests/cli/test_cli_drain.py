@@ -119,6 +119,17 @@ def test_what_no_tier_is_owed_is_not_called_durable(
     assert steps_on(tmp_path / "far") == [1]
 
 
+def test_memory_that_is_to_be_kept_is_kept_and_nothing_is_called_unflushed(
+    make_cli: MakeCli, train: Train
+) -> None:
+    cli = make_cli(host={"on_close": "keep"})
+    die(train(cli), 1)
+    assert cli("drain").out.splitlines()[-1] == "host memory is kept (on_close: keep)"
+    owed, memory = cli("drain").out.splitlines()
+    assert owed == "run run: no tier is owed what is in memory"
+    assert memory == "host memory is kept (on_close: keep)"
+
+
 def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
     make_cli: MakeCli, train: Train, tmp_path: Path
 ) -> None:
