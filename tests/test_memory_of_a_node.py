@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,25 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
     assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)
 
 
+def test_memory_that_another_command_holds_is_freed_once_that_has_ended(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    project.leave(1)
+    project.configure(disk={"bandwidth": "1kB/s"})
+    with forked.start(["-m", "tierfall", "drain", "--config", str(project.file)]) as other:
+        wait_until(
+            lambda: any(b"tierfall drain" in lock.read_bytes() for lock in memory.rglob("*.lock")),
+            "the other command holds the run",
+        )
+        ending = threading.Timer(1.0, other.kill)
+        ending.start()
+        words = ("drain", "--discard", "--config", str(project.file))
+        assert "freed" in run_command(*words, typed="exp\n")
+        ending.join()
+    assert list(memory.rglob("*.arena")) == []
+
+
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
     project = Project(tmp_path / "one", memory)
     project.leave(1)
@@ -325,13 +345,33 @@ def test_a_drain_on_a_signal_looks_again_before_it_frees_memory(
     assert project.restored()[0] == 1
 
 
+def in_a_container() -> list[str]:
+    """Return the words before a command that make it process 1 of a container."""
+    words = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespace may be created here")
+    return words
+
+
+def test_a_trainer_of_another_container_is_not_named_by_a_number_that_is_anothers_here(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    words = [*in_a_container(), sys.executable, "-m", "tierfall", "drain", "--config"]
+    project.leave(1)
+    with project.open():
+        answer = subprocess.run(
+            [*words, str(project.file)], check=False, capture_output=True, text=True
+        )
+    assert "a trainer owns run 'exp' (a process of another container on " in answer.stderr
+    assert f"process {os.getpid()}" not in answer.stderr
+
+
 def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
     tmp_path: Path, memory: Path
 ) -> None:
     """The kernel ends no process 1 by the default action of a signal."""
-    as_first = ["unshare", "--pid", "--fork", "--kill-child"]
-    if subprocess.run([*as_first, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no process namespace may be created here")
+    as_first = in_a_container()
     project = Project(tmp_path / "one", memory, disk={})
     project.drain_within("20s")
     words = [*as_first, sys.executable, "-c", TRAINER, str(project.file)]

@@ -33,6 +33,7 @@ from tierfall.cli.common import (
 from tierfall.cli.run_facts import held_members
 from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
+from tierfall.config.sections import OnClose
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
@@ -146,7 +147,7 @@ def _describe_result(
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
     when = "after its next commit there, or within a minute if that waits for room"
-    trainer = f"the trainer (process {owner.pid})"
+    trainer = f"the trainer ({owner.process})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
     return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads the mark {when}",)
@@ -439,6 +440,7 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
 
 
 def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult) -> None:
+    keeps = drained.memory_kept and settings.host.on_close is OnClose.KEEP
     for owed in drained.done:
         answer.show(f"flushed {owed}")
     if drained.done or drained.left:
@@ -448,13 +450,16 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
         )
+    elif keeps:
+        answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(
             f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")
-    answer.show("host memory is kept" if drained.memory_kept else "host memory is freed")
+    kept = "host memory is kept (on_close: keep)" if keeps else "host memory is kept"
+    answer.show(kept if drained.memory_kept else "host memory is freed")
     for owed in drained.left:
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:

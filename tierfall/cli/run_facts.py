@@ -310,7 +310,7 @@ def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Tabl
             "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
             format_size(one.bytes),
             format_size(one.kept_bytes) if one.kept_bytes else "-",
-            "no trainer" if one.owner is None else f"process {one.owner.pid}",
+            "no trainer" if one.owner is None else one.owner.process,
             one.file or "-",
         )
     yield made
