@@ -409,8 +409,11 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
             assert project.restored() == (1, "host"), "by this process"
         else:
             later = processes.enter_context(forked.start(["-c", DIES, str(project.file)]))
-            state = Path(f"/proc/{later.pid}/stat")
+            process = Path(f"/proc/{later.pid}")
+            state = process / "stat"
             wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it died")
+            # The kernel closes its files, and with them the lock, with its last thread.
+            wait_until(lambda: len([*(process / "task").iterdir()]) == 1, "all its threads did")
         project.configure(disk={})
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
