@@ -107,6 +107,7 @@ def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
     ckpt = tierfall.open(make_config())
     ckpt.save(1, state, block=True)
     anything: Any = ckpt
+    no_folder = {**make_config(disk={"path": "/dev/null/folder"}), "run": "other"}
     nothing: Any = None
     five: Any = 5
     calls: list[tuple[str, Callable[[], object]]] = [
@@ -123,6 +124,9 @@ def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
         ("load: only must be a list", lambda: anything.load(only=5)),
         ("load: only must be a list", lambda: tierfall.load(tmp_path, only=five)),
         ("load: checkpoint 1@1 has no entry named 'x'", lambda: ckpt.load(only=["x"])),
+        ("load: resume is None; expected True", lambda: anything.load(resume=None)),
+        ("https://x is an address", lambda: tierfall.open("https://x")),
+        ("check the tier's folder", lambda: tierfall.open(no_folder)),
         ("read_pointer: folder must be a path", lambda: tierfall.read_pointer(nothing)),
         ("write_pointer: folder must be a path", lambda: anything.write_pointer(5, 1)),
         ("expected a Checkpointer", lambda: TierWriter(nothing, step=1)),

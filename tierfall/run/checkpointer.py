@@ -263,6 +263,8 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
+        if not isinstance(resume, bool):
+            raise ConfigError(f"load: resume is {resume!r}; expected True or False")
         check_device(map_location)
         request = replace(
             self._opened.restorer.request(step, attempt, doing="load"),
