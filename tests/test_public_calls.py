@@ -34,6 +34,7 @@ from tierfall.errors import (
     RanksError,
     TierfallError,
 )
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 MakeConfig = Callable[..., dict[str, Any]]
 SOON_S = 20.0
@@ -100,6 +101,53 @@ def test_an_error_ends_at_the_users_line_and_says_each_sentence_once(
             assert printed(error).count(str(error).splitlines()[0]) == 1
             assert any(r.exc_info and r.exc_info[1] is error for r in caplog.records), "at DEBUG"
     assert isinstance(raised(lambda: ckpt.save(2, state_of(2))), ConfigError)
+
+
+def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    two, state = torch.tensor([1, 2]), state_of(1)
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state, block=True)
+    anything: Any = ckpt
+    no_folder = {**make_config(disk={"path": "/dev/null/folder"}), "run": "other"}
+    nothing: Any = None
+    five: Any = 5
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("save: step must be an integer", lambda: anything.save(two, state)),
+        ("save: step must be an integer", lambda: anything.maybe_save(two, state)),
+        ("restore: step must be an integer", lambda: anything.restore(state, step=two)),
+        ("save: tags must be a list of names", lambda: anything.save(2, state, tags=None)),
+        ("save: tags must be a list of names", lambda: TierWriter(ckpt, step=2, tags=nothing)),
+        ("restore: only must be a list", lambda: anything.restore(state, only=5)),
+        ("restore: only must be a list", lambda: anything.restore(state, only=iter(["model"]))),
+        ("restore: skip must be a list", lambda: anything.restore(state, skip=5)),
+        ("restore: retype must be a list", lambda: anything.restore(state, retype=5)),
+        ("restore: resize must be a list", lambda: anything.restore(state, resize=5)),
+        ("load: only must be a list", lambda: anything.load(only=5)),
+        ("load: only must be a list", lambda: tierfall.load(tmp_path, only=five)),
+        ("load: checkpoint 1@1 has no entry named 'x'", lambda: ckpt.load(only=["x"])),
+        ("load: resume is None; expected True", lambda: anything.load(resume=None)),
+        ("https://x is an address", lambda: tierfall.open("https://x")),
+        ("check the tier's folder", lambda: tierfall.open(no_folder)),
+        ("read_pointer: folder must be a path", lambda: tierfall.read_pointer(nothing)),
+        ("write_pointer: folder must be a path", lambda: anything.write_pointer(5, 1)),
+        ("expected a Checkpointer", lambda: TierWriter(nothing, step=1)),
+        ("expected a Checkpointer", lambda: TierReader(nothing)),
+        ("expected a Checkpointer", lambda: LazyStager(nothing)),
+        ("LazyStager captures for a TierWriter", lambda: LazyStager(ckpt).stage({})),
+        ("None is not a type", lambda: tierfall.register_codec(nothing, "x", str, str)),
+    ]
+    for said, call in calls:
+        error = raised(call)
+        assert said in str(error)
+        assert len(frames(error)) == 1, printed(error)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'") as caught:
+        anything.restore(state, stepp=1)
+    assert not frames(caught.value)
+    ckpt.close()
+    guard = ckpt.guard()
+    assert len(frames(raised(guard.__enter__))) == 1
 
 
 def test_the_cause_of_an_error_is_its_context(tmp_path: Path) -> None:
