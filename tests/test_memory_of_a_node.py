@@ -211,9 +211,11 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     one.configure(elsewhere={})
     assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()
-    said = run_command("drain", "--all", code=1)
-    assert re.search(rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", said)
-    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in said
+    output = run_command("drain", "--all", code=1)
+    assert re.search(
+        rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", output
+    )
+    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in output
     one.configure(disk=RARELY)
     shutil.rmtree(one.folder / "disk")
     assert "a folder is missing (tier disk" in run_command("drain", "--all", code=1)

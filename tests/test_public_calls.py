@@ -138,9 +138,9 @@ def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
         ("LazyStager captures for a TierWriter", lambda: LazyStager(ckpt).stage({})),
         ("None is not a type", lambda: tierfall.register_codec(nothing, "x", str, str)),
     ]
-    for said, call in calls:
+    for expected, call in calls:
         error = raised(call)
-        assert said in str(error)
+        assert expected in str(error)
         assert len(frames(error)) == 1, printed(error)
     with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'") as caught:
         anything.restore(state, stepp=1)

@@ -110,7 +110,7 @@ def test_what_was_saved_or_pinned_after_the_run_was_shown_is_not_deleted(
     """The name is typed late: one may have saved, and pinned, meanwhile."""
     words = ["-m", "tierfall", *ALL, "--config", str(cli.path)]
     error = tmp_path / "error.txt"
-    for change, said in (
+    for change, expected in (
         (lambda: saved(cli, [3]), "nothing was deleted, since 3@2 on "),
         (lambda: cli("pin", "2"), "nothing was deleted, since 2@1 on "),
         (lambda: cli("unpin", "2"), ""),
@@ -127,8 +127,8 @@ def test_what_was_saved_or_pinned_after_the_run_was_shown_is_not_deleted(
             before = files_below(tmp_path / "disk")
             assert deletion.stdin is not None
             deletion.stdin.write("run\n")
-        assert said in error.read_text()
-        if said:
+        assert expected in error.read_text()
+        if expected:
             assert files_below(tmp_path / "disk").items() >= before.items()
     assert "run run: no checkpoint" in cli("ls").out
 

@@ -259,9 +259,8 @@ def latest(config: str | None, run: str | None, as_json: bool) -> None:
 def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
-    settings = load_settings_if_any(
-        config, "any"
-    )  # a folder of several runs needs a name; all are listed
+    # A folder of several runs needs a name; all are listed.
+    settings = load_settings_if_any(config, "any")
     held: list[HeldMemory] = []
     try:
         held = held_by_runs(settings)
