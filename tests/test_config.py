@@ -716,7 +716,7 @@ def test_a_file_of_very_many_values_is_refused_at_once(load: Load, text: str) ->
 
 def test_a_file_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no such file .* expected the path of a YAML file"
+        ConfigError, match=r"there is no such file; expected the path of a YAML file"
     ):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder; expected a YAML file"):

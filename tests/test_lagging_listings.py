@@ -6,17 +6,20 @@ raises. No rule deletes anything in a start whose listing left out what is there
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tierfall
 from tests.shelf import Shelf
 from tests.steps import blank, falls_back_if_asked, state_of, step_in, wait_until
 from tierfall.backends import toolkit
+from tierfall.cli.app import app
 from tierfall.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -142,6 +145,28 @@ def test_step_folders_that_are_away_could_not_be_read(
     for folder in away.iterdir():
         shutil.move(folder, run)
     assert step_in(tierfall.load(config, step=3, attempt=1)) == 3
+
+
+@pytest.mark.parametrize("by", ["a drain", "a start that restores nothing"])
+def test_no_rule_deletes_while_the_newest_step_is_away(
+    by: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save(make_config(disk={"retain": {"last": 5}}), 1, 2, 3)
+    save(make_config(disk={"flush": {"every": 100}}), 4)  # in memory alone
+    run = tmp_path / "disk" / "run"
+    shutil.move(run / "step-00000003-a0001", tmp_path / "away")
+    config = make_config(disk={"retain": {"last": 1}})
+    if by == "a drain":
+        file = tmp_path / "tiers.yaml"
+        file.write_text(json.dumps(config))
+        answer = CliRunner().invoke(app, ["drain", "--config", str(file)])
+        assert "flushed 4@2 to disk" in answer.output
+    else:
+        with tierfall.open(config, fresh=True) as ckpt:
+            ckpt.save(4, state_of(4), block=True)
+            ckpt.drain(10.0)
+    for step in (1, 2):
+        assert (run / f"step-0000000{step}-a0001/commit.json").exists()
 
 
 def test_what_was_deleted_is_not_missed(config: dict[str, Any], shelf: Shelf) -> None:

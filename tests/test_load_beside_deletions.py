@@ -91,6 +91,13 @@ def test_a_deletion_by_a_person_may_be_one_too(training: Loading) -> None:
         tierfall.load(config, step=1)
 
 
+def test_a_step_that_never_was_there_was_not_deleted(training: Loading) -> None:
+    config, _, _ = training
+    with pytest.raises(RestoreError, match=r"no checkpoint of step 99 .*1@1") as caught:
+        tierfall.load(config, step=99)
+    assert "deleted" not in str(caught.value)
+
+
 def test_ranks_choose_again_together(
     make_config: MakeConfig, shelf: Shelf, ranks: list[Ranks], tmp_path: Path
 ) -> None:

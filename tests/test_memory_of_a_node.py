@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -205,10 +207,18 @@ def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
     assert "flushed 7@1 to disk" in output
     assert (steps_on(two.folder / "disk", "exp"), steps_on(one.folder / "disk", "exp")) == ([7], [])
     assert [held["file"] for held in json_of("runs")["memory"]] == [str(one.file)]
+    assert "no trainer" in run_command("runs"), "a command may live, which is no owner"
     one.configure(elsewhere={})
     assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
     one.file.unlink()
-    assert "there is no such file" in run_command("drain", "--all", code=1)
+    output = run_command("drain", "--all", code=1)
+    assert re.search(
+        rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", output
+    )
+    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in output
+    one.configure(disk=RARELY)
+    shutil.rmtree(one.folder / "disk")
+    assert "a folder is missing (tier disk" in run_command("drain", "--all", code=1)
     assert len(list(default_folder.rglob("*.arena"))) == 1
 
 
@@ -235,10 +245,31 @@ def test_memory_is_freed_once_the_name_of_its_run_was_typed(
         ckpt.restore(blank())
         run_command(*words, code="--all" in words, typed="exp\n")
     assert (project.restored(), other.restored()) == (None, (9, "host"))
-    assert "nothing is in this node's memory" in project.run_command("drain", "--discard")
+    assert "nothing of this user is in this node's memory" in project.run_command(
+        "drain", "--discard"
+    )
     refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
     assert "leave --deadline out" in refused
     assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)
+
+
+def test_memory_that_another_command_holds_is_freed_once_that_has_ended(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    project.leave(1)
+    project.configure(disk={"bandwidth": "1kB/s"})
+    with forked.start(["-m", "tierfall", "drain", "--config", str(project.file)]) as other:
+        wait_until(
+            lambda: any(b"tierfall drain" in lock.read_bytes() for lock in memory.rglob("*.lock")),
+            "the other command holds the run",
+        )
+        ending = threading.Timer(1.0, other.kill)
+        ending.start()
+        words = ("drain", "--discard", "--config", str(project.file))
+        assert "freed" in run_command(*words, typed="exp\n")
+        ending.join()
+    assert list(memory.rglob("*.arena")) == []
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
@@ -301,13 +332,48 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
+def test_a_drain_on_a_signal_looks_again_before_it_frees_memory(
+    tmp_path: Path, memory: Path
+) -> None:
+    """The folder was moved, or its file system unmounted, since the last commit."""
+    project = Project(tmp_path / "one", memory, disk={})
+    project.drain_within("20s")
+    with forked.start(["-c", TRAINER, str(project.file)]) as trainer:
+        assert trainer.stdout.readline() == b"saved\n"
+        (away,) = tmp_path.rglob("step-00000001-a0001")
+        shutil.move(away, tmp_path / "away")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(60) == -signal.SIGTERM
+    assert project.restored()[0] == 1
+
+
+def in_a_container() -> list[str]:
+    """Return the words before a command that make it process 1 of a container."""
+    words = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespace may be created here")
+    return words
+
+
+def test_a_trainer_of_another_container_is_not_named_by_a_number_that_is_anothers_here(
+    tmp_path: Path, memory: Path
+) -> None:
+    project = Project(tmp_path / "one", memory)
+    words = [*in_a_container(), sys.executable, "-m", "tierfall", "drain", "--config"]
+    project.leave(1)
+    with project.open():
+        answer = subprocess.run(
+            [*words, str(project.file)], check=False, capture_output=True, text=True
+        )
+    assert "a trainer owns run 'exp' (a process of another container on " in answer.stderr
+    assert f"process {os.getpid()}" not in answer.stderr
+
+
 def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
     tmp_path: Path, memory: Path
 ) -> None:
     """The kernel ends no process 1 by the default action of a signal."""
-    as_first = ["unshare", "--pid", "--fork", "--kill-child"]
-    if subprocess.run([*as_first, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no process namespace may be created here")
+    as_first = in_a_container()
     project = Project(tmp_path / "one", memory, disk={})
     project.drain_within("20s")
     words = [*as_first, sys.executable, "-c", TRAINER, str(project.file)]
@@ -345,8 +411,11 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
             assert project.restored() == (1, "host"), "by this process"
         else:
             later = processes.enter_context(forked.start(["-c", DIES, str(project.file)]))
-            state = Path(f"/proc/{later.pid}/stat")
+            process = Path(f"/proc/{later.pid}")
+            state = process / "stat"
             wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", "it died")
+            # The kernel closes its files, and with them the lock, with its last thread.
+            wait_until(lambda: len([*(process / "task").iterdir()]) == 1, "all its threads did")
         project.configure(disk={})
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]

@@ -3,9 +3,12 @@ holds can be closed. What a logging handler does holds up no training."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +34,7 @@ from tierfall.errors import (
     RanksError,
     TierfallError,
 )
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 MakeConfig = Callable[..., dict[str, Any]]
 SOON_S = 20.0
@@ -97,6 +101,53 @@ def test_an_error_ends_at_the_users_line_and_says_each_sentence_once(
             assert printed(error).count(str(error).splitlines()[0]) == 1
             assert any(r.exc_info and r.exc_info[1] is error for r in caplog.records), "at DEBUG"
     assert isinstance(raised(lambda: ckpt.save(2, state_of(2))), ConfigError)
+
+
+def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    two, state = torch.tensor([1, 2]), state_of(1)
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state, block=True)
+    anything: Any = ckpt
+    no_folder = {**make_config(disk={"path": "/dev/null/folder"}), "run": "other"}
+    nothing: Any = None
+    five: Any = 5
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("save: step must be an integer", lambda: anything.save(two, state)),
+        ("save: step must be an integer", lambda: anything.maybe_save(two, state)),
+        ("restore: step must be an integer", lambda: anything.restore(state, step=two)),
+        ("save: tags must be a list of names", lambda: anything.save(2, state, tags=None)),
+        ("save: tags must be a list of names", lambda: TierWriter(ckpt, step=2, tags=nothing)),
+        ("restore: only must be a list", lambda: anything.restore(state, only=5)),
+        ("restore: only must be a list", lambda: anything.restore(state, only=iter(["model"]))),
+        ("restore: skip must be a list", lambda: anything.restore(state, skip=5)),
+        ("restore: retype must be a list", lambda: anything.restore(state, retype=5)),
+        ("restore: resize must be a list", lambda: anything.restore(state, resize=5)),
+        ("load: only must be a list", lambda: anything.load(only=5)),
+        ("load: only must be a list", lambda: tierfall.load(tmp_path, only=five)),
+        ("load: checkpoint 1@1 has no entry named 'x'", lambda: ckpt.load(only=["x"])),
+        ("load: resume is None; expected True", lambda: anything.load(resume=None)),
+        ("https://x is an address", lambda: tierfall.open("https://x")),
+        ("check the tier's folder", lambda: tierfall.open(no_folder)),
+        ("read_pointer: folder must be a path", lambda: tierfall.read_pointer(nothing)),
+        ("write_pointer: folder must be a path", lambda: anything.write_pointer(5, 1)),
+        ("expected a Checkpointer", lambda: TierWriter(nothing, step=1)),
+        ("expected a Checkpointer", lambda: TierReader(nothing)),
+        ("expected a Checkpointer", lambda: LazyStager(nothing)),
+        ("LazyStager captures for a TierWriter", lambda: LazyStager(ckpt).stage({})),
+        ("None is not a type", lambda: tierfall.register_codec(nothing, "x", str, str)),
+    ]
+    for expected, call in calls:
+        error = raised(call)
+        assert expected in str(error)
+        assert len(frames(error)) == 1, printed(error)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'") as caught:
+        anything.restore(state, stepp=1)
+    assert not frames(caught.value)
+    ckpt.close()
+    guard = ckpt.guard()
+    assert len(frames(raised(guard.__enter__))) == 1
 
 
 def test_the_cause_of_an_error_is_its_context(tmp_path: Path) -> None:
@@ -264,6 +315,30 @@ def test_a_checkpointer_that_no_variable_holds_is_closed_by_the_next_open_or_all
         tierfall.open(config, replace=1)  # type: ignore[arg-type]
 
 
+def test_a_close_keeps_what_another_thread_has_saved_and_refuses_the_rest(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ckpt = tierfall.open(make_config(disk={"bandwidth": "300kB/s"}, max_wait="20s"))
+    returned, errors, begun = [0], list[Exception](), threading.Event()
+
+    def train() -> None:
+        try:
+            for step in range(1, 1000):
+                ckpt.save(step, {**state_of(step), "more": torch.zeros(20_000)})
+                returned.append(step)
+                begun.set()
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert begun.wait(SOON_S)
+    tierfall.close_all()
+    thread.join(SOON_S)
+    assert re.search("closes this Checkpointer|is closed; open another one", str(errors[0]))
+    assert returned[-1] in steps_on(tmp_path / "disk")
+
+
 def test_close_all_closes_the_others_where_one_fails(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -342,6 +417,40 @@ def test_a_log_handler_that_blocks_holds_up_no_save_and_loses_no_message(
         handler.go_on.set()
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("no route to the log server")
+
+
+def test_a_log_handler_that_raises_fails_no_call(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger, handler = logging.getLogger("tierfall"), Broken(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with tierfall.open(make_config(disk={})) as ckpt:
+            ckpt.save(1, state_of(1))
+            logger.warning("a message")
+    finally:
+        logger.removeHandler(handler)
+    assert steps_on(tmp_path / "disk") == [1]
+    assert "no route to the log server" in capsys.readouterr().err
+
+
+def test_a_program_may_have_closed_its_stderr(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    logger = logging.getLogger("tierfall")
+    monkeypatch.setattr(logger, "propagate", False)  # no handler is configured
+    monkeypatch.setattr(sys, "stderr", closed)
+    with tierfall.open(make_config(disk={})) as ckpt:
+        ckpt.save(1, state_of(1))
 
 
 def test_a_run_needs_no_temporary_folder(

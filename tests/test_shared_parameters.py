@@ -3,6 +3,7 @@ refuses before it fills what cannot all be right."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,50 @@ def test_what_is_one_thing_in_the_state_and_two_in_the_checkpoint_is_refused(
         assert repr({k: getattr(v, "count", v) for k, v in live.items()}) == before
         assert ckpt.restore(live, step=2) is not None
         assert ckpt.restore(live, step=1, only=["a"]) is not None
+
+
+def test_skip_refuses_what_shares_memory_with_something_restored(make_config: MakeConfig) -> None:
+    def state(of: Callable[[], tuple[Any, Any]]) -> dict[str, Any]:
+        return dict(zip(("a", "b"), of(), strict=True))
+
+    def modules(shared: bool) -> tuple[Any, Any]:
+        one = nn.Linear(2, 2)
+        return one, one if shared else nn.Linear(2, 2)
+
+    def in_part() -> tuple[Any, Any]:
+        whole = torch.zeros(10)
+        return whole[:6], whole[4:]
+
+    def columns() -> tuple[Any, Any]:
+        whole = torch.zeros(2, 6)
+        return whole[:, :3], whole[:, 3:]
+
+    def nested() -> tuple[Any, Any]:
+        a, b = in_part()
+        return a, {"inner": b}
+
+    def optimizers() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        return optimizer, optimizer
+
+    def apart(a: Any, b: Any) -> Callable[[], tuple[Any, Any]]:
+        return lambda: (a, b)
+
+    cases: list[tuple[Any, Any, str]] = [
+        (apart(torch.ones(6), torch.ones(6)), in_part, "b: shares its memory with a"),
+        (apart(torch.ones(6), {"inner": torch.ones(6)}), nested, "b.inner: shares its memory"),
+        (apart(*modules(False)), lambda: modules(True), "b.weight: shares its memory with a.w"),
+        (optimizers, optimizers, "b: shares its object with a"),
+        (apart(torch.ones(2, 3), torch.ones(2, 3)), columns, ""),
+    ]
+    for number, (saved, live, refused) in enumerate(cases):
+        config = {**make_config(), "run": f"skip-{number}"}
+        save(config, state(saved))
+        into = state(live)
+        if refused:
+            with pytest.raises(RestoreError, match=re.escape(refused)):
+                restore(config, into, skip=["b"])
+        else:
+            restore(config, into, skip=["b"])
+            assert into["a"].all()
+            assert not into["b"].any()

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from tierfall.api import close_all, load, open
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
-    from tierfall.core.state.item import item
+    from tierfall.core.state.item import item, register_codec
     from tierfall.core.tensors.builtin_codecs import UnknownValue
-    from tierfall.core.tensors.value_codec import register_codec
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
     from tierfall.telemetry.reports import (
@@ -79,7 +78,7 @@ _MODULES = {
     "load": "tierfall.api",
     "open": "tierfall.api",
     "read_pointer": "tierfall.setup.pointer",
-    "register_codec": "tierfall.core.tensors.value_codec",
+    "register_codec": "tierfall.core.state.item",
 }
 """Where the public names are, except for those of ``tierfall.telemetry.reports``."""
 _SUBMODULES = ("backends", "errors", "policies")

@@ -270,7 +270,9 @@ _TABLE: dict[int, tuple[type[BackendError], str]] = {
 
 def backend_error(error: OSError, what: str) -> BackendError:
     """Classify an OSError; ``what`` is the operation, key and place."""
-    kind, hint = _TABLE.get(error.errno or 0, (BackendError, "see the chained error"))
+    kind, hint = _TABLE.get(
+        error.errno or 0, (BackendError, "check the tier's folder and its file system")
+    )
     return kind(f"{what}: {error.strerror or error}; {hint}")
 
 

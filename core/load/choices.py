@@ -23,6 +23,7 @@ from tierfall.core.image.tree import (
 from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
 from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.text import are_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Choices:
     """The options of a restore; by default, all of the state is filled by equal names.
 
     ``is_going_back``: the state has been trained since the checkpoint, so that its plain mappings may have new keys.
+    ``doing``: the call, for error messages.
     """
 
     only: tuple[str, ...] | None = None
@@ -39,6 +41,7 @@ class Choices:
     resize: tuple[str, ...] = ()
     strict: bool = True
     is_going_back: bool = False
+    doing: str = "restore"
 
     def resizes(self, name: str) -> bool:
         """Return whether the tensor at ``name`` may have another shape in the state."""
@@ -55,16 +58,17 @@ class Choices:
         resize: Sequence[str] | None = None,
         strict: bool = True,
         goes_back: bool = False,
+        doing: str = "restore",
     ) -> Choices:
         """Check the options of a caller. Raises RestoreError where one is not a list, or not a mapping, of names."""
         lists = {"only": only, "skip": skip, "retype": retype, "resize": resize}
         for what, names in lists.items():
             if isinstance(names, str):
                 raise RestoreError(
-                    f"restore: {what} must be a list of names, such as [{names!r}], not a string"
+                    f"{doing}: {what} must be a list of names, such as [{names!r}], not a string"
                 )
-            if names is not None and not all(isinstance(name, str) for name in names):
-                raise RestoreError(f"restore: {what} must be a list of names, not {names!r}")
+            if names is not None and not are_texts(names):
+                raise RestoreError(f"{doing}: {what} must be a list of names, not {names!r}")
         if rename is not None and not _are_names(rename):
             raise RestoreError(
                 "restore: rename must be a mapping {name in the checkpoint: name in the state}, such as "
@@ -78,6 +82,7 @@ class Choices:
             resize=tuple(resize or ()),
             strict=strict,
             is_going_back=goes_back,
+            doing=doing,
         )
 
 
@@ -124,7 +129,7 @@ def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Select
     """
     whole = [name for name, _ in leaves(header.tree, "")]
     for prefix in choices.only or ():
-        _check_only(prefix, whole, header.what)
+        _check_only(prefix, whole, header.what, choices.doing)
     both = [*stored_names(header), *live] if choices.skip or choices.resize else []
     patterns = [("skip", each) for each in choices.skip]
     patterns += [("resize", each) for each in choices.resize]
@@ -143,16 +148,16 @@ def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Select
     return Selection(choices.only, choices.skip)
 
 
-def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
+def _check_only(prefix: str, names: Sequence[str], what: str, doing: str) -> None:
     if any(naming.is_within(name, prefix) for name in names):
         return
     whole = next((name for name in names if naming.is_within(prefix, name)), None)
     if whole is not None:
         raise RestoreError(
-            f"restore: only={prefix!r} is a part of {whole!r}, which can only be restored as a whole: pass {whole!r}"
+            f"{doing}: only={prefix!r} is a part of {whole!r}, which can only be restored as a whole: pass {whole!r}"
         )
     raise RestoreError(
-        f"restore: {what} has no entry named {prefix!r}; nearest: {_nearest(prefix, names)}"
+        f"{doing}: {what} has no entry named {prefix!r}; nearest: {_nearest(prefix, names)}"
     )
 
 

@@ -102,7 +102,7 @@ def plan_fill(
     header = renamed(header, choices.rename)
     work = RestoreWork.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
-    work.matcher.check_kept()
+    work.report_kept()
     work.report_names()
     shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
@@ -129,8 +129,6 @@ class _Filler:
     def visit(self, node: Node, live: Any, set_value: Setter, name: str, trail: Trail) -> None:
         """Restore ``node`` into ``live``, the state's object under ``name``; ``set_value`` replaces the object."""
         if not self.selection.selects_at_or_below(name):
-            if self.selection.skipped(name):
-                self.matcher.skip(unwrap(live), name)
             return
         live, set_value = self._open(node, live, set_value)
         match node:

@@ -71,8 +71,6 @@ class ModuleFiller:
             full = f"{self._name}.{below}"
             key = keys.pop(below, None)
             if not work.selection.has(full):
-                if key is not None and work.selection.skipped(full):
-                    work.matcher.skip(state[key], full)
                 continue
             if key is None:
                 work.absent(child, full)

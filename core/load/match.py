@@ -8,7 +8,7 @@ anything is filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -34,7 +34,7 @@ from tierfall.core.tensors.dtensor import (
     local_tensor,
     piece_of,
 )
-from tierfall.core.tensors.written_memory import AddressRange, LiveMemory
+from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
 
 _GENERATOR_BYTES = 1 << 14
@@ -99,7 +99,6 @@ class TensorMatcher:
         self._filled: set[int] = set()
         self._values: list[_Claim] = []
         self._generators: dict[int, torch.Tensor] = {}
-        self._kept: list[tuple[torch.Tensor, str]] = []
         self._written: list[torch.Tensor] = []
         self.copies: list[Callable[[], None]] = [self._count_writes]
 
@@ -262,23 +261,22 @@ class TensorMatcher:
         if memory is not None and memory.nbytes == length and self._report.strict:
             self._values.append(_Claim(memory, position, name))
 
-    def skip(self, live: object, name: str) -> None:
-        """Record a tensor that the caller skips."""
-        if isinstance(live, torch.Tensor):
-            kept = map(local_tensor, wrappers.inner_tensors(live))
-            self._kept += [(each, name) for each in kept]
-
-    def check_kept(self) -> None:
-        """Report skipped tensors whose memory is filled under another name."""
-        for kept, name in self._kept:
-            if kept.layout is not torch.strided or not kept.numel():
-                continue
-            for claim in self._claims.get(kept.data_ptr(), ()):
-                self._report.refuses(
-                    name,
-                    f"shares its memory with {claim.name}, which is restored; skip cannot leave it unchanged: skip "
-                    "both, or neither",
-                )
+    def check_kept(self, kept: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Report those of ``kept``, tensors that the caller skips, whose memory is filled under another name."""
+        claims = [*self._all_claims(), *self._values]
+        filled = AddressRanges(
+            AddressRange.of(claim.live) for claim in claims if claim.live.numel()
+        )
+        for name, live in kept:
+            for part in map(local_tensor, wrappers.inner_tensors(live)):
+                if tensors.refusal(part) is not None or not part.numel():
+                    continue
+                if not filled.overlaps(AddressRange.of(part)):
+                    continue
+                for claim in claims:
+                    if _writes_to(claim.live, part):
+                        self._report.refuses(name, kept_by_skip("memory", claim.name))
+                        break
 
     def has_filled(self, leaf: Node) -> bool:
         """Return whether the bytes of a stored tensor fill a target."""
@@ -380,6 +378,31 @@ class TensorMatcher:
         else:
             temporary = self._builder.flat(position, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
+
+
+def kept_by_skip(what: str, other: str) -> str:
+    """Return the text of an error: a skipped entry shares what another one restores."""
+    return f"shares its {what} with {other}, which is restored; skip cannot leave it unchanged: skip both, or neither"
+
+
+def _writes_to(live: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a write to all elements of one tensor changes bytes of another one."""
+    if not tensors.overlap(live, other):
+        return False
+    if (live.is_contiguous() and other.is_contiguous()) or tensors.shares_memory(live):
+        return True
+    start = min(live.data_ptr(), other.data_ptr())
+    end = max(tensors.span(live)[1], tensors.span(other)[1])
+    memory = torch.zeros(end - start, dtype=torch.uint8)
+    _bytes_like(live, memory, start).fill_(1)
+    return bool(_bytes_like(other, memory, start).any())
+
+
+def _bytes_like(live: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the bytes of ``memory`` at the places of a tensor's bytes. Byte 0 of ``memory`` is address ``start``."""
+    size = live.element_size()
+    strides = (*(stride * size for stride in live.stride()), 1)
+    return memory.as_strided((*live.shape, size), strides, live.data_ptr() - start)
 
 
 def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:

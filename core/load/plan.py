@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import Builder
 from tierfall.core.load.choices import Choices, Selection, key_names, select
-from tierfall.core.load.match import TensorMatcher
+from tierfall.core.load.match import TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
@@ -151,6 +152,19 @@ class RestoreWork:
     def _is_nothing(self, leaf: Node) -> bool:
         is_none = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
         return is_none or isinstance(leaf, _NEVER_REPORTED)
+
+    def report_kept(self) -> None:
+        """Report what the caller skips, and the restore of another name would change."""
+        kept: list[tuple[str, Any]] = []
+        for key, value in self.state.items() if self.selection.skips else ():
+            with suppress(builtin_codecs.NotEncodableError):  # no checkpoint has such a key
+                kept += live_parts({key: value}, "")
+        kept = [each for each in kept if self.selection.skipped(each[0])]
+        self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))
+        for name, part in kept:
+            if id(part) in self._objects:
+                _, other, _ = self._objects[id(part)]
+                self.report.refuses(name, kept_by_skip("object", other))
 
     def report_names(self) -> None:
         """Report the names that only one side has, once it is known which memory is filled: a name whose bytes, or

@@ -162,6 +162,8 @@ def naming_deletion(
 def _deleted_by(request: RestoreRequest, before: Sequence[Listing], now: Sequence[Listing]) -> str:
     """Return who deleted the checkpoint that a request names, as far as that is known; empty if it is there, or may
     be."""
+    if not any(_fits(each, request) and not each.tombstoned for each in merge(before)):
+        return ""
     left = [checkpoint for checkpoint in merge(now) if _fits(checkpoint, request)]
     if any(listing.error for listing in now) or not all(c.tombstoned for c in left):
         return ""

@@ -3,6 +3,8 @@ Ctrl-S has stopped or on a pipe that nobody reads, would else stop a thread that
 
 A thread is tierfall's if its name begins with ``tierfall-``. A message of another thread is handled there, as usual; if
 earlier ones still wait, it follows them, and its thread waits a second for it.
+
+A handler that raises fails no call: its traceback is printed, as those of the handlers of ``logging`` are.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import logging
 import os
 import threading
+import traceback
 
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.wait import InterruptibleEvent
@@ -58,6 +61,15 @@ class _HandOver(logging.Filter):
             handled.wait(timeout_s)
 
 
+def _call_handlers(record: logging.LogRecord) -> None:
+    try:
+        logging.Logger.callHandlers(logger, record)
+    except Exception:  # noqa: BLE001 - a user's handler may raise anything
+        if logging.raiseExceptions:
+            traceback.print_exc()
+
+
+logger.callHandlers = _call_handlers  # type: ignore[method-assign]
 _hand_over = _HandOver()
 logger.addFilter(_hand_over)
 os.register_at_fork(after_in_child=_hand_over.reset)

@@ -12,12 +12,13 @@ take their locks twice. Others are refused.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
 from inspect import currentframe
 from types import FrameType, FunctionType, TracebackType
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from tierfall.core.types.errors import ConfigError, TierfallError
 
@@ -81,8 +82,21 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 raise error
             error.__context__ = error.__cause__ or error.__context__
             raise error from None
+        except TypeError as error:
+            if around is None and not _takes(function, args, kwargs):
+                error.__traceback__ = None
+            raise
 
     return cast("Callable[P, T]", call)
+
+
+def _takes(function: Callable[..., object], args: Any, kwargs: Any) -> bool:
+    """Return whether a function has parameters for these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 _CALL = public_call(lambda: None).__code__

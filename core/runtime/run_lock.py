@@ -19,7 +19,7 @@ import stat
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ class LockOwner:
     """The process that holds a lock; None is what the file does not have (yet).
 
     ``start_ticks`` is the process's start time in clock ticks since boot, which detects a reused pid. ``command`` is
-    the name of the command that the process carries out; empty for a trainer.
+    the name of the command that the process carries out; empty for a trainer. ``elsewhere``: the process is in another
+    pid namespace, as that of another container, where ``pid`` is its number; here that is another process's, or none's.
     """
 
     pid: int
@@ -47,6 +48,12 @@ class LockOwner:
     node: str | None = None
     since_wall_s: float | None = None
     command: str = ""
+    elsewhere: bool = False
+
+    @property
+    def process(self) -> str:
+        """What messages call the process."""
+        return "a process of another container" if self.elsewhere else f"process {self.pid}"
 
     def __str__(self) -> str:
         since = "an unknown time"
@@ -54,7 +61,7 @@ class LockOwner:
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_wall_s))
         node = f" on {self.node}" if self.node else ""
         what = f"the command {self.command!r}, " if self.command else ""
-        return f"{what}process {self.pid}{node}, since {since}"
+        return f"{what}{self.process}{node}, since {since}"
 
 
 @dataclass(slots=True)
@@ -252,7 +259,10 @@ def _check_file(status: os.stat_result, path: Path, run: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise _unusable_error(path, run, "not a regular file")
     if status.st_uid != os.geteuid():
-        raise _unusable_error(path, run, f"owned by user {status.st_uid}, not by {os.geteuid()}")
+        raise ConfigError(
+            f"lock of run {run}: {path} is owned by user {status.st_uid}, not by {os.geteuid()}: run this as that "
+            "user, or set another `folder` or run name"
+        )
 
 
 def _unusable_error(path: Path, run: str, why: str) -> ConfigError:
@@ -283,9 +293,9 @@ def _owner_of(fd: int, path: Path) -> LockOwner | None:
         return None
     recorded = _read_owner(fd, path)
     # The pid of a process in another pid namespace is reported as 0 or less.
-    if recorded is not None and (pid <= 0 or recorded.pid == pid):
-        return recorded
-    return LockOwner(pid=pid)
+    if pid <= 0:
+        return replace(recorded or LockOwner(pid=pid), elsewhere=True)
+    return recorded if recorded is not None and recorded.pid == pid else LockOwner(pid=pid)
 
 
 def _query(fd: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors import builtin_codecs, names, value_codec
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Changes
@@ -54,6 +55,10 @@ def item(
     if on_resize not in rules:
         raise ConfigError(f"item: on_resize={on_resize!r} is not one of {', '.join(rules)}")
     return Item(value, None if changes is None else Changes(changes), OnResize(on_resize))
+
+
+register_codec = public_call(value_codec.register_codec)
+"""Here, as ``core.tensors`` is below ``core.runtime``."""
 
 
 def unwrap(value: object) -> object:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -120,3 +120,9 @@ def to_json(value: Any) -> Any:
         case list() | tuple():
             return [to_json(each) for each in value]
     return members(value) if is_dataclass(value) else str(value)
+
+
+def are_texts(values: object) -> bool:
+    """Return whether values are a collection of strings, or one string. An iterator is none: reading it would empty
+    it."""
+    return isinstance(values, Collection) and all(isinstance(each, str) for each in values)

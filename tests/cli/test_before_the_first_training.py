@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from cli_kit import Cli
 
+import tierfall
+from tests.steps import state_of
+
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
 NEW = "disk: {}/disk is not created yet: the first training creates it"
@@ -73,6 +76,18 @@ def test_forget_creates_no_folder_of_a_tier(
     assert "far is forgotten by disk" in cli("forget", "far").out
     assert not (tmp_path / "far").exists()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_tier_that_was_lost_while_the_run_trained_could_not_be_read(
+    make_cli: MakeCli, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, host={"on_close": "keep"}, max_wait="1s")
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        shutil.move(tmp_path / "disk", tmp_path / "lost")
+    answer = cli("ls", code=1)
+    assert "tier disk could not be read" in answer.err
+    assert "not created yet" not in answer.out
 
 
 def test_runs_names_a_tier_that_a_run_of_this_machine_remembers(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import Cli, Trainer
@@ -60,6 +62,36 @@ def test_a_tier_that_refuses_is_tried_until_the_deadline(
     store.heal_after_refusals(5)
     cli("drain", "--deadline", "60s")
     assert store.steps() == [1, 2]
+
+
+def test_a_tier_that_cannot_be_opened_is_tried_until_the_deadline(
+    make_cli: MakeCli,
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1, 2)
+    cli.configure(crawling(make_cli, None).config)
+    real, far = os.open, os.stat(tmp_path / "far")
+
+    def refuse(path: Any, flags: int, *rest: Any, dir_fd: int | None = None) -> int:
+        is_far = dir_fd is not None and os.path.samestat(os.fstat(dir_fd), far)
+        if is_far and flags & os.O_ACCMODE and "goes on without tier far" not in caplog.text:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, flags, *rest, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", refuse)
+    document = cli.json("drain", "--deadline", "60s")
+    assert "goes on without tier far" in caplog.text, "it could not be opened at first"
+    assert {(one["step"], one["tier"]) for one in document["done"]} == {
+        (2, "disk"),
+        (1, "far"),
+        (2, "far"),
+    }
+    assert (document["left"], document["memory_kept"]) == ([], False)
+    assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([2], [1, 2])
 
 
 def test_what_a_dead_trainer_left_is_made_durable_and_memory_is_given_back(
@@ -117,6 +149,17 @@ def test_what_no_tier_is_owed_is_not_called_durable(
     cli.configure(make_cli(far={"flush": {"every": 1}}).config)
     assert "flushed 1@1 to far" in cli("drain").out
     assert steps_on(tmp_path / "far") == [1]
+
+
+def test_memory_that_is_to_be_kept_is_kept_and_nothing_is_called_unflushed(
+    make_cli: MakeCli, train: Train
+) -> None:
+    cli = make_cli(host={"on_close": "keep"})
+    die(train(cli), 1)
+    assert cli("drain").out.splitlines()[-1] == "host memory is kept (on_close: keep)"
+    owed, memory = cli("drain").out.splitlines()
+    assert owed == "run run: no tier is owed what is in memory"
+    assert memory == "host memory is kept (on_close: keep)"
 
 
 def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(

@@ -73,7 +73,7 @@ def test_ls_for_people_has_a_line_for_every_step(make_cli: MakeCli) -> None:
 def test_an_empty_run_is_no_error(make_cli: MakeCli, tmp_path: Path) -> None:
     cli = make_cli()
     (tmp_path / "disk").mkdir()
-    assert cli("ls").out == "run run: no checkpoint\n"
+    assert cli("ls").out == "run run: no checkpoint on the tiers or in host memory\n"
     assert cli.json("ls")["checkpoints"] == []
 
 

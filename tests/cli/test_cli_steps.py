@@ -223,7 +223,10 @@ def test_runs_lists_every_run_on_any_tier(
     assert lines[0].split() == ["RUN", "STEPS", "LATEST", "AGE", "SIZE", "TIERS"]
     assert lines[1].split()[:3] == ["other", "1", "7@1"]
     assert lines[3] == "2 runs"
-    assert "no checkpoint; the tiers have the runs other, run" in cli("ls").out
+    assert (
+        "no checkpoint on the tiers or in host memory; the tiers have the runs other, run"
+        in cli("ls").out
+    )
     assert "the tiers have the runs other, run" in cli("latest", code=1).err
 
 

@@ -252,17 +252,33 @@ def test_beside_a_trainer_an_order_makes_no_folder_either(
         assert not (tmp_path / "far").exists()
 
 
-def test_drain_makes_no_folder_that_is_not_there(
-    make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
-) -> None:
+def left_in_memory(make_cli: MakeCli, train: Train) -> Cli:
+    """Leave step 1 of a killed trainer in host memory alone."""
     cli = make_cli(disk={"flush": {"every": 2}}, max_wait="5s")
     trainer = train(cli)
     trainer.tell("capture 1")
     trainer.kill()
+    return cli
+
+
+def test_drain_makes_no_folder_that_is_not_there_and_flushes_to_the_other_tiers(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = left_in_memory(make_cli, train)
     cli.configure(make_cli(disk={}, far={}, max_wait="5s").config)
-    before = files_below(memory)
-    assert "a folder is missing (tier far: " in cli("drain", code=1).err
+    answer = cli("drain", code=1)
+    assert "a folder is missing (tier far: " in answer.err
+    assert "flushed 1@1 to disk" in answer.out
     assert not (tmp_path / "far").exists()
-    assert files_below(memory) == before
-    (tmp_path / "far").mkdir()
+
+
+def test_drain_without_any_folder_keeps_memory_until_one_is_there(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = left_in_memory(make_cli, train)
+    cli.configure(make_cli(disk={}, max_wait="5s").config)
+    shutil.move(tmp_path / "disk", tmp_path / "unmounted")
+    assert "host memory is kept" in cli("drain", code=1).out
+    assert not (tmp_path / "disk").exists()
+    shutil.move(tmp_path / "unmounted", tmp_path / "disk")
     assert cli.json("drain")["left"] == []

@@ -76,6 +76,8 @@ def test_of_several_runs_one_is_named(make_cli: MakeCli, saved: Saved, tmp_path:
     place = ["--config", str(tmp_path / "disk")]
     assert "has the runs other, run: name one by --run" in run(["ls", *place]).err
     assert run(["latest", *place, "--run", "other"]).out == "7@1\n"
+    planned = run(["prune", "--dry-run", *place, "--run", "other"]).out
+    assert "no rule applies: name the YAML file with the rules by --config" in planned
     assert {"other", "run"} <= set(run(["runs", *place]).out.split())
     for folder, hint in (
         (tmp_path, f"did you mean {tmp_path}/tiers.yaml?"),

@@ -4,6 +4,7 @@ its name is typed."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from cli_kit import Cli, Trainer
 
 import tierfall
+from tests import forked
 from tests.steps import blank, files_below, state_of, step_in
 
 MakeCli = Callable[..., Cli]
@@ -100,6 +102,54 @@ def test_it_is_refused_beside_a_trainer_and_if_a_tier_cannot_be_read(
         state = blank()
         ckpt.restore(state)
         assert step_in(state) == 2
+
+
+def test_what_was_saved_or_pinned_after_the_run_was_shown_is_not_deleted(
+    cli: Cli, saved: Saved, tmp_path: Path
+) -> None:
+    """The name is typed late: one may have saved, and pinned, meanwhile."""
+    words = ["-m", "tierfall", *ALL, "--config", str(cli.path)]
+    error = tmp_path / "error.txt"
+    for change, expected in (
+        (lambda: saved(cli, [3]), "nothing was deleted, since 3@2 on "),
+        (lambda: cli("pin", "2"), "nothing was deleted, since 2@1 on "),
+        (lambda: cli("unpin", "2"), ""),
+    ):
+        with (
+            error.open("w") as stderr,
+            forked.Forked(
+                forked.server_of(), words, os.environ, stderr, has_stdin=True
+            ) as deletion,
+        ):
+            while "type the name" not in (line := str(deletion.stdout.readline())):
+                assert line != "b''", error.read_text()
+            change()
+            before = files_below(tmp_path / "disk")
+            assert deletion.stdin is not None
+            deletion.stdin.write("run\n")
+        assert expected in error.read_text()
+        if expected:
+            assert files_below(tmp_path / "disk").items() >= before.items()
+    assert "run run: no checkpoint" in cli("ls").out
+
+
+def test_a_second_machine_that_trained_the_run_is_told_how_to_delete_it_there(
+    cli: Cli, tmp_path: Path
+) -> None:
+    host, _, far = cli.config["tiers"]
+    there = {**host, "folder": str(tmp_path / "memory there")}
+    cli.configure({**cli.config, "tiers": [host, far]})
+    other = {**cli.config, "tiers": [there, far]}
+    with tierfall.open(other) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(9, state_of(9), block=True)
+    cli(*ALL, input="run\n")
+    cli.configure(other)
+    assert "repeat it after 'tierfall forget TIER'" in cli(*ALL, input="run\n", code=1).err
+    cli("forget", "far")
+    assert "deleted run run on host, far" in cli(*ALL, input="run\n").out
+    with tierfall.open(other) as ckpt:
+        assert ckpt.restore(blank()) is None
 
 
 @pytest.mark.parametrize("words", [["--all"], ["--all", "--run", "run", "1"], []])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from cli_kit import Cli
 
 import tierfall
-from tierfall.errors import RestoreError
+from tierfall.errors import ConfigError, RestoreError
 
 
 def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
@@ -39,3 +41,51 @@ def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
     with pytest.raises(RestoreError, match="tier host could not be read"):
         tierfall.load(cli.config)
     assert tierfall.load(cli.config, step=1)["w"].sum() == 2
+
+
+def test_what_is_not_seen_of_other_users_is_not_called_nothing(
+    make_cli: Callable[..., Cli], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default folder is that of one user; a folder that the file names is looked at whosever it is."""
+    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", tmp_path)
+    cli = make_cli(disk={})
+    host, *others = cli.config["tiers"]
+    for folder, whose in ((host["folder"], ""), (None, " of this user")):
+        cli.configure({**cli.config, "tiers": [{**host, "folder": folder}, *others]})
+        assert cli("drain").out == f"run run: nothing is in host memory{whose}\n"
+        assert f"no checkpoint on the tiers or in host memory{whose}\n" in cli("ls").out
+        assert cli("drain", "--all").out == "nothing of this user is in this node's memory\n"
+
+
+def test_check_refuses_a_folder_that_open_refuses(make_cli: Callable[..., Cli]) -> None:
+    cli = make_cli(disk={})
+    host, *others = cli.config["tiers"]
+    cli.configure({**cli.config, "tiers": [{**host, "folder": str(cli.folder / "m")}, *others]})
+    cli("check", "--size", "64KiB")
+    assert not (cli.folder / "m").exists(), "check creates nothing"
+    with tierfall.open(cli.config):
+        (run,) = (cli.folder / "m" / "run").iterdir()
+    run.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to it"):
+        tierfall.open(cli.config)
+    assert "others may write to it" in cli("check", "--size", "64KiB", code=1).err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.parametrize("given", ["*.arena", "*.lock"])
+def test_root_is_told_to_act_as_the_user_whose_memory_it_is(
+    make_cli: Callable[..., Cli], memory: Path, given: str
+) -> None:
+    """Not to remove it: it may hold the only copy of a step."""
+    cli = make_cli(disk={"flush": {"every": 9}})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}).captured()
+    (file,) = memory.rglob(given)
+    os.chown(file, 12345, -1)
+    refused = cli("drain", code=-1).err
+    assert "run this as that user" in refused
+    assert "remove" not in refused
+    held = next(
+        line for line in cli("runs", code=-1).out.splitlines()[-2:] if line.startswith("run ")
+    )
+    assert held.split()[1] == ("?" if given == "*.arena" else "1"), "the number of its steps"

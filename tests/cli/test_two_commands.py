@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cli_kit import Cli, Trainer
 
 import tierfall
@@ -56,6 +57,20 @@ def test_it_waits_no_longer_than_max_wait_and_names_the_command(
     refused = cli("pin", "2", code=1)
     assert "is owned on this machine by the command 'tierfall copy', process " in refused.err
     assert "trainer" not in refused.err
+
+
+def test_of_two_imports_of_one_step_the_second_says_that_the_step_is_there(
+    make_cli: MakeCli, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={"bandwidth": "400kB/s"}, max_wait="60s")
+    torch.save({"w": torch.ones(500_000)}, tmp_path / "x.pt")
+    words = ["import", str(tmp_path / "x.pt"), "--as-step", "5"]
+    lock = memory_of(cli.config) / "slot-0.lock"
+    with forked.start(["-m", "tierfall", *words, "--config", str(cli.path)]) as first:
+        wait_until(lambda: lock.exists() and lock.read_bytes() != b"", "the import holds the run")
+        assert "the run has it already; name a step above 5" in cli(*words, code=1).err
+        assert first.wait(60) == 0
+    assert list(cli.steps()) == ["5@1"]
 
 
 def test_forget_is_refused_beside_a_living_trainer(

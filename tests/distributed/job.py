@@ -103,7 +103,7 @@ class Job:
     def log(self, rank: int) -> str:
         return (self.folder / f"rank-{rank}.log").read_text()[-4000:]
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait until every rank has said that it is where the test wants it; that is said once."""
         deadline = time.monotonic() + timeout_s
         marks = [self.folder / f"ready-{rank}" for rank in range(self.world_size)]

@@ -30,7 +30,7 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
     root = Path(folder)
     return {
         "run": "many",
-        "max_wait": changes.pop("max_wait", "20s"),
+        "max_wait": changes.pop("max_wait", "60s"),  # of a loaded machine, for all to start
         "chunk": "64KiB",
         "tiers": [
             {

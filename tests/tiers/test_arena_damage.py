@@ -286,7 +286,9 @@ def test_what_is_no_regular_file_is_refused(
 def test_arena_of_another_user_is_refused(path: Path) -> None:
     create(path).close(keep=True)
     os.chown(path, 12345, -1)
-    with pytest.raises(ConfigError, match=r"belongs to user 12345, expected \d+; remove it"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to user 12345, expected \d+: run this as that user"
+    ):
         Arena.attach(path, run=RUN)
 
 

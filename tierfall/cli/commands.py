@@ -22,6 +22,7 @@ from tierfall.cli.common import (
     load_settings_if_any,
     load_settings_of_all,
     name_other_runs,
+    of_this_user,
     owner_members,
     parse_option,
     table,
@@ -32,10 +33,11 @@ from tierfall.cli.common import (
 from tierfall.cli.run_facts import held_members
 from tierfall.cli.usage import Exit, parse_step, refuse
 from tierfall.config import Config
+from tierfall.config.sections import OnClose
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.core.types.values import CheckpointId
@@ -145,7 +147,7 @@ def _describe_result(
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
     when = "after its next commit there, or within a minute if that waits for room"
-    trainer = f"the trainer (process {owner.pid})"
+    trainer = f"the trainer ({owner.process})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
     return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads the mark {when}",)
@@ -215,7 +217,8 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         if answer.problems:
             answer.refuse(
                 "rm: nothing was deleted, since the tier may hold files of the run: repeat it once the tier answers, "
-                "or without the tier in the file"
+                "or without the tier in the file. If the run was deleted there from another machine, repeat it after "
+                "'tierfall forget TIER'"
             )
         kept = foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
@@ -237,7 +240,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
     say(f"To delete it, type the name of the run: {run}")
     if not is_typed(run):
         answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
-    result = delete_run(settings)
+    result = delete_run(settings, listings)
     answer.document = {
         "run": run,
         "deleted": list(result.deleted),
@@ -280,6 +283,10 @@ def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> 
         "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
+    if not settings.written:
+        answer.show(
+            "every tier is only read, so that no rule applies: name the YAML file with the rules by --config"
+        )
     if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
         answer.show(UNREAD)
     if dry_run:  # else they were logged
@@ -422,7 +429,7 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "left": [members(owed) for owed in left],
         "memory_kept": False,
     }
-    answer.show(f"run {reader.run}: nothing is in host memory")
+    answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
     for owed in left:
         answer.show(f"still owed from another tier: {owed}")
     if left:
@@ -433,6 +440,7 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
 
 
 def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult) -> None:
+    keeps = drained.memory_kept and settings.host.on_close is OnClose.KEEP
     for owed in drained.done:
         answer.show(f"flushed {owed}")
     if drained.done or drained.left:
@@ -442,13 +450,16 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
         )
+    elif keeps:
+        answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(
             f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")
-    answer.show("host memory is kept" if drained.memory_kept else "host memory is freed")
+    kept = "host memory is kept (on_close: keep)" if keeps else "host memory is kept"
+    answer.show(kept if drained.memory_kept else "host memory is freed")
     for owed in drained.left:
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:
@@ -468,8 +479,13 @@ def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
         left_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
         try:
             drained.append(_drain(answer, held.settings(), left_s))
+        except ConfigError as error:
+            answer.problem(
+                f"{held}: {error}. To flush it by a file with its tiers: 'tierfall drain --run {held.run} --config "
+                "FILE'; to free it: 'tierfall drain --all --discard'"
+            )
         except TierfallError as error:
-            answer.problem(error)
+            answer.problem(f"{held}: {error}")
     answer.document = {"runs": drained}
     answer.finish()
 
@@ -496,7 +512,7 @@ def _left_by_runs(
         if held.owner is not None:
             answer.problem(f"{held}: a trainer owns it ({held.owner}); nothing was done")
     if not found:
-        answer.show("nothing is in this node's memory")
+        answer.show("nothing of this user is in this node's memory")
     return [held for held in found if held.owner is None]
 
 

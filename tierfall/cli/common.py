@@ -116,6 +116,11 @@ def name_other_runs(settings: Config) -> str:
     return f"; the tiers have the runs {format_some(names)}" if names else ""
 
 
+def of_this_user(settings: Config) -> str:
+    """Return whose host memory a command has seen, to append to its name: the default folder is that of one user."""
+    return "" if settings.host.folder else " of this user"
+
+
 def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
     """Parse the value of an option; ends the command where ``parse`` raises ConfigError."""
     try:

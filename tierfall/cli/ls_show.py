@@ -22,6 +22,7 @@ from tierfall.cli.common import (
     find_step,
     load_settings,
     name_other_runs,
+    of_this_user,
     owner_members,
     rough_duration,
     table,
@@ -228,7 +229,8 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     count = len(facts.known)
     what = counted(count, "checkpoint", "checkpoints")
     if not count:
-        what = f"no checkpoint{name_other_runs(settings)}"
+        where = f"on the tiers or in host memory{of_this_user(settings)}"
+        what = f"no checkpoint {where}{name_other_runs(settings)}"
     held = ", ".join(
         f"{listing.tier} {format_size(sum(copy.bytes for copy in listing.copies))}"
         for listing in facts.listings

@@ -259,9 +259,8 @@ def latest(config: str | None, run: str | None, as_json: bool) -> None:
 def runs(config: str | None, as_json: bool) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(as_json)
-    settings = load_settings_if_any(
-        config, "any"
-    )  # a folder of several runs needs a name; all are listed
+    # A folder of several runs needs a name; all are listed.
+    settings = load_settings_if_any(config, "any")
     held: list[HeldMemory] = []
     try:
         held = held_by_runs(settings)
@@ -271,7 +270,7 @@ def runs(config: str | None, as_json: bool) -> None:
     if settings is not None:
         answer.document = {"runs": _show_runs(answer, settings), **answer.document}
     elif not held:
-        answer.show("nothing is in this node's memory")
+        answer.show("nothing of this user is in this node's memory")
     if held:
         answer.show(*_memory_of_node(held, below=settings is not None))
     answer.finish()
@@ -307,15 +306,15 @@ def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Tabl
     for one in held:
         made.add_row(
             one.run,
-            str(len(one.checkpoints)),
+            "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
             format_size(one.bytes),
             format_size(one.kept_bytes) if one.kept_bytes else "-",
-            "none lives" if one.owner is None else f"process {one.owner.pid}",
+            "no trainer" if one.owner is None else one.owner.process,
             one.file or "-",
         )
     yield made
     if any(one.owner is None for one in held):
-        yield "'tierfall drain --all' flushes what no living process owns, --discard frees it"
+        yield "'tierfall drain --all' flushes what no trainer owns, --discard frees it"
 
 
 def held_members(held: HeldMemory) -> dict[str, Any]:

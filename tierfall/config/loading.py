@@ -40,8 +40,7 @@ def load_config(
     """Return the configuration in a YAML file, in a dict of the same shape, or in a ``Config``.
 
     ``run`` overrides the name of the run. ``${env:NAME}`` in text is replaced from ``environ``; its value appears in no
-    message. Relative paths in a file start at the file's folder, others at the
-    working directory.
+    message of this call. Relative paths in a file start at the file's folder, others at the working directory.
 
     Raises ConfigError; the message names every problem, each with file, line and place.
     """

@@ -115,12 +115,14 @@ def _read_text(path: Path) -> str:
             data = file.read(_FILE_BYTES_MAX + 1)
     except FileNotFoundError as error:
         if ":/" in str(path):
+            address = str(path).replace(":/", "://", 1)  # a Path has one "/"
             raise ConfigError(
-                f"{path} is an address; expected the path of a YAML file, or a dict such as {{'run': 'r', 'tiers': "
+                f"{address} is an address; expected the path of a YAML file, or a dict such as {{'run': 'r', 'tiers': "
                 "'s3://bucket/prefix'}"
             ) from error
+        seen_from = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise ConfigError(
-            f"{path}: there is no such file (relative to {Path.cwd()}); expected the path of a YAML file, or a dict"
+            f"{path}: there is no such file{seen_from}; expected the path of a YAML file, or a dict"
         ) from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a folder; expected a YAML file") from error

@@ -170,6 +170,7 @@ def import_state(
     _check_room(config, listings, size)
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
+        check_step(run.session.listings, step, config.run, run.session.stores)  # by now
         run.by_path.continue_from_newest(step)
         request = direct_write(run, step, metrics={}, tags=())
         # All tiers get it, whatever their flush rules are.

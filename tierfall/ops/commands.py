@@ -45,7 +45,14 @@ from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
 from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, SLOT, bounds_s, open_stores, tier_rules
+from tierfall.setup.tiers import (
+    ANSWER_S,
+    SLOT,
+    bounds_s,
+    missing_folders,
+    open_stores,
+    tier_rules,
+)
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
@@ -210,11 +217,7 @@ def check_folders(config: Config) -> None:
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
     if missing := _missing_folders(config):
-        named = ", ".join(f"tier {name}: {folder}" for name, folder in missing.items())
-        raise UnreachableError(
-            f"nothing was changed, since a folder is missing ({named}): mount or restore it. A new tier's folder is "
-            "created by the first training, or by hand"
-        )
+        raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
 
 
 def _missing_folders(config: Config) -> dict[str, Path]:

@@ -6,7 +6,7 @@ this machine; whether one is alive on another is not known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,12 @@ from pathlib import Path
 
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
+from tierfall.core.format.catalog import Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
-from tierfall.core.types.errors import BackendError, TierfallError
+from tierfall.core.types.errors import BackendError, StepError, TierfallError
+from tierfall.core.types.text import format_some
+from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import check_folders
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.setup.nodes.kept import discard_kept
@@ -66,11 +69,11 @@ def _files_below(folder: Path) -> Iterator[str]:
             yield str(path.relative_to(folder))
 
 
-def delete_run(config: Config) -> DeletedRun:
+def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
     """Delete the run; ``config`` is that of a job on several nodes: of peer memory, what this node keeps is deleted.
 
     Raises LockError if a trainer has started, and, before anything is deleted, the error of a tier that could not be
-    read.
+    read, and StepError if a checkpoint was saved or pinned since the listings ``shown``.
     """
     check_folders(config)
     config = with_own_peers(config, config.run)
@@ -82,6 +85,11 @@ def delete_run(config: Config) -> DeletedRun:
         for listing in tiers.listings:
             if listing.error is not None:
                 raise listing.error
+        if new := sorted(_copies(tiers.listings) - _copies(shown)):
+            steps = format_some([f"{id} on {tier}" for tier, id, _ in new])
+            raise StepError(
+                f"rm: nothing was deleted, since {steps} was saved or pinned after the run was shown: repeat it"
+            )
         failed = _delete_on_tiers(config, tiers)
         done = {name: store for name, store in tiers.stores.items() if name not in failed}
         kept = foreign_files(tiers.config, done)
@@ -94,6 +102,16 @@ def delete_run(config: Config) -> DeletedRun:
     return DeletedRun(
         deleted=tuple(name for name in names if name not in failed), kept=kept, failed=failed
     )
+
+
+def _copies(listings: Iterable[Listing]) -> set[tuple[str, CheckpointId, bool]]:
+    """Return the tier and the checkpoint of each copy, with False, and of each one that is pinned, with True."""
+    return {
+        (listing.tier, copy.id, pinned)
+        for listing in listings
+        for copy in listing.copies
+        for pinned in (False, keys.PIN_MARK in copy.marks)
+    }
 
 
 def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallError]:

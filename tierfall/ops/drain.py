@@ -6,18 +6,19 @@ copies are listed before the first is begun; memory is freed once all of them ar
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.format.records import Attempt
-from tierfall.core.types.errors import FencedError, IntegrityError
+from tierfall.core.types.errors import FencedError, IntegrityError, TierfallError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.commands import POLL_S, Watch, unread, view_of
 from tierfall.ops.drain_shards import MachineShards
 from tierfall.session.drain_forecast import ForecastLog
 from tierfall.session.leftovers import images_in
@@ -26,9 +27,15 @@ from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
 from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
-from tierfall.setup.places import run_folder
+from tierfall.setup.bounded_tiers import close_stores
+from tierfall.setup.places import run_folder, seen_by_one
+from tierfall.setup.tiers import ANSWER_S, open_stores
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import SealedImage, arena_slots
+
+logger = logging.getLogger("tierfall")
+RETRY_S = 2.0
+"""Seconds between tries to open a tier that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +70,52 @@ def drain(
 ) -> DrainResult:
     """Flush what host memory holds, for ``deadline_s`` seconds at most (None: until done).
 
-    With a deadline, the most valuable copies come first, and a copy that cannot arrive in time is not begun.
+    With a deadline, the most valuable copies come first, a copy that cannot arrive in time is not begun, and a tier
+    that cannot be opened is tried again until then.
     ``on_forecast`` is called with a sentence per forecast: at the start, and again once the rates of tiers are known.
     ``watch`` is called with bytes copied and bytes in total.
 
-    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive;
-    UnreachableError, before anything is created, where a tier's folder is missing.
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive.
     """
     began = time.monotonic()
-    check_folders(config)
+    until_s = None if deadline_s is None else began + deadline_s
+    done: list[OwedCopy] = []
+    drained, silent = _drain_once(config, until_s, watch, on_forecast)
+    while until_s and drained.memory_kept and silent & {owed.tier for owed in drained.left}:
+        done += drained.done
+        try:
+            if not _wait_for_any(config, silent, until_s):
+                break
+            drained, silent = _drain_once(config, until_s, watch, on_forecast)
+        except TierfallError as error:  # a trainer has begun, say
+            drained = replace(drained, problems=(*drained.problems, str(error)))
+            break
+    else:
+        done += drained.done
+    return replace(drained, done=tuple(done), seconds=time.monotonic() - began)
+
+
+def _wait_for_any(config: Config, silent: Set[str], until_s: float) -> bool:
+    """Wait until one of the tiers ``silent`` can be opened; False once the monotonic clock reaches ``until_s``."""
+    logger.warning("drain: tried again until the deadline: %s", ", ".join(sorted(silent)))
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(RETRY_S, left_s))
+        stores, errors = open_stores(
+            seen_by_one(config), config.run, find_read_only=True, creates=False
+        )
+        close_stores(stores, ANSWER_S)
+        if not silent <= errors.keys():
+            return True
+    return False
+
+
+def _drain_once(
+    config: Config,
+    until_s: float | None,
+    watch: Watch,
+    on_forecast: Callable[[str], None],
+) -> tuple[DrainResult, Set[str]]:
+    """Drain to the tiers that can be opened now. Return the result, without its seconds, and the other tiers."""
     slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
         tiers = OpenedTiers(
@@ -80,7 +124,7 @@ def drain(
         undo.callback(tiers.close, keep=True)
         images = images_in(tiers.hosts())
         if not images:  # the owner of a moment ago has flushed them
-            return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+            return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0), set()
         _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
         tiers.write_for(writer_of(newest, tiers))
         planned = _owed(tiers.config, tiers.listings)
@@ -97,7 +141,6 @@ def drain(
         if shards is not None:
             shards.add_stored(session)
         session.coordinator.ledger.set_knows_good()  # else no copy would be evicted for room
-        until_s = None if deadline_s is None else began + deadline_s
         if until_s is not None:  # before the first copy is begun in another order
             session.coordinator.drain_schedule.begin(session, until_s, time.monotonic())
         session.start()
@@ -111,21 +154,24 @@ def drain(
         left = set(planned) - done
         errors = session.coordinator.errors if left else ()  # else the tier has recovered
         problems = [*(shards.problems if shards else ()), *map(str, errors)]
-        kept = must_keep_memory(session) or (shards is not None and bool(left))
+        kept = must_keep_memory(session) or bool(left)
     finally:
         session.close(keep_memory=kept)
+    # A copy that was under way at the deadline may have been committed meanwhile.
+    done |= {owed for owed in planned if _is_committed(session, owed)}
     problems += [
         f"tier {name} could not be read: {error}"
         for name, error in unread(session.listings).items()
         if shards is None or name not in shards.unknown
     ]
-    return DrainResult(
+    result = DrainResult(
         done=tuple(owed for owed in planned if owed in done),
         left=tuple(owed for owed in planned if owed not in done),
         problems=tuple(problems),
         memory_kept=kept,
-        seconds=time.monotonic() - began,
+        seconds=0.0,
     )
+    return result, set(tiers.errors)
 
 
 def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
@@ -209,6 +255,11 @@ def _copied_bytes(session: Session) -> int:
     return sum(count for lane in lanes for count in lane.edge_bytes.values())
 
 
+def _is_committed(session: Session, owed: OwedCopy) -> bool:
+    entry = session.coordinator.ledger.entries.get(owed.checkpoint)
+    return entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
+
+
 def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]:
     """Return the planned copies that became durable. One that retention has deleted since counts, as long as no copy
     was given up or set aside."""
@@ -217,9 +268,9 @@ def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]
     left = set(coordinator.owed_copies())
     done = set()
     for owed in planned:
-        entry = coordinator.ledger.entries.get(owed.checkpoint)
-        committed = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
         settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
-        if committed or (settled and not counters.given_up_copies + counters.set_aside_copies):
+        if _is_committed(session, owed) or (
+            settled and not counters.given_up_copies + counters.set_aside_copies
+        ):
             done.add(owed)
     return done

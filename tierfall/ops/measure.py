@@ -45,7 +45,7 @@ from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.lanes import lane_limits
 from tierfall.setup.places import memory_root, run_folder
 from tierfall.setup.tiers import ANSWER_S, open_stores
-from tierfall.tiers.arena.folder import room_for_arena
+from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.stored import StoredTier
 
 PROBE_PREFIX = "tierfall-check-"
@@ -112,7 +112,7 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
     )
     try:
-        known_slots(run_folder(config, config.run))
+        known_slots(prepare_folder(run_folder(config, config.run), create=False))
         free = room_for_arena(_nearest(folder)).free_bytes
     except TierfallError as error:
         return replace(known, error=error)

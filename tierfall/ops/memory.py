@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tierfall.config import Config, load_config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
-from tierfall.core.types.errors import BackendError, ConfigError
+from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, TierKind
-from tierfall.ops.reader import find_owner, known_slots, names_in_memory, open_memory
+from tierfall.ops.reader import PATH_ANSWER_S, find_owner, known_slots, names_in_memory, open_memory
 from tierfall.session.leftovers import images_in
 from tierfall.setup.nodes.kept import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
@@ -45,23 +45,27 @@ class HeldMemory:
     def settings(self) -> Config:
         """Read the run's file, as this node sees it. Raises ConfigError where it had none, or has other tiers now."""
         if not self.file:
-            raise ConfigError(
-                f"{self}: it was not configured by a file: name one with its tiers by --config"
-            )
+            raise ConfigError("it was not configured by a file")
         settings = load_config(self.file, run=self.run)
         if run_folder(settings, self.run) != self.folder:
-            raise ConfigError(
-                f"{self}: {self.file} has other tiers now: name a file with its tiers by --config"
-            )
+            raise ConfigError(f"{self.file} has other tiers now")
         return seen_by_one(settings, reads_images=False)
 
     def discard(self) -> None:
-        """Free all of it. Raises LockError where a process owns it, BackendError where a file cannot be deleted."""
+        """Free all of it, once another command that holds it has ended, within ``max_wait``. Raises LockError where a
+        process owns it, BackendError where a file cannot be deleted."""
+        try:
+            wait_s = self.settings().max_wait_s
+        except TierfallError:
+            wait_s = PATH_ANSWER_S
         with ExitStack() as held:
             slots = known_slots(self.folder)
             for slot in slots:
                 lock = RunLock.acquire(
-                    self.folder / lock_name(slot), run=self.run, command="tierfall drain"
+                    self.folder / lock_name(slot),
+                    run=self.run,
+                    command="tierfall drain",
+                    wait_s=wait_s,
                 )
                 held.callback(lock.release)
             for slot in slots:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -33,6 +33,7 @@ from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
@@ -168,11 +169,9 @@ class Checkpointer:
         self._capturer.barrier.on_explicit_wait()
         self._capturer.wait_barrier(self._config.max_wait_s if timeout is None else timeout)
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Bracket an update of the state: ``with ckpt.guard(): update()``; see ``wait_captured``."""
-        self.wait_captured()
-        yield
+        return _Guard(self)
 
     # Restoring ---------------------------------------------------------------------------------------
 
@@ -266,13 +265,15 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
+        if not isinstance(resume, bool):
+            raise ConfigError(f"load: resume is {resume!r}; expected True or False")
         check_device(map_location)
         request = replace(
             self._opened.restorer.request(step, attempt, doing="load"),
             in_place=False,
             advice="or make the tier reachable",
         )
-        choices = Choices.of(only=only)
+        choices = Choices.of(only=only, doing="load")
         continues = resume and only is None
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)
@@ -473,6 +474,23 @@ class Checkpointer:
             logger.exception("closing failed while another exception was being raised")
 
 
+class _Guard(ContextDecorator):
+    def __init__(self, ckpt: Checkpointer) -> None:
+        self._ckpt = ckpt
+
+    @public_call
+    def __enter__(self) -> None:
+        self._ckpt.wait_captured()
+
+    def __exit__(self, *ended: object) -> None:
+        """Do nothing: a barrier is before an update alone."""
+
+
 def open_run_of(ckpt: Checkpointer) -> OpenRun:
-    """Return the parts behind a Checkpointer, for integrations in this package. Not public API."""
+    """Return the parts behind a Checkpointer, for integrations in this package. Not public API.
+
+    Raises ConfigError for anything else, which a caller of an integration has passed.
+    """
+    if not isinstance(ckpt, Checkpointer):
+        raise ConfigError(f"expected a Checkpointer, as tierfall.open returns it, not {ckpt!r:.80}")
     return ckpt._opened

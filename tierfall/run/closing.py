@@ -354,7 +354,10 @@ def _nothing_whole(session: Session) -> tuple[str, str]:
 def announce(text: str) -> None:
     """Log at level INFO; on a terminal, if the program configures no logging, so that it is shown."""
     shows_warnings = not logger.hasHandlers() and logger.level == logging.NOTSET
-    on_terminal = shows_warnings and sys.stderr is not None and sys.stderr.isatty()
+    try:
+        on_terminal = shows_warnings and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # a daemon has none, or has closed it
+        on_terminal = False
     logger.log(logging.WARNING if on_terminal else logging.INFO, "%s", text)
 
 

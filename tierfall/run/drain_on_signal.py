@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from signal import Signals
 
 from tierfall.config import Config
@@ -15,7 +14,7 @@ from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_duration
 from tierfall.run import group_commands
-from tierfall.run.closing import LookedAt, log_newest
+from tierfall.run.closing import confirm_copies, log_newest
 from tierfall.session.requests import free_memory_at_end, must_keep_memory
 from tierfall.session.session import Session
 from tierfall.setup import signal_hub
@@ -46,12 +45,13 @@ class DrainOnSignal:
         self._saves = saves
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
+        self._frees = False
         self._listener = signal_hub.add_listener(
             signals_named(config.drain.on_signal),
             what=WHAT,
             flag=self._on_signal,
             work=self._drain,
-            before_end=partial(free_memory_at_end, session, FREE_S),
+            before_end=self._free_memory,
         )
 
     def stop(self) -> None:
@@ -73,6 +73,7 @@ class DrainOnSignal:
         )
         try:
             session.call_soon(lambda: session.coordinator.share_deadline(self._deadline_s))
+            looked_at = confirm_copies(session, self._deadline_s / 2)
             saves = name in self._saving
             report = self._until(ends_s, name, continues=not saves)
             if saves and self._wait_for_save(number, ends_s):
@@ -81,13 +82,18 @@ class DrainOnSignal:
                 [f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left]
             )
             logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
-            kept = must_keep_memory(session)
+            kept = not looked_at.allows_release or must_keep_memory(session)
         except TierfallError as error:
             # The run was closed, which drains too, or the coordinator has stopped.
             logger.warning("%s: nothing more is drained: %s", name, error)
             return
         event = f"{name}: run {session.run} may end now"
-        log_newest(session, event, LookedAt({}), memory_kept=kept, early=True)
+        log_newest(session, event, looked_at, memory_kept=kept, early=True)
+        self._frees = not kept
+
+    def _free_memory(self) -> None:
+        if self._frees:
+            free_memory_at_end(self._session, FREE_S)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())

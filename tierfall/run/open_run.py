@@ -79,6 +79,8 @@ class OpenRun:
         self.run = run
         self.pid = os.getpid()
         self.closed = False
+        self._ends = False
+        """No further save begins."""
         self._last: closing.LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
@@ -220,6 +222,10 @@ class OpenRun:
             at_end=at_end,
         )
         with self.saver.lock:
+            if self._ends:
+                raise ConfigError(
+                    f"save of step {step}: another thread closes this Checkpointer; open another one"
+                )
             self.lineage.check(step)
             self.saver.counts.steps.record(step, began_s)
             try:
@@ -352,6 +358,7 @@ class OpenRun:
         try:
             try:
                 failure = self._save_last(failed, left_s() / 2)
+                self._end_saves(left_s() / 2)
                 self.by_path.close(left_s())
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
@@ -391,6 +398,12 @@ class OpenRun:
             self._raise_failures()
         if failure is not None:
             raise failure
+
+    def _end_saves(self, timeout_s: float) -> None:
+        """Refuse the saves that another thread still begins, once the one in progress has ended."""
+        self._ends = True
+        if self.saver.lock.acquire(timeout=timeout_s):
+            self.saver.lock.release()
 
     def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""

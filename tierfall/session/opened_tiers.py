@@ -142,7 +142,9 @@ class OpenedTiers:
                 refuses_damaged=draining,
                 command=command,
             )
-            self.stores, self.errors = open_stores(config, run, find_read_only=True, peers=peers)
+            self.stores, self.errors = open_stores(
+                config, run, find_read_only=True, creates=not draining, peers=peers
+            )
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
             )

@@ -13,7 +13,7 @@ from tierfall.core.format.records import Lineage, chunk_count, records_bytes_max
 from tierfall.core.image.layout import Layout
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.text import with_article
+from tierfall.core.types.text import are_texts, with_article
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _read_metric(name: str, value: Any) -> Any:
 
 def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     """Return tags as a tuple; raise ConfigError unless they are a list of valid names."""
-    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+    if isinstance(tags, str) or not are_texts(tags):
         raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
 

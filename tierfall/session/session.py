@@ -435,7 +435,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
         entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
     seen = start.seen & written
     ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
-    ledger.lags = start.lags
+    ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
     leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)

@@ -52,10 +52,11 @@ class Start:
     ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
     that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
     tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank
-    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: some rank has a
-    listing that lags. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any
-    rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies
-    that may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another
+    rank has a listing that lags. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the
+    marks that any rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per
+    tier, the copies that may be repaired, with their damage; ``starts`` how the attempts began that have committed a
+    checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
     ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
@@ -182,7 +183,6 @@ def tend(tiers: OpenedTiers) -> Start:
     commits = (copy.commit for copy in memory.copies)
     return Start(
         listings=tiers.listings,
-        lags=any(listing.lags for listing in tiers.listings),
         inherited=tuple(c for c in commits if c and c.world_size > 1),
     )
 

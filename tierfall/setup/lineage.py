@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tierfall.core.format.records import Attempt, Commit, Lineage
@@ -17,14 +18,13 @@ from tierfall.core.types.values import CheckpointId
 
 def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
     """Return a step as a plain integer. Accepts any integer (NumPy's too); raises StepError for a bool."""
-    if isinstance(step, bool) or not hasattr(type(step), "__index__"):
-        swapped = isinstance(step, Mapping) and doing == "save"
-        shown = (
-            "the state: the step comes first, save(step, state)" if swapped else f"{step!r}"[:80]
-        )
-        newest = "; leave it out for the newest" if doing in ("load", "restore") else ""
-        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}{newest}")
-    return operator.index(step)
+    if not isinstance(step, bool):
+        with suppress(TypeError, RuntimeError):  # a tensor of several elements, or without any
+            return operator.index(step)
+    swapped = isinstance(step, Mapping) and doing == "save"
+    shown = "the state: the step comes first, save(step, state)" if swapped else f"{step!r}"[:80]
+    newest = "; leave it out for the newest" if doing in ("load", "restore") else ""
+    raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}{newest}")
 
 
 class SavingLineage:

@@ -85,13 +85,19 @@ def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:
     Raises BackendError where that fails.
     """
     data = encode(pointer)
-    backend = PosixBackend(Path(folder).expanduser(), direct_io=False)
+    backend = PosixBackend(_path(folder, "write_pointer"), direct_io=False)
     try:
         with backend.create(POINTER_NAME, length=len(data), publish=Publish.REPLACE) as writer:
             writer.write(0, memoryview(data))
             writer.publish()
     finally:
         backend.close()
+
+
+def _path(folder: object, doing: str) -> Path:
+    if isinstance(folder, str | os.PathLike):
+        return Path(folder).expanduser()
+    raise ConfigError(f"{doing}: folder must be a path, not {folder!r:.80}")
 
 
 def is_pointer(path: Path) -> bool:
@@ -105,7 +111,7 @@ def read_pointer(folder: str | os.PathLike[str]) -> Pointer:
 
     Raises ConfigError where the folder has none, IntegrityError where it is damaged.
     """
-    path = Path(folder).expanduser()
+    path = _path(folder, "read_pointer")
     path = path if path.name == POINTER_NAME else path / POINTER_NAME
     try:
         with path.open("rb") as file:

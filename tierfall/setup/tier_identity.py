@@ -121,8 +121,10 @@ class TierIdentities:
         return found if self.remembered is None else [*found, self.remembered]
 
     def is_remembered(self, name: str) -> bool:
-        """Return whether another tier, or this machine, remembers a tier."""
-        return self._remembers(name) is not None
+        """Return whether another tier, or this machine, remembers a tier; this machine also one without an id, whose
+        files were deleted."""
+        here = {} if self.remembered is None else self.remembered.others
+        return name in here or self._remembers(name) is not None
 
     # What is missing -------------------------------------------------------------------------------
 

@@ -175,18 +175,20 @@ def open_stores(
     read_only: bool = False,
     find_read_only: bool = False,
     is_bounded: bool = False,
+    creates: bool = True,
     peers: PeerMemory | None = None,
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
-    A permanent refusal is raised; with ``read_only`` it is returned with the other errors. With ``find_read_only``, a
-    tier that refuses writes and has files of the run is opened for reading. With ``is_bounded``, each call to a tier
-    ends within its bound, as commands need it; a trainer bounds its waits by itself.
+    A permanent refusal is raised; with ``read_only``, or without ``creates``, it is returned with the other errors.
+    With ``find_read_only``, a tier that refuses writes and has files of the run is opened for reading. With
+    ``is_bounded``, each call to a tier ends within its bound, as commands need it; a trainer bounds its waits by
+    itself. Without ``creates``, a tier whose folder is missing is unreachable: a command goes on with the others.
     """
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
         only = "it is only to be read" if read_only or tier.read_only else ""
-        _check_mounted(tier, only)
+        _check_mounted(tier, only, creates=creates)
         try:
             backend = _open_here(tier, peers, read_only=bool(only))
         except AccessDeniedError as error:
@@ -207,16 +209,8 @@ def open_stores(
     errors: dict[str, TierfallError] = {}
     try:
         for name, answer in opened.items():
-            match answer.error:
-                case None:
-                    continue
-                case BackendError() as error if read_only or isinstance(error, UnreachableError):
-                    later = "" if read_only else " (open again once it answers)"
-                    errors[name] = type(error)(f"{error}{later}")
-                case BackendError() | ConfigError() as error:
-                    raise type(error)(f"open: tier {name}: {error}") from error
-                case error:
-                    raise error
+            if answer.error is not None:
+                errors[name] = _error_of(name, answer.error, read_only=read_only, creates=creates)
     except BaseException:
         for store in stores.values():
             store.close()
@@ -224,14 +218,44 @@ def open_stores(
     return stores, errors
 
 
-def _check_mounted(tier: FileTierConfig | ObjectTierConfig, read_only: str) -> None:
-    """Raise UnreachableError where neither the folder of a shared tier that is to be written nor the one above it is
-    there: created on the disk of this machine, it would be shared with nobody."""
-    if read_only or tier.folder is None or tier.folder.exists() or may_create(tier):
+def _error_of(tier: str, error: BaseException, *, read_only: bool, creates: bool) -> TierfallError:
+    """Return the error of a tier without which the others are opened; raise it if it ends the opening."""
+    match error:
+        case BackendError() | ConfigError() if not creates:
+            return error
+        case BackendError() if read_only or isinstance(error, UnreachableError):
+            later = "" if read_only else " (open again once it answers)"
+            return type(error)(f"{error}{later}")
+        case BackendError() | ConfigError():
+            raise type(error)(f"open: tier {tier}: {error}") from error
+        case _:
+            raise error
+
+
+def _check_mounted(
+    tier: FileTierConfig | ObjectTierConfig, read_only: str, *, creates: bool
+) -> None:
+    """Raise UnreachableError if the folder of a tier that is to be written is missing, and is not to be created; or if
+    neither that of a shared tier nor the one above it is there: created on the disk of this machine, it would be shared
+    with nobody."""
+    if read_only or tier.folder is None or tier.folder.exists():
+        return
+    if not creates:
+        raise UnreachableError(f"{tier.name}: {missing_folders({tier.name: tier.folder})}")
+    if may_create(tier):
         return
     raise UnreachableError(
         f"{tier.name} is shared, and {tier.folder.parent} is not there: mount its file system, or create that "
         "folder on it"
+    )
+
+
+def missing_folders(folders: Mapping[str, Path]) -> str:
+    """Say which folders of tiers are missing, and what to do."""
+    named = ", ".join(f"tier {name}: {folder}" for name, folder in folders.items())
+    return (
+        f"a folder is missing ({named}): mount or restore it. A new tier's folder is created by the first training, or "
+        "by hand"
     )
 
 

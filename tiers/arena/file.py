@@ -353,8 +353,8 @@ def _check_status(status: os.stat_result, path: Path) -> int:
         raise ConfigError(f"arena {path}: not a regular file; {_remove(path)}")
     if status.st_uid != os.geteuid():
         raise ConfigError(
-            f"arena {path}: belongs to user {status.st_uid}, expected {os.geteuid()}; remove it, or set another "
-            "`folder`"
+            f"arena {path}: belongs to user {status.st_uid}, expected {os.geteuid()}: run this as that user, or set "
+            "another `folder`"
         )
     return status.st_size
 

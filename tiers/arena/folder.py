@@ -48,8 +48,9 @@ def default_folder() -> Path:
     return folder
 
 
-def prepare_folder(path: Path, *, base: Path | None = None) -> Path:
-    """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path.
+def prepare_folder(path: Path, *, base: Path | None = None, create: bool = True) -> Path:
+    """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path. Without ``create``
+    check the part of it that is there.
 
     Every component below ``base`` is opened without following a link, must belong to this user, and must not be
     writable by others. ``base`` is trusted; by default it is /dev/shm or the temporary folder if the path is below one
@@ -64,6 +65,8 @@ def prepare_folder(path: Path, *, base: Path | None = None) -> Path:
         place = base
         for name in path.relative_to(base).parts:
             place = place / name
+            if not (create or os.path.lexists(place)):
+                break
             child = _enter(fd, name, place)
             os.close(fd)
             fd = child

@@ -370,7 +370,9 @@ def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None
 def test_file_of_another_user_is_refused(path: Path) -> None:
     path.touch()
     os.chown(path, 12345, -1)
-    with pytest.raises(ConfigError, match="owned by user 12345"):
+    with pytest.raises(
+        ConfigError, match=r"owned by user 12345, not by \d+: run this as that user"
+    ):
         RunLock.acquire(path, run="gpt")
 
 

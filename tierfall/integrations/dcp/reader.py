@@ -27,6 +27,7 @@ from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import plan_reads
 from tierfall.core.restore.restore import HALF_FILLED
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp.fqns import Leaf, Paths
@@ -44,6 +45,7 @@ class TierReader(StorageReader):
     as CheckpointException.
     """
 
+    @public_call
     def __init__(
         self,
         ckpt: Checkpointer,

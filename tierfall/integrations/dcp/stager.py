@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -35,9 +36,11 @@ class LazyStager(AsyncStager):
 
     _synchronize_after_execute = False
 
+    @public_call
     def __init__(self, ckpt: Checkpointer) -> None:
         self._run = open_run_of(ckpt)
 
+    @public_call
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin the capture for the only TierWriter that was created and not used yet; return the state without its
         bytes.

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import ConfigError
 from tierfall.integrations.dcp.direct import DirectWriter, direct_write
@@ -30,6 +31,7 @@ from tierfall.integrations.dcp.planning import count_outcomes, planned_state, re
 from tierfall.integrations.dcp.staged import Staged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
+from tierfall.session.save_arguments import checked_tags
 
 logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
@@ -49,6 +51,7 @@ class TierWriter(StorageWriter):
     raises an error of any rank on all ranks, as CheckpointException.
     """
 
+    @public_call
     def __init__(
         self,
         ckpt: Checkpointer,
@@ -66,7 +69,7 @@ class TierWriter(StorageWriter):
             )
         self.step = step
         self.metrics = metrics or {}
-        self.tags = tuple(tags)
+        self.tags = checked_tags(tags)
         self._run = run
         self._until = until
         self._staged: Staged | None = None
