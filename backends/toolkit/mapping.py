@@ -74,7 +74,7 @@ def address_of(mapping: mmap.mmap) -> int:
 
 def populate(mapping: mmap.mmap, start: int, end: int) -> None:
     """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy. Other
-    threads of Python run meanwhile."""
+    threads of Python run meanwhile, since Linux 5.14."""
     libc = ctypes.CDLL(None, use_errno=True)
     address, length = ctypes.c_void_p(_mappings[mapping] + start), ctypes.c_size_t(end - start)
     if libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.steps import wait_until
 from tierfall.core.types.values import Shard
 from tierfall.tiers.arena.arena import Arena, Region
 
@@ -39,8 +39,7 @@ def create(path: Path, capacity_bytes: int = MIB, **options: Any) -> Arena:
 def prepare(arena: Arena, device: torch.device | None = None) -> None:
     """Prepare the memory, for copies from a device if one was given here before, and wait until it is prepared."""
     arena.prepare(device)
-    while not arena.is_prepared:
-        time.sleep(0.001)
+    wait_until(lambda: arena.is_prepared, "memory is prepared")
 
 
 def add(arena: Arena, image: bytes, manifest: bytes = b"manifest", commit: bytes = b"") -> Region:

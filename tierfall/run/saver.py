@@ -133,6 +133,7 @@ class Saver:
             metrics=checked_metrics(call.metrics),
             tags=checked_tags(call.tags),
         )
+        self._capturer.barrier.streams.join()
         with gc_paused():
             view = self._capturer.evidence.follow_optimizers(walk(self._walk_cache))
             id = CheckpointId(call.step, lineage.attempt.number)
@@ -182,7 +183,7 @@ class Saver:
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
-        self._session.host.prepare(self._places.first)
+            self._session.host.prepare(self._places.first)
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None
@@ -259,7 +260,7 @@ class Saver:
             )
         lazy = None if image.settled else self._choose_lazy(view, call)
         segments, check = self._cut(image.layout, view, places, lazy)
-        sources = TensorSources(view, segments.lazy)
+        sources = TensorSources(view, segments.lazy, segments.on_devices)
         if lazy is None or check is None:
             return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}

@@ -245,22 +245,22 @@ class Arena:
     @property
     def is_prepared(self) -> bool:
         """Whether all pages are touched and, for copies from the device that ``prepare`` was given, locked."""
-        return self.unprepared_piece(self._preparation.device) is None
+        return not self.unprepared_pieces(self._preparation.device)
 
-    def unprepared_piece(self, device: torch.device | None) -> int | None:
-        """The piece of the file that is to be prepared next, of free space first, in the order of ``allocate``; None if
-        none is left."""
+    def unprepared_pieces(self, device: torch.device | None) -> list[int]:
+        """The pieces of the file that are not prepared for copies from a ``device``: those of free space first, in the
+        order of ``allocate``. None while the file is made anew."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_recreating:
-                return None
+            if self._shared.closed or file.is_moving:
+                return []
+            prepared = file.prepared_pieces(device)
             whole = ByteRange(start=0, end=EXTENTS_START + self.capacity_bytes)
+            if len(prepared) == len(file.pieces_of(whole)):
+                return []
             spans = (*self._gaps(self.regions()), whole)
             pieces = dict.fromkeys(piece for span in spans for piece in file.pieces_of(span))
-            left = [piece for piece in pieces if not file.is_prepared(piece, device)]
-            busy = {piece for piece in left if self._is_filled_in(piece)}
-            ready = (p for p in left if p not in busy or not file.is_prepared(p, None))
-            return next(ready, next(iter(left), None))
+            return [piece for piece in pieces if piece not in prepared]
 
     def _is_filled_in(self, piece: int) -> bool:
         """Whether an image is being filled in a piece of the file."""
@@ -277,7 +277,7 @@ class Arena:
         copy to memory that is locked in part is refused, so that locks do not change under a copy."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_recreating:
+            if self._shared.closed or file.is_moving:
                 return False
             busy = self._is_filled_in(piece)
             file.set_prepared(piece, None if busy else device)

@@ -12,6 +12,7 @@ outside, the memory is unchanged, and ``recreate`` moves it to a new file of the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -69,7 +70,9 @@ class ArenaFile:
         self.writable = writable
         self._fd = fd
         self._may_lock = writable
-        self._locks: list[PageLock] = []
+        self._is_moving = False
+        self._locks: list[tuple[PageLock, mmap.mmap]] = []
+        """With the mapping, which stays as long as it is locked."""
         self._locked_pieces: set[int] = set()
         self._touched_pieces: set[int] = set()
         self._mapping: mmap.mmap | None = None
@@ -165,7 +168,13 @@ class ArenaFile:
             return True
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fill ``view`` with the file's bytes from ``start``, without touching a page of the mapping."""
+        """Fill ``view`` with the file's bytes from ``start``. This touches no page of the mapping. If all of them are
+        touched already, copying from there takes less time than reading the file."""
+        span, mapping = ByteRange(start=start, end=start + len(view)), self._mapping
+        if mapping is not None and self._touched_pieces.issuperset(self.pieces_of(span)):
+            target = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            ctypes.memmove(target, address_of(mapping) + start, len(view))
+            return
         with _translate_errors(f"arena {self.path}", "reading it"):
             while view and self._renewal is None:
                 count = os.preadv(self._fd, [view], start)
@@ -186,9 +195,16 @@ class ArenaFile:
         """Whether a part of the memory has moved to a new file, and a part has not."""
         return self._renewal is not None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether the pages were unlocked to be moved, and have not all been moved yet."""
+        return self._is_moving
+
     def unlock_pages(self) -> None:
-        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight."""
-        for lock in self._locks:
+        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight. They stay unlocked
+        until ``recreate`` is done."""
+        self._is_moving = True
+        for lock, _ in self._locks:
             lock.release()
         self._locks.clear()
         self._locked_pieces.clear()
@@ -209,10 +225,11 @@ class ArenaFile:
                 self._renewal = ArenaRenewal(_partial(self.path), total, what=what)
             if not self._renewal.done:
                 return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
+            old, self._fd = self._fd, self._renewal.fd
             renewal, self._renewal = self._renewal, None
-            os.close(self._fd)
-            self._fd = renewal.fd
+            os.close(old)
             renewal.publish(self.path)
+            self._is_moving = False
             return True
 
     def _check_place(self) -> None:
@@ -277,10 +294,10 @@ class ArenaFile:
         start, total = piece * PIECE_BYTES, EXTENTS_START + self.capacity_bytes
         return ByteRange(start=start, end=min(start + PIECE_BYTES, total))
 
-    def is_prepared(self, piece: int, device: torch.device | None) -> bool:
-        """Whether a piece is touched and, for copies from a ``device``, locked."""
+    def prepared_pieces(self, device: torch.device | None) -> set[int]:
+        """The pieces that are touched and, for copies from a ``device``, locked."""
         locks = device is not None and self._may_lock
-        return piece in (self._locked_pieces if locks else self._touched_pieces)
+        return self._locked_pieces if locks else self._touched_pieces
 
     def touch(self, span: ByteRange) -> bool:
         """Touch the pages of a range; False if no memory is mapped there. Needs no lock."""
@@ -298,7 +315,7 @@ class ArenaFile:
         span = self.range_of(piece)
         lock = pinned.lock_pages(address_of(self._mapping) + span.start, span.length, device)
         if lock.locked:
-            self._locks.append(lock)
+            self._locks.append((lock, self._mapping))
             self._locked_pieces.add(piece)
             return
         self._may_lock = False
@@ -306,7 +323,7 @@ class ArenaFile:
             "arena %s: its memory could not be page-locked beyond %s: %s; copies from the GPU continue, slower; raise "
             "`ulimit -l` (or --ulimit memlock=-1 of a container) or set a smaller `capacity`",
             self.path,
-            sized(sum(each.length_bytes for each in self._locks)),
+            sized(sum(each.length_bytes for each, _ in self._locks)),
             lock.reason,
         )
 
