@@ -12,8 +12,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def core_mask() -> str:
-    """The cores that this process may run on, as text: equal for processes that share all of theirs."""
-    return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    """The cores that this process may run on, as hexadecimal bits: equal for processes that share all of theirs."""
+    return f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
 
 
 def hash_threads(sharers: int = 1) -> int:

@@ -119,7 +119,7 @@ class HelperThreads:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._missing = count
+        self._count = count
         self._name = name
         self._started = 0
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -127,8 +127,8 @@ class HelperThreads:
 
     @contextmanager
     def run(self, task: Callable[[], None]) -> Iterator[None]:
-        """Call ``task`` on each of the threads during the block, whose end waits for all of them to return: what the
-        block does last lets them. ``task`` raises nothing."""
+        """Call ``task`` on each of the threads during the block. Its end waits until all calls have returned: the block
+        has to let them. ``task`` raises nothing."""
         self._start()
         for _ in range(self._started):
             self._tasks.put(task)
@@ -146,14 +146,16 @@ class HelperThreads:
 
     def _start(self) -> None:
         try:
-            while self._missing:
+            while self._started < self._count:
                 name = f"{self._name}-{self._started}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
                 self._started += 1
-                self._missing -= 1
         except RuntimeError as error:  # the limit of processes, or of memory, is reached
-            self._missing = 0
-            logger.warning("%s: goes on with %d threads: %s", self._name, self._started, error)
+            found, wanted = self._started + 1, self._count + 1
+            logger.warning(
+                "%s: goes on with %d of %d threads: %s", self._name, found, wanted, error
+            )
+            self._count = self._started
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
