@@ -209,6 +209,7 @@ class Capturer:
 
     def _pass_barrier(self, snapshot: Snapshot) -> None:
         """Mark a snapshot as past its barrier; a complete image is sealed now."""
+        snapshot.copier.on_barrier()
         with self._seal_lock:
             snapshot.past_barrier = True
             ready = snapshot.hashed

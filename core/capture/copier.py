@@ -3,9 +3,9 @@
 The image is divided into *segments* (``core.image.segments``), each copied by one call. Any thread may claim the next
 segment, in image order: the capture thread, and a training thread at the barrier. Copies from a device are launched
 asynchronously (``device_copies``), and count when they have completed. A chunk is hashed once all its segments are
-copied, by the capture thread, or by one that helps it with an image from a device: a training on the processor needs
-the cores itself. The watermark is the number of leading chunks that are hashed, hence final. This module knows tensors
-and bytes; it knows no tiers, steps or optimizers.
+copied. The capture thread hashes, and threads that help it if most of the image comes from devices: a training on the
+processor needs the cores itself. The watermark is the number of leading chunks that are hashed, hence final. This
+module knows tensors and bytes; it knows no tiers, steps or optimizers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ POLL_S = 0.2
 DEVICE_POLL_S = 0.0005
 LAUNCH_BYTES = 64 << 20
 """Of segments on a device that one call copies: each call costs the host a fraction of a millisecond."""
+BARRIER_LAUNCH_BYTES = 2 << 30
+"""The same at the barrier, where training waits until all calls are made."""
 EAGER_BYTES_MAX = 256 << 20
 """Of copies on a device of what may change at any time. They take memory of the next forward pass until they are read;
 what does not fit is copied to host memory before save() returns."""
-BARRIER_LAUNCH_BYTES = 2 << 30
-"""The same at the barrier, where training waits until all calls are made."""
 
 
 def chunk_digest(view: memoryview) -> str:
@@ -75,8 +75,8 @@ class ImageCopier:
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
-        ``check`` compares the image with the present state. ``helpers`` hash with the capture thread if tensors are on
-        a device.
+        ``check`` compares the image with the present state. ``helpers`` hash with the capture thread if most of the
+        image comes from devices.
         """
         self._targets = targets
         self._memory = memory
@@ -101,16 +101,17 @@ class ImageCopier:
         self._ready: set[int] = {0}
         self._hashed: set[int] = set()
         self._changed: set[int] = set()
+        self._released = False
         self._ended = False
-        """The capture thread has ended its work on this image, and nothing is left to hash."""
+        """The capture thread has ended its work on this image."""
         self.failure: BaseException | None = None
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
         self._check = check
-        self._helpers = helpers if cutting.on_devices else NO_HELPERS
+        self._helpers = helpers if cutting.mostly_on_devices else NO_HELPERS
         self._addresses: list[int] | None = None
-        self._at_barrier = False
+        self._past_barrier = False
         self._copy_at_once()
 
     @property
@@ -132,7 +133,7 @@ class ImageCopier:
 
     def _copy_on_device(self, place: int, segments: Sequence[Segment]) -> int:
         """Copy the first segments, as many as fit EAGER_BYTES_MAX, to a block of their device, from which they are
-        captured later; return how many. None if the device has no memory for them."""
+        captured later; return how many: 0 if the device has no memory for them."""
         ends = itertools.accumulate(map(room_of, segments))
         count = sum(end <= EAGER_BYTES_MAX for end in ends)
         stream, made = self._copies.streams[place], list[SpillBuffer]()
@@ -184,11 +185,7 @@ class ImageCopier:
     def _claim(self, launch_bytes: int, of_state: bool) -> tuple[Segment, SpillBuffer | None]:
         """Take the next segment out of its queue, and more of the same device as one; an empty one if none is left.
         The caller holds the lock."""
-        spill = None
-        if not of_state:
-            spill = next((each for each in self._eager if each.segments), None)
-            if spill is None and not self._segments:
-                spill = self._spill
+        spill = self._next_spill(of_state)
         queue = self._segments if spill is None else spill.segments
         if not queue:
             return Segment(), None
@@ -200,6 +197,13 @@ class ImageCopier:
                 break
             more.append(queue.popleft())
         return segment.joined(more), spill
+
+    def _next_spill(self, of_state: bool = False) -> SpillBuffer | None:
+        """What the next segment is copied from; None if it is the state itself, or nothing is left."""
+        if of_state:
+            return None
+        spill = next((each for each in self._eager if each.segments), None)
+        return spill if spill is not None or self._segments else self._spill
 
     def _after_copy(self) -> None:
         with self._lock:
@@ -304,7 +308,7 @@ class ImageCopier:
     def is_read(self) -> bool:
         """Whether nothing reads the state itself, now or later."""
         with self._lock:
-            reading = self._segments or self._copies.segments
+            reading = self._segments or self._copying or self._exclusive or self._copies.segments
             return not reading and all(spill.is_filled for spill in self._spills)
 
     @property
@@ -424,9 +428,10 @@ class ImageCopier:
     def _run(self) -> None:
         while True:
             while self._advance():
-                continue
+                self._release_read()
             self.wait_idle()
             self._wait_for_exclusive()
+            self._release_read()
             if self.failure is not None or not (self._segments or self._spilled or self._copies):
                 break
         while self.hash_ready():
@@ -435,7 +440,7 @@ class ImageCopier:
     def _help_hashing(self) -> None:
         """The work of a helper: hash complete chunks until the capture thread has ended."""
         try:
-            while not self._ended:
+            while not self._ended and self.failure is None:
                 self._wait_for_exclusive()
                 if not self.hash_ready():
                     with self._chunk_ready:
@@ -468,7 +473,8 @@ class ImageCopier:
         if self._pace is None or self._copies.is_full:
             return
         with self._lock:
-            queue = self._segments or self._spilled
+            spill = self._next_spill()
+            queue = self._segments if spill is None else spill.segments
             size_bytes = queue[0].size_bytes if queue else 0
         if size_bytes:
             self._pace.acquire(size_bytes)
@@ -478,7 +484,6 @@ class ImageCopier:
     def check_state(self) -> None:
         """Raise StateChangedError if version counters, addresses or a few samples show that a lazily captured source
         has changed since save. Called at the barrier, when no write to the sources is in progress."""
-        self._at_barrier = True
         # A reference for the time of reading: another thread may release the sources.
         watched = self._sources.lazy_tensors
         changed = self._sources.changed()
@@ -486,6 +491,10 @@ class ImageCopier:
             changed = self._check.changed_now()
         if changed:
             self._sources.raise_changed(changed)
+
+    def on_barrier(self) -> None:
+        """The sources may change from now on; called before they do."""
+        self._past_barrier = True
 
     def check_image(self) -> None:
         """Raise StateChangedError if samples and digests show that the complete image differs from the state at save.
@@ -495,13 +504,26 @@ class ImageCopier:
             data = self._memory[self._segmentation.data_start :]
             changed = self._check.changed_in(data) | self._changed
             if changed:
-                counted = [] if self._at_barrier else self._sources.changed()
+                counted = [] if self._past_barrier else self._sources.changed()
                 self._sources.raise_changed(sorted({*changed, *counted}))
 
     def count_check(self) -> None:
         """Count this comparison; other places are sampled from time to time."""
         if self._check is not None:
             self._check.plan.samples.count_use()
+
+    def _release_read(self) -> None:
+        """Drop the tensors on devices once all is read, so that a model which leaves its device frees memory there.
+        Only writes until now could be in the image; the sums show those that no counter does."""
+        on_devices = self._segmentation.on_devices
+        if self._released or not on_devices or not self.is_read:
+            return
+        changed = self._sources.changed()
+        # Read in this order: at the barrier they were compared, and a step may have changed them since.
+        if changed and not self._past_barrier:
+            self._sources.raise_changed(changed)
+        self._sources.release_some(on_devices)
+        self._released = True
 
     def release_sources(self) -> None:
         """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""

@@ -3,6 +3,7 @@ the bytes in flight."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,13 @@ from torch.optim import Optimizer
 
 from tierfall.core.capture.spill import Slab, SpillBuffer
 from tierfall.core.image.segments import HOST, Segment
+from tierfall.core.runtime.driver import driver_call
 from tierfall.core.runtime.memory_copies import can_copy
 from tierfall.core.runtime.streams import CopyStream, StreamEvent, Streams
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.state.item import unwrap
 
+logger = logging.getLogger("tierfall")
 _IS_CPU = attrgetter("is_cpu")
 FLYING_BYTES_MAX = 256 << 20
 """Bytes in flight for the capture thread: enough to keep the bus busy while it hashes a chunk."""
@@ -203,4 +206,9 @@ class CaptureDevices:
         # In the first save of a run, which blocks.
         sum_kernel.prepare(device)
         can_copy(device, on_device=True)
+        if number == 0 and driver_call("cuMemcpyBatchAsync") is None:
+            logger.info(
+                "save: this CUDA driver is older than 12.8: each copy takes a call of its own, so that save() and the "
+                "step's hook take longer"
+            )
         return number

@@ -15,6 +15,7 @@ from tierfall.core.image.segments import Segment
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies
+from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream, StreamEvent
 
 ALIGNMENT_BYTES = 512
@@ -140,9 +141,12 @@ class SpillBuffer:
             to, of = np.uint64(data.data_ptr()), np.uint64(memory.data_ptr())
             stream.copy_memory(MemoryCopies(to + starts, of + offsets, sizes))
             return
+        bounds = locked_bounds()
         for part, offset in zip(segment, offsets.tolist(), strict=True):
             source = memory[offset : offset + part.end - part.start]
-            data[part.start : part.end].copy_(source, non_blocking=True)
+            target = data[part.start : part.end]
+            for start, end in cut_at(bounds, target.data_ptr(), target.numel()):
+                target[start:end].copy_(source[start:end], non_blocking=True)
 
     def release(self, segment: Segment) -> None:
         """Release the room of a segment, or of several as one."""

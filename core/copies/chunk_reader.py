@@ -42,7 +42,7 @@ from tierfall.core.types.values import CheckpointId
 logger = logging.getLogger("tierfall")
 
 BUFFER_BYTES = 64 << 20
-"""Of all buffers of a restore to host memory."""
+"""Of all buffers of a restore from storage to host memory."""
 DEVICE_BUFFER_BYTES = 192 << 20
 """Of all buffers of a restore to a device, which reads some while others are filled."""
 
@@ -173,18 +173,16 @@ class ChunkReader:
     def fill_from_page_cache(
         self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
     ) -> bool:
-        """Read chunk ``index`` into its targets if the fastest copy has it in the page cache. ``pieces`` yields the
-        views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
-        cached, or does not match its digest."""
+        """Read chunk ``index`` into its targets if the fastest copy has it in memory of this machine. ``pieces`` yields
+        the views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
+        there, or does not match its digest."""
         image, digest = self._images[0], xxhash.xxh3_128()
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
             check_digest(image.tier, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
         except (IntegrityError, BackendError):  # the following read reports it
-            logger.debug(
-                "%s is not good in the page cache", self._what(image, index), exc_info=True
-            )
+            logger.debug("%s is not good in memory", self._what(image, index), exc_info=True)
             return False
         start, end = self._manifest.chunk_range(index)
         self._tally.read(image.tier, end - start)

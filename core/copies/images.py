@@ -199,7 +199,7 @@ class PackedImage:
 
 @dataclass(frozen=True, slots=True)
 class RegionImage:
-    """An image in host memory. It is read without a copy, unless another process may reuse the region."""
+    """An image in host memory. ``read`` makes no copy, unless another process may reuse the region."""
 
     tier: str
     region: HostRegion

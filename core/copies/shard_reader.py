@@ -28,6 +28,7 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
+from tierfall.core.runtime.cores import hash_threads
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -88,8 +89,11 @@ class ShardReader:
         self._reader = ChunkReader(images, manifest, tally)
         self._own: BufferRing | None = None
         if ring is None:
-            count = None if chunks_max is None else count_threads(manifest, images, chunks_max)
-            ring = self._own = BufferRing(manifest.chunk_bytes, count_max=count)
+            verifying, count = hash_threads(), None
+            if chunks_max is not None:
+                count = count_threads(manifest, images, chunks_max, verifying=verifying)
+            ring = BufferRing(manifest.chunk_bytes, count_max=count, threads=verifying)
+            self._own = ring
         self._ring = ring
         self._threads = count_threads(manifest, images, chunks_max, verifying=ring.threads)
         self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))

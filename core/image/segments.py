@@ -75,8 +75,8 @@ class Segmentation:
     """The segments of one layout: ``eager`` is copied before save() returns, ``segments`` are captured lazily, both
     in image order; ``lazy`` are the numbers of the lazily captured tensors, ``lazy_bytes`` their size.
 
-    All parts of a segment are on one device; ``places`` are the devices by tensor number. ``on_devices``: some tensor
-    is not in host memory.
+    All parts of a segment are on one device; ``places`` are the devices by tensor number, ``on_devices`` the
+    numbers of the tensors that are not in host memory. ``mostly_on_devices``: they have most of the bytes.
     """
 
     def __init__(
@@ -98,7 +98,10 @@ class Segmentation:
         self.eager: list[Segment] = []
         self.segments: list[Segment] = []
         self._divide(view, lazy)
-        self.on_devices = any(place != HOST for place in places)
+        self.on_devices = frozenset(n for n, place in enumerate(places) if place != HOST)
+        parts = [part for segment in (*self.eager, *self.segments) for part in segment]
+        sizes = [(part.end - part.start) * (1 if part.place == HOST else -1) for part in parts]
+        self.mostly_on_devices = sum(sizes) < 0
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)

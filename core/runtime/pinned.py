@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import resource
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,8 @@ logger = logging.getLogger("tierfall")
 _REGISTER_PORTABLE = 1
 
 _ends: dict[int, int] = {}
-"""The end of each range that ``lock_pages`` has locked, by its start. Ranges do not overlap."""
+"""The end of each range that ``lock_pages`` has locked, by its start. Its caller keeps the memory mapped meanwhile, so
+that ranges do not overlap."""
 _changing = threading.Lock()
 
 
@@ -115,6 +118,14 @@ def locked_bounds() -> NDArray[np.uint64]:
     with _changing:
         ranges = sorted(_ends.items())
     return np.array(ranges, dtype=np.uint64).reshape(-1)
+
+
+def cut_at(bounds: NDArray[np.uint64], address: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of host memory at the ``locked_bounds`` in it: a copy from or to a device that is locked in part is
+    refused. Yields the offsets of each part."""
+    inner = bounds[(bounds > address) & (bounds < address + size_bytes)]
+    edges = sorted({0, *(int(bound) - address for bound in inner), size_bytes})
+    yield from pairwise(edges)
 
 
 def _current(on: torch.device | None) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, enqueue_
 
 Work = Callable[[], None]
 _spare: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Streams of copy streams that are gone, for the next ones."""
+"""CUDA streams whose copy stream is gone, by device; the next copy streams take them."""
 
 
 class StreamEvent(Protocol):
@@ -128,6 +128,28 @@ class _CudaEvent:
         let_others_record()
         with torch.cuda.device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class SteppingStreams:
+    """The streams on which optimizers have stepped since the last save. The state was last written there, and a
+    training may have left them without joining them."""
+
+    def __init__(self) -> None:
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """Note the calling thread's stream, before a step."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._streams.add(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """Run what the caller enqueues from now on after everything enqueued on these streams. The host does not
+        wait."""
+        while self._streams:  # another thread may add one meanwhile
+            stream = self._streams.pop()
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
 
 
 class Streams:

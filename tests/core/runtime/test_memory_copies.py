@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import cpp_extension
 
-from tierfall.core.runtime import memory_copies, pinned
+from tierfall.core.runtime import driver, memory_copies, pinned
 from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy, compile_kernel
+from tierfall.core.runtime.pinned import cut_at, lock_pages
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.sampling.device_sums import sum_words
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
+HALF = 4 << 20
 SIZES = (1, 7, 8, 16, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 5)
 
 
@@ -32,8 +35,13 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
     sources = [torch.randint(1, 255, (size + shift,), dtype=torch.uint8) for size in SIZES]
     there = [source.to(device)[shift:] for source in sources]
     room = sum(SIZES) + 64 * len(SIZES)
-    memory = torch.zeros(room, dtype=torch.uint8, device=device if to == "device" else "cpu")
-    memory = memory if to == "device" else memory.pin_memory()
+    pages = mmap.mmap(-1, -(-room // HALF // 2) * 2 * HALF)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if to == "device":
+        memory = torch.zeros(room, dtype=torch.uint8, device=device)
+    else:  # by two calls, for copies across both
+        locks = [lock_pages(memory.data_ptr() + at, HALF, device) for at in (0, HALF)]
+        assert all(lock.locked for lock in locks)
     starts = np.cumsum([0, *(size + 64 for size in SIZES)])[:-1].astype(np.uint64)
     stream = CudaStream(device)
     assert stream.copies_memory(memory)
@@ -48,7 +56,10 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
     wanted = torch.zeros(room, dtype=torch.uint8)
     for start, source in zip(starts.tolist(), sources, strict=True):
         wanted[start : start + len(source) - shift] = source[shift:]
-    assert torch.equal(memory.cpu(), wanted)
+    assert torch.equal(memory[:room].cpu(), wanted)
+    if to == "host":
+        for lock in locks:
+            lock.release()
 
 
 def ranges_of(
@@ -120,6 +131,14 @@ def test_a_copy_is_cut_where_locked_memory_begins_and_ends(monkeypatch: pytest.M
     assert {target for target, _, _, is_locked in found if is_locked} == {100, 120, 180, 200, 400}
 
 
+def test_a_copy_by_torch_is_cut_there_too() -> None:
+    bounds = np.array([100, 200, 200, 300], dtype=np.uint64)
+    assert [*cut_at(bounds, 50, 300)] == [(0, 50), (50, 150), (150, 250), (250, 300)]
+    assert [*cut_at(bounds, 100, 100)] == [(0, 100)]
+    assert [*cut_at(bounds, 300, 8)] == [(0, 8)]
+    assert [*cut_at(bounds[:0], 300, 8)] == [(0, 8)]
+
+
 def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose torch comes from pip has the driver and the compiler, and no headers."""
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
@@ -138,13 +157,13 @@ def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.Monk
 def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = SimpleNamespace(cuMemcpyDtoHAsync_v2=SimpleNamespace())
-    monkeypatch.setattr(memory_copies.ctypes, "CDLL", lambda name: driver)
+    library = SimpleNamespace(cuMemcpyDtoHAsync_v2=SimpleNamespace())
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: library)
     for version, there in (("12.8", True), (None, False)):
-        memory_copies._driver_call.cache_clear()
+        driver.driver_call.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", version)
         assert can_copy(torch.device("cuda", 0), on_device=False) is there
-    memory_copies._driver_call.cache_clear()
+    driver.driver_call.cache_clear()
 
 
 @pytest.mark.parametrize("has_batch", [True, False])
@@ -162,7 +181,7 @@ def test_an_older_driver_and_unlocked_memory_take_a_call_for_each_copy(
         return 0
 
     known = {"cuMemcpyBatchAsync": batch if has_batch else None, "cuMemcpyDtoHAsync_v2": one}
-    monkeypatch.setattr(memory_copies, "_driver_call", known.get)
+    monkeypatch.setattr(memory_copies, "driver_call", known.get)
     monkeypatch.setattr(pinned, "_ends", {100: 200})
     copies = MemoryCopies(*np.array([(100, 1, 50), (300, 2, 8)], dtype=np.uint64).T)
     memory_copies.enqueue_copies(copies, torch.device("cuda", 0), 7)
