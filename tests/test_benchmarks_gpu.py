@@ -26,8 +26,6 @@ from benchmarks.rounds import Contender
 from benchmarks.workload import Gpt
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
-from tierfall.config import Config
-from tierfall.core.capture.spill import Slab
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CapacityError
 from tierfall.run import saver
@@ -91,7 +89,7 @@ class SlabPlaces(FakePlaces):
     """The fake device, with the slab of whoever opens it."""
 
     def __call__(self, *arguments: Any) -> FakePlaces:
-        self.memory = arguments[1] if len(arguments) > 1 else None
+        self.memory = arguments[1](torch.device("cpu")) if len(arguments) > 1 else None
         return self
 
 
@@ -119,16 +117,14 @@ def rehearsal(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     """A device with room for a slab, which saves use."""
     made = Rehearsal(stream)
 
-    def open_slab(config: Config) -> Slab | None:
-        if config.device is None:
-            return None
-        made.free -= config.device.capacity_bytes
-        return DeviceSlab.allocate(
-            config.device.capacity_bytes, torch.device("cpu"), name=config.device.name
-        )
+    allocate = DeviceSlab.allocate
+
+    def allocated(capacity_bytes: int, *arguments: Any, **words: Any) -> DeviceSlab | None:
+        made.free -= capacity_bytes
+        return allocate(capacity_bytes, *arguments, **words)
 
     monkeypatch.setattr(saver, "CaptureDevices", SlabPlaces(stream))
-    monkeypatch.setattr(saver, "_open_slab", open_slab)
+    monkeypatch.setattr(DeviceSlab, "allocate", allocated)
     return made
 
 
@@ -361,7 +357,7 @@ def test_rounds_are_told_how_long_the_longest_took(monkeypatch: pytest.MonkeyPat
 def test_slab_that_was_not_taken_is_not_measured(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "_open_slab", lambda config: None)
+    monkeypatch.setattr(DeviceSlab, "allocate", lambda *arguments, **words: None)
     with pytest.raises(AssertionError, match="the device tier was not taken"):
         saves.measure_slab(made(tmp_path, rehearsal))
 

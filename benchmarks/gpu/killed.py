@@ -61,7 +61,7 @@ def running(task: Task) -> Iterator[dict[str, Any]]:
         too_long.cancel()
         if not line:
             raise RuntimeError(
-                f"gpu: the process that was to be killed gave no answer within {ANSWER_S:.0f} s: see above"
+                f"gpu: the process that was to be killed ended, or gave no answer within {ANSWER_S:.0f} s: see above"
             )
         yield json.loads(line)
     finally:
