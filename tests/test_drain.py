@@ -122,6 +122,10 @@ from tests.steps import state_of
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 config = yaml.safe_load(open(sys.argv[1]))
 handler = "handler" in sys.argv
+if handler:
+    emit = logging.root.handlers[0].emit
+    # As a terminal at the other end of a slow line.
+    logging.root.handlers[0].emit = lambda record: (time.sleep(0.1), emit(record))
 class Ended(Exception): pass
 def end(number, frame):
     raise Ended

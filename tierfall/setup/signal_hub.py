@@ -337,7 +337,7 @@ def _run(listener: Listener, number: Signals) -> None:
     except BaseException:  # no caller: it is logged, and the signal has its previous effect
         logger.exception("what was to be done on %s failed", number.name)
     finally:
-        wait_for_messages()  # they come before what the user's handler says
+        wait_for_messages()  # before the user's handler writes anything
         listener.ended = True
 
 
