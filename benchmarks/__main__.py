@@ -17,7 +17,6 @@ import torch
 
 from benchmarks import (
     adapters,
-    gpu,
     in_flight,
     machine,
     memory,
@@ -30,6 +29,7 @@ from benchmarks import (
     yielding,
 )
 from benchmarks.figures import Results, exit_code
+from benchmarks.gpu import part as gpu
 from benchmarks.peers import measure as peers
 from benchmarks.peers import registry
 from benchmarks.plan import Plan
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--parameters",
         type=count,
         default=1_000_000_000,
-        help="of the model of the part gpu, 10 bytes of state each (default: 1e9)",
+        help="of the model of the part gpu, 12 bytes of state each (default: 1e9)",
     )
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
     parser.add_argument("--report-only", action="store_true", help="exit 0 on missed targets")

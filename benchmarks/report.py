@@ -9,6 +9,7 @@ from benchmarks import side_by_side
 from benchmarks.figures import MEMORY_TARGET_BYTES, MIB, Finding, Ratio, Results, spread
 
 GIB = 1 << 30
+NAME_WIDTH = 42
 
 
 def as_json(results: Results, machine: dict[str, Any], command: str) -> dict[str, Any]:
@@ -29,20 +30,22 @@ def as_json(results: Results, machine: dict[str, Any], command: str) -> dict[str
 def table(results: Results, machine: dict[str, Any]) -> str:
     """A table to read: ratios with their targets first, then the seconds behind them."""
     lines = [*_heading(results, machine), ""]
-    lines.append(f"{'ratio':<34}{'median':>8}{'of rounds':>17}{'target':>9}  verdict")
-    lines += [_ratio_line(each) for each in results.ratios]
+    lines.append(f"{'ratio':<{NAME_WIDTH}}{'median':>8}{'of rounds':>17}{'target':>9}  verdict")
+    lines += [ratio_line(each) for each in results.ratios]
     if results.memory is not None:
         lines.append(_memory_line(results))
-    lines += [_finding_line(each) for each in results.findings]
+    lines += [finding_line(each) for each in results.findings]
     lines += [*side_by_side.systems(results), *side_by_side.training(results)]
-    lines += ["", f"{'seconds':<34}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
+    lines += ["", f"{'seconds':<{NAME_WIDTH}}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
     for name, values in results.samples.items():
         if side_by_side.is_in_tables(name):
             continue
         one = spread(values)
         moved = _bytes_moved(name, results.facts)
         rate = "" if "/" in name else f"{moved / one.median / 1e9:9.2f}"
-        lines.append(f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}")
+        lines.append(
+            f"{name:<{NAME_WIDTH}}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}"
+        )
     if results.direct:
         lines += ["", _io_line(results)]
     return "\n".join(lines)
@@ -76,7 +79,7 @@ def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
         )
     if "gpu_state_bytes" in facts:
         lines.append(
-            f"gpu: {facts['gpu_parameters'] / 1e9:.2f} billion parameters in bf16 with fp32 moments, "
+            f"gpu: {facts['gpu_parameters'] / 1e9:.2f} billion parameters in fp32 with AdamW, "
             f"{facts['gpu_state_bytes'] / GIB:.2f} GiB in {facts['gpu_tensors']} tensors; "
             f"{facts['gpu_batches']} batches a step"
         )
@@ -97,19 +100,19 @@ def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
     return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])
 
 
-def _ratio_line(each: Ratio) -> str:
+def ratio_line(each: Ratio) -> str:
     target = "" if each.target is None else f"<= {each.target:.2f}"
     return (
-        f"{each.name:<34}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
+        f"{each.name:<{NAME_WIDTH}}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
         f"  {_verdict(each.met)}"
     )
 
 
-def _finding_line(each: Finding) -> str:
+def finding_line(each: Finding) -> str:
     target = "" if each.target is None else f"<= {each.target:.2f}"
     about = " ".join(word for word in (each.unit, _verdict(each.met)) if word)
     return (
-        f"{each.name:<34}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
+        f"{each.name:<{NAME_WIDTH}}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
         f"  {about} ({each.interval})"
     )
 
@@ -118,7 +121,8 @@ def _memory_line(results: Results) -> str:
     assert results.memory is not None
     extra = f"{results.memory['extra_bytes'] / MIB:.0f} MiB"
     target = f"<= {MEMORY_TARGET_BYTES / MIB:.0f}"
-    return f"{'peak RssAnon beyond the import':<34}{extra:>8}{'':>17}{target:>9}  {_verdict(results.memory_met)}"
+    name = "peak RssAnon beyond the import"
+    return f"{name:<{NAME_WIDTH}}{extra:>8}{'':>17}{target:>9}  {_verdict(results.memory_met)}"
 
 
 def _verdict(met: bool | None) -> str:

@@ -49,11 +49,20 @@ def run_rounds(
     seed: int,
     settle: Callable[[], None] = quiet,
     say: Callable[[str], None] = lambda line: None,
+    warms_up: bool = True,
+    may_begin: Callable[[float], bool] = lambda longest_s: True,
 ) -> dict[str, list[float]]:
-    """Return the seconds of every series, one sample a round; a first round warms up and is left out."""
+    """Return the seconds of every series, one sample a round; a first round that ``warms_up`` is left out.
+
+    ``may_begin`` is asked before each round, with the seconds of the longest so far; after a no there is none.
+    """
     shuffle = random.Random(seed)
     samples: dict[str, list[float]] = {}
-    for number in range(-1, rounds):
+    longest_s = 0.0
+    for number in range(-1 if warms_up else 0, rounds):
+        if not may_begin(longest_s):
+            break
+        began_s = time.perf_counter()
         order = list(contenders)
         shuffle.shuffle(order)
         for contender in (each for first in order for each in (first, *first.then)):
@@ -62,6 +71,7 @@ def run_rounds(
                     samples.setdefault(name, []).append(seconds)
                 which = "warm-up" if number < 0 else f"{number + 1}/{rounds}"
                 say(f"  {which:>7}  {name:<28} {seconds:8.4f} s")
+        longest_s = max(longest_s, time.perf_counter() - began_s)
     return samples
 
 

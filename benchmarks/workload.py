@@ -95,14 +95,9 @@ class Workload:
         torch.manual_seed(seed)
         self.shape = shape
         self.device = device
-        self.model = self._make_model()
-        self.optimizer = self._make_optimizer()
-
-    def _make_model(self) -> Gpt:
-        return Gpt(self.shape).to(self.device)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        with torch.device(device):
+            self.model = Gpt(shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -117,11 +112,14 @@ class Workload:
     def backward(self) -> None:
         """Compute the gradients of one batch of synthetic tokens."""
         self.optimizer.zero_grad()
+        self.loss().backward()  # type: ignore[no-untyped-call]
+
+    def loss(self) -> torch.Tensor:
+        """Run the forward pass of one batch."""
         shape = (self.batch, self.shape.context + 1)
         tokens = torch.randint(self.shape.vocabulary, shape, device=self.device)
         logits = self.model(tokens[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def update(self) -> None:
         """Step the optimizer on the gradients that are there; once more is new values at little cost. A restore leaves

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,17 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks import bare, figures, gpu, hooks, large, machine, report
+from benchmarks import bare, figures, machine, report, rounds
 from benchmarks.__main__ import parse
 from benchmarks.figures import Results
+from benchmarks.gpu import bench, bus, hooks, killed, large, one_save, part, restores, saves, steps
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.saving import opened
 from benchmarks.plan import Plan
+from benchmarks.rounds import Contender
+from benchmarks.workload import Gpt
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
-from tierfall.config import Config
-from tierfall.core.capture.spill import Slab
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CapacityError
 from tierfall.run import saver
@@ -28,16 +33,30 @@ from tierfall.tiers.device import DeviceSlab
 
 PARAMETERS = 1_100_000
 LAYERS = large.LAYERS
-TARGETS = {
+HOST_ROWS = {
+    "longest step, memory being prepared": 1.2,
     "save() keeps the host": 2.0,
     "the step hook keeps the host": 2.0,
     "read off the device, over memcpy": 1 / 0.9,
     "captured and sealed, over memcpy": None,
     "stall of an update at once": None,
-    "a step with a save takes longer by": 1.0,
-    "the step hook, with a slab": 2.0,
-    "stall with a slab, over a copy": 1.2,
+    "a save in every step, host": 1.05,
+    "a save in every fifth step, host": 1.05,
+    "restore, over memcpy": 1 / 0.7,
 }
+KILL_ROWS = {"open after a kill": 0.5, "restore after a kill, over memcpy": 1 / 0.7}
+DISK_ROWS = {
+    "a save in every step, host and disk": 1.05,
+    "a save in every fifth step, host and disk": 1.05,
+    "done: a bare write": None,
+    **{
+        f"{what}: {name}": None
+        for name in ("tierfall", "DCP async_save", "torch.save")
+        for what in ("training held", "done")
+    },
+}
+SLAB_ROWS = {"the step hook, with a slab": 2.0, "stall with a slab, over a copy": 1.2}
+TARGETS = {**HOST_ROWS, **KILL_ROWS, **DISK_ROWS, **SLAB_ROWS}
 
 
 class Rehearsal:
@@ -70,7 +89,7 @@ class SlabPlaces(FakePlaces):
     """The fake device, with the slab of whoever opens it."""
 
     def __call__(self, *arguments: Any) -> FakePlaces:
-        self.memory = arguments[1] if len(arguments) > 1 else None
+        self.memory = arguments[1](torch.device("cpu")) if len(arguments) > 1 else None
         return self
 
 
@@ -81,8 +100,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "LAYERS", 2)
     monkeypatch.setattr(large, "CONTEXT", 8)
     monkeypatch.setattr(large.LargeWorkload, "batch", 1)
-    monkeypatch.setattr(gpu, "COPY_BYTES", 3 << 20)
-    monkeypatch.setattr(gpu, "PAIRS_A_ROUND", 1)
+    monkeypatch.setattr(bus, "COPY_BYTES", 3 << 20)
+    monkeypatch.setattr(steps, "STEPS", 6)
+    monkeypatch.setattr(restores, "STARTS", 1)
 
 
 @pytest.fixture
@@ -97,57 +117,79 @@ def rehearsal(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     """A device with room for a slab, which saves use."""
     made = Rehearsal(stream)
 
-    def open_slab(config: Config) -> Slab | None:
-        if config.device is None:
-            return None
-        made.free -= config.device.capacity_bytes
-        return DeviceSlab.allocate(
-            config.device.capacity_bytes, torch.device("cpu"), name=config.device.name
-        )
+    allocate = DeviceSlab.allocate
+
+    def allocated(capacity_bytes: int, *arguments: Any, **words: Any) -> DeviceSlab | None:
+        made.free -= capacity_bytes
+        return allocate(capacity_bytes, *arguments, **words)
 
     monkeypatch.setattr(saver, "CaptureDevices", SlabPlaces(stream))
-    monkeypatch.setattr(saver, "_open_slab", open_slab)
+    monkeypatch.setattr(DeviceSlab, "allocate", allocated)
     return made
 
 
 def plan(folder: Path, **words: Any) -> Plan:
-    return tiny_plan(folder, "gpu", rounds=2, parameters=PARAMETERS, **words)
+    return tiny_plan(folder, "gpu", **{"rounds": 2, "parameters": PARAMETERS, **words})
 
 
-def rehearse(folder: Path, rehearsal: Rehearsal) -> Results:
-    found = Results()
-    gpu.Gpu(plan(folder), lambda line: None, found, rehearsal).run()
-    return found
+def made(folder: Path, rehearsal: Rehearsal, **words: Any) -> Bench:
+    return Bench(plan(folder), words.pop("say", lambda line: None), Results(), rehearsal, **words)
+
+
+def rows(found: Results) -> dict[str, float | None]:
+    return {each.name: each.target for each in (*found.ratios, *found.findings)}
 
 
 # The part --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_figure_is_measured_with_its_target(tmp_path: Path, rehearsal: Rehearsal) -> None:
-    found = rehearse(tmp_path, rehearsal)
-    messages = {each.name: each.target for each in (*found.ratios, *found.findings)}
-    assert messages == TARGETS
-    assert {len(values) for values in found.samples.values()} == {2}
-    assert all(value > 0 for values in found.samples.values() for value in values)
-    for name in (gpu.AT_ONCE, gpu.SHELTERED):
+    """The processes that are killed are real, and have their state on the CPU."""
+    said: list[str] = []
+    one = made(tmp_path, rehearsal, say=said.append)
+    part.run(one)
+    found = one.results
+    assert rows(found) == TARGETS
+    assert "gpu_left_out" not in found.facts
+    once = {name for name in found.samples if name.startswith(("gpu.one save", restores.KILLED))}
+    others = found.samples.keys() - {*once, steps.series("host", "preparing")}
+    counts = {name: len(found.samples[name]) for name in (*once, *others)}
+    assert counts == dict.fromkeys(once, 1) | dict.fromkeys(others, 2)
+    held = {name for name in once if name.endswith("/held")}
+    assert all(value > 0 for name in found.samples.keys() - held for value in found.samples[name])
+    for name in (saves.AT_ONCE, saves.SHELTERED):
         for whole, save, hook in zip(
             *(found.samples[key] for key in (name, f"{name}/save", f"{name}/hook")), strict=True
         ):
             assert save + hook < whole
+    assert list(one.plan.folder.iterdir()) == list(one.plan.memory.iterdir()) == []
     found.facts.update(load_before=0.0, load_after=0.0)
     text = report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
     assert all(name in text for name in (*TARGETS, *found.samples))
-    assert "billion parameters in bf16" in text
+    assert "billion parameters in fp32" in text
+    assert set(lines_of(text)) == set(lines_of("\n".join(said)))
+    last_of_host = max(place for place, line in enumerate(said) if starts_with(HOST_ROWS, line))
+    assert last_of_host < next(place for place, line in enumerate(said) if "is killed" in line)
+
+
+def starts_with(names: Iterable[str], line: str) -> bool:
+    return line.startswith(tuple(f"{name:<{report.NAME_WIDTH}}" for name in names))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of the table's rows."""
+    return [line for line in text.splitlines() if starts_with(TARGETS, line)]
 
 
 def test_between_save_and_update_nothing_waits_for_the_device(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time on the host with a synchronization inside would be the device's."""
-    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
-    with part._opened("plain") as (ckpt, clock):
-        work, calls = part._work, rehearsal.calls
-        contender = part._at_once("race", ckpt, clock)
+    one = made(tmp_path, rehearsal)
+    with opened(one, "plain", images=2) as saving:
+        work, calls, ckpt = one.work, rehearsal.calls, saving.ckpt
+        contender = saves.at_once("race", one, saving)
         contender.before()
         save, backward, update = ckpt.save, work.backward, work.update
         monkeypatch.setattr(work, "backward", lambda: (calls.append("backward"), backward()))
@@ -159,66 +201,244 @@ def test_between_save_and_update_nothing_waits_for_the_device(
     assert calls == ["backward", "save", "update", "mark", "mark", "synchronize", "seconds"]
 
 
+def test_a_run_saves_in_each_step_in_every_fifth_or_in_none(
+    tmp_path: Path, rehearsal: Rehearsal
+) -> None:
+    counts: list[int] = []
+    saving: Any = SimpleNamespace(
+        settle=lambda: counts.append(0),
+        save=lambda: counts.append(counts.pop() + 1),
+        forget=lambda: None,
+    )
+    one = made(tmp_path, rehearsal)
+    steps.measure_runs(one, saving, where="host")
+    assert sorted(counts) == [0, 0, 2, 2, 6, 6]
+
+
+def test_the_longest_step_is_sought_until_memory_is_prepared(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, taken = [0.0], iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
+
+    def train_step() -> None:
+        now[0] += next(taken)
+
+    class Saving:
+        is_prepared = property(lambda self: now[0] >= 10)
+
+    one = made(tmp_path, rehearsal)
+    monkeypatch.setattr(one, "train_step", train_step)
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(steps, "time", clock)
+    saving: Any = Saving()
+    steps.measure_preparation(one, saving)
+    (found,) = one.results.findings
+    assert (found.value, next(taken)) == (3.0, 1.0)
+    assert "gpu_left_out" not in one.results.facts
+    now[0], taken = -1000.0, iter([10.0] * 9)
+    steps.measure_preparation(one, saving)
+    assert one.results.facts["gpu_left_out"] == [
+        "gpu: left out: steps beyond 7, though host memory is not prepared yet"
+    ]
+
+
+def test_training_is_held_for_what_a_step_with_a_save_takes_longer(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now.append(now.pop() + seconds)
+
+    one = made(tmp_path, rehearsal)
+    monkeypatch.setattr(one_save, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(one, "train_step", takes(2.0))
+    one_save._measure(one, "it", takes(3.0), takes(7.0), usual_s=1.5)
+    assert one.results.samples["gpu.one save, it/held"] == [3.5]
+
+
+# What is left out ------------------------------------------------------------------------------------
+
+
 def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
     tmp_path: Path, rehearsal: Rehearsal
 ) -> None:
     rehearsal.free = 1 << 20
-    found = rehearse(tmp_path, rehearsal)
-    messages = {each.name for each in (*found.ratios, *found.findings)}
-    assert messages == {name for name in TARGETS if "slab" not in name}
+    one = made(tmp_path, rehearsal)
+    saves.measure_slab(one)
+    found = one.results
+    assert rows(found) == {}
     (line,) = found.facts["gpu_left_out"]
     assert "left out: the device tier" in line
+    assert "of memory of the device" in line
     found.facts.update(load_before=0.0, load_after=0.0)
     assert line in report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("needed", "what"),
+    [
+        ({"images": 1 << 40}, "of shared memory"),
+        ({"memory_bytes": 1 << 60}, "of memory"),
+        ({"disk_bytes": 1 << 60}, "of disk"),
+        ({"seconds": 1000.0}, "takes 1000 s, of "),
+    ],
+)
+def test_rows_for_which_something_is_missing_are_left_out(
+    needed: dict[str, Any], what: str, tmp_path: Path, rehearsal: Rehearsal
+) -> None:
+    said: list[str] = []
+    one = made(tmp_path, rehearsal, say=said.append)
+    assert one.allows("a row")
+    assert not one.allows("a row", **needed)
+    (line,) = one.results.facts["gpu_left_out"]
+    assert line == said[-1]
+    assert line.startswith("gpu: left out: a row, ")
+    assert what in line
+
+
+def test_what_there_is_no_time_for_is_left_out(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All time is gone once saves were measured."""
+    now = [0.0]
+    one = made(tmp_path, rehearsal, clock=lambda: now[0])
+    measure = saves.measure
+
+    def measure_for_long(*words: Any) -> None:
+        measure(*words)
+        now[0] = bench.BUDGET_S
+
+    monkeypatch.setattr(saves, "measure", measure_for_long)
+    part.run(one)
+    names = list(HOST_ROWS)
+    assert set(rows(one.results)) == set(names[: names.index("a save in every step, host")])
+    left_out = "\n".join(one.results.facts["gpu_left_out"])
+    for what in ("with saves to host", "restores", "after a kill", "to disk", "device tier"):
+        assert what in left_out
+
+
+def test_a_round_that_would_end_too_late_is_not_begun(tmp_path: Path, rehearsal: Rehearsal) -> None:
+    now = [0.0]
+    config = plan(tmp_path, rounds=3)
+    one = Bench(config, lambda line: None, Results(), rehearsal, clock=lambda: now[0])
+    now[0] = bench.BUDGET_S - 25
+    contender = Contender(name="it", timed=lambda: now.append(now.pop() + 10))
+    assert one.rounds("rows", [contender], warms_up=False, seconds=10)
+    assert len(one.results.samples["it"]) == 2
+    assert one.results.facts["gpu_left_out"] == [
+        "gpu: left out: 1 of 3 rounds, for want of time: rows"
+    ]
+
+
+def test_rounds_are_told_how_long_the_longest_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+    taken = iter([5.0, 2.0, 7.0])
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def may_begin(longest_s: float) -> bool:
+        asked.append(longest_s)
+        return len(asked) < 4
+
+    found = rounds.run_rounds(
+        [Contender(name="it", timed=lambda: now.append(now.pop() + next(taken)))],
+        rounds=5,
+        seed=0,
+        settle=rounds.nothing,
+        may_begin=may_begin,
+    )
+    assert found == {"it": [2.0, 7.0]}
+    assert asked == [0.0, 5.0, 5.0, 7.0]
+
+
+# What did not work -----------------------------------------------------------------------------------
 
 
 def test_slab_that_was_not_taken_is_not_measured(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "_open_slab", lambda config: None)
+    monkeypatch.setattr(DeviceSlab, "allocate", lambda *arguments, **words: None)
     with pytest.raises(AssertionError, match="the device tier was not taken"):
-        rehearse(tmp_path, rehearsal)
+        saves.measure_slab(made(tmp_path, rehearsal))
 
 
 def test_image_with_later_values_is_found_out(
     tmp_path: Path, rehearsal: Rehearsal, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device does not hold the update, as if the barrier were none, and nobody else looks at the image."""
-    monkeypatch.setattr(ImageCheck, "changed_in", lambda self, data: [])
-    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
-    with part._opened("plain") as (ckpt, _):
-        part._check(ckpt)
-        update = part._work.update
+    for name in ("changed_in", "changed_in_chunk"):
+        monkeypatch.setattr(ImageCheck, name, lambda *words: set())
+    one = made(tmp_path, rehearsal)
+    with opened(one, "plain", images=2) as saving:
+        saving.check()
+        update = one.work.update
         stream.blocks = False
 
         def early() -> None:
             update()
             stream.free.set()
 
-        part._settle()
+        saving.settle()
         stream.free.clear()
-        monkeypatch.setattr(part, "_settle", lambda: None)
-        monkeypatch.setattr(part._work, "update", early)
+        monkeypatch.setattr(saving, "settle", lambda: None)
+        monkeypatch.setattr(one.work, "update", early)
         with pytest.raises(AssertionError, match="not what was saved"):
-            part._check(ckpt)
+            saving.check()
 
 
 def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: Rehearsal) -> None:
-    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
+    one = made(tmp_path, rehearsal)
     blocking = pytest.raises(AssertionError, match="captured blocking")
-    with part._opened("plain") as (ckpt, _), blocking:
-        part._save(ckpt)  # no update since the last
+    with opened(one, "plain", images=2) as saving, blocking:
+        saving.save()  # no update since the last
 
 
 def test_save_that_found_no_room_is_reported_as_it_was(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
-    with part._opened("plain") as (ckpt, _):
+    with opened(made(tmp_path, rehearsal), "plain", images=2) as saving:
         skipped = SimpleNamespace(exception=lambda: CapacityError("host memory is full"))
-        monkeypatch.setattr(ckpt, "save", lambda *words: skipped)
+        monkeypatch.setattr(saving.ckpt, "save", lambda *words: skipped)
         with pytest.raises(CapacityError, match="host memory is full"):
-            part._save(ckpt)
+            saving.save()
+
+
+def test_what_is_forgotten_is_written_no_further(tmp_path: Path, rehearsal: Rehearsal) -> None:
+    with opened(made(tmp_path, rehearsal), "disk", images=3, on_disk=True) as saving:
+        for _ in range(3):
+            saving.settle()
+            saving.save()
+        saving.forget()
+        assert saving.ckpt.checkpoints() == []
+        assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_another_state_than_the_killed_process_saved_is_found_out(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def running(task: killed.Task) -> Iterator[dict[str, Any]]:
+        yield {"digest": "saved" if task.saves else "restored"}
+
+    monkeypatch.setattr(restores, "running", running)
+    with pytest.raises(AssertionError, match="not what was saved"):
+        restores.measure_after_kill(made(tmp_path, rehearsal))
+
+
+def test_a_process_that_gives_no_answer_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(killed, "ANSWER_S", 0.1)
+    task = killed.Task(
+        saves=True,
+        shape=asdict(large.shape_of(PARAMETERS)),
+        device="cpu",
+        folder=str(tmp_path),
+        capacity_bytes=64 << 20,
+        state_bytes=1,
+    )
+    with pytest.raises(RuntimeError, match="gave no answer"), killed.running(task):
+        pytest.fail("it cannot have answered")
 
 
 def test_the_reference_holds_what_it_copies_into(
@@ -231,10 +451,11 @@ def test_the_reference_holds_what_it_copies_into(
         def __del__(self) -> None:
             gone.append(True)
 
-    monkeypatch.setattr(gpu, "Buffer", Watched)
-    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
+    monkeypatch.setattr(bus, "Buffer", Watched)
+    made_bus = bus.Bus(1 << 20, rehearsal.device)
+    made_bus.to_host()
     assert not gone
-    del part
+    del made_bus
     assert gone
 
 
@@ -256,7 +477,8 @@ def test_hook_clock_times_what_is_registered_inside_and_nothing_else(
 
     monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=lambda: now))
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = large.MixedAdamW([parameter], lr=0.1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
     before = register_optimizer_step_pre_hook(takes(1.0))
     clock = hooks.HookClock(Watched(stream))
     inside = register_optimizer_step_pre_hook(takes(4.0))
@@ -271,14 +493,9 @@ def test_hook_clock_times_what_is_registered_inside_and_nothing_else(
     assert clock.host_s == 4.0
 
 
-def test_added_time_is_a_share_of_one_step_of_the_two() -> None:
-    assert gpu.added_percent(2.02, 2.0) == pytest.approx(2.0)
-    assert gpu.added_percent(1.0, 1.0) == 0
-
-
 def test_batches_outlast_the_copy_by_a_quarter() -> None:
-    assert gpu.batches_for(1.0, 0.5) == 3
-    assert gpu.batches_for(1.0, 100.0) == 1
+    assert bench.batches_for(1.0, 0.5) == 3
+    assert bench.batches_for(1.0, 100.0) == 1
 
 
 # The state -------------------------------------------------------------------------------------------
@@ -293,35 +510,28 @@ def test_large_model_has_its_parameters_and_about_1000_tensors(
     shape = large.shape_of(parameters)
     assert shape.parameters == pytest.approx(parameters, rel=0.001)
     with torch.device("meta"):
-        model = large.Gpt(shape)
+        model = Gpt(shape)
     counts = [parameter.numel() for parameter in model.parameters()]
     assert sum(counts) == shape.parameters
     assert 4 * len(counts) == 976
 
 
-def test_large_state_takes_10_bytes_a_parameter() -> None:
+def test_large_state_takes_12_bytes_a_parameter() -> None:
     work = large.LargeWorkload(large.shape_of(PARAMETERS))
     work.train(1)
     tensors = work.tensors()
-    steps = [tensor for tensor in tensors if tensor.dim() == 0]
-    assert sum(t.nbytes for t in tensors) == 10 * work.shape.parameters + 4 * len(steps)
-    assert {p.dtype for p in work.model.parameters()} == {torch.bfloat16}
-    assert {t.dtype for s in work.optimizer.state.values() for t in s.values()} == {torch.float32}
+    count = len(list(work.model.parameters()))
+    assert sum(t.nbytes for t in tensors) == 12 * work.shape.parameters + 4 * count
+    assert {t.dtype for t in tensors} == {torch.float32}
 
 
-def test_mixed_adamw_steps_as_torchs_does() -> None:
-    torch.manual_seed(0)
-    start, options = torch.randn(50), {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.95)}
-    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizers = [large.MixedAdamW([mine], **options), torch.optim.AdamW([theirs], **options)]  # type: ignore[arg-type]
-    for _ in range(5):
-        gradient = torch.randn(50)
-        for parameter, optimizer in zip((mine, theirs), optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-    assert torch.allclose(mine, theirs, atol=1e-6)
-    with pytest.raises(TypeError, match="no closure"):
-        optimizers[0].step(lambda: 0.0)
+def test_moments_are_made_without_a_batch() -> None:
+    work = large.LargeWorkload(large.shape_of(PARAMETERS))
+    work.make_moments()
+    moments = [t for t in work.tensors() if t.dim() > 0][1:]
+    assert len(work.tensors()) == 4 * len(list(work.model.parameters()))
+    assert all(bool(t.any()) for t in moments)
+    assert all(parameter.grad is None for parameter in work.model.parameters())
 
 
 @pytest.mark.parametrize("place", [0, 5_000, 9_999])
@@ -333,6 +543,7 @@ def test_fingerprint_tells_one_changed_byte(place: int) -> None:
     wanted = large.fingerprint([before])
     assert all(map(torch.equal, same, wanted))
     assert not all(map(torch.equal, other, wanted))
+    assert large.digest([before]) == large.digest([before.clone()]) != large.digest([after])
 
 
 # The command -----------------------------------------------------------------------------------------
@@ -341,7 +552,7 @@ def test_fingerprint_tells_one_changed_byte(place: int) -> None:
 def test_on_the_cpu_the_part_is_left_out_and_that_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
     found = Results()
-    gpu.measure(plan(tmp_path), said.append, found)
+    part.measure(plan(tmp_path), said.append, found)
     assert said == found.facts["gpu_left_out"]
     assert "--device cuda" in said[0]
     assert not found.samples

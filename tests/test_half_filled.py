@@ -159,7 +159,7 @@ def test_an_interrupt_at_the_barrier_goes_through_and_its_image_is_never_sealed(
 
             patch.setattr(ImageCopier, "run", run_later)
 
-            def interrupt(self: ImageCopier, *words: Any) -> bool:
+            def interrupt(self: ImageCopier, *words: Any, **more: Any) -> bool:
                 raise KeyboardInterrupt
 
             handle = ckpt.save(2, state)

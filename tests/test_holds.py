@@ -66,9 +66,9 @@ def test_an_update_that_waits_for_a_capture_says_so(
     gate = threading.Event()
     real = ImageCopier.copy_next
 
-    def late(copier: ImageCopier, *words: Any) -> bool:
+    def late(copier: ImageCopier, *words: Any, **more: Any) -> bool:
         gate.wait(60)
-        return real(copier)
+        return real(copier, *words, **more)
 
     with tierfall.open(config(tmp_path)) as ckpt:
         weight = torch.nn.Parameter(torch.zeros(MiB // 4))

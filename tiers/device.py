@@ -34,7 +34,7 @@ class DeviceSlab:
             return cls(torch.empty(capacity_bytes, dtype=torch.uint8, device=device))
         except RuntimeError as error:  # torch's out-of-memory error is a subclass
             logger.warning(
-                "open: goes on without tier %s: %s cannot allocate %s (%s)",
+                "save: goes on without tier %s: %s cannot allocate %s (%s)",
                 name,
                 device,
                 format_size(capacity_bytes),

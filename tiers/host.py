@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.memory_marks import parse_memory_marks
@@ -31,6 +32,9 @@ from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.arena.region import Region
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
@@ -105,15 +109,13 @@ class HostTier:
 
     # Images of an earlier start ----------------------------------------------------------------------
 
-    def attach(self, *, writable: bool = True, page_lock: bool = True) -> bool:
+    def attach(self, *, writable: bool = True) -> bool:
         """Open the arena of an earlier start; False where there is none.
 
         Raises ConfigError for an arena of another run, IntegrityError where its header is damaged.
         """
         try:
-            self._arena = Arena.attach(
-                self.path, run=self._run, writable=writable, page_lock=writable and page_lock
-            )
+            self._arena = Arena.attach(self.path, run=self._run, writable=writable)
         except KeyNotFoundError:
             return False
         return True
@@ -283,6 +285,19 @@ class HostTier:
                 self._create(self._configured_bytes)
             elif self._arena.capacity_bytes < self._configured_bytes:
                 self._grow(self._configured_bytes, need=0)
+
+    def prepare(self, device: torch.device | None) -> None:
+        """Prepare the memory that there is, in the background, for images that come from a ``device`` (None: from host
+        memory). A save takes memory that is not prepared rather than waits."""
+        with self._guard:
+            if self._arena is not None:
+                self._arena.prepare(device)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the memory that there is is prepared, as far as ``prepare`` was told to."""
+        with self._guard:
+            return self._arena is None or self._arena.is_prepared
 
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)

@@ -12,8 +12,6 @@ import weakref
 
 logger = logging.getLogger("tierfall")
 
-# Python's madvise holds the interpreter lock: 32 MiB take about 10 ms.
-_FAULT_BYTES = 32 << 20
 # MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23
 # Linux on x86, Arm, RISC-V and POWER; the mmap module does not name it.
@@ -69,14 +67,20 @@ def _cover_in_child() -> None:
 os.register_at_fork(after_in_child=_cover_in_child)
 
 
+def address_of(mapping: mmap.mmap) -> int:
+    """The address of a mapping that ``fork_safe_mapping`` has made."""
+    return _mappings[mapping]
+
+
 def populate(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy."""
-    for low in range(start, end, _FAULT_BYTES):
-        high = min(low + _FAULT_BYTES, end)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, low, high - low)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # A kernel before 5.14: read one byte of each page.
-            memoryview(mapping)[low : high : mmap.PAGESIZE].tobytes()
+    """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy. Other
+    threads of Python run meanwhile, since Linux 5.14."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(_mappings[mapping] + start), ctypes.c_size_t(end - start)
+    if libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:
+        raise OSError(number, f"touching {end - start} bytes: {os.strerror(number)}")
+    # A kernel before 5.14: read one byte of each page.
+    memoryview(mapping)[start : end : mmap.PAGESIZE].tobytes()

@@ -61,6 +61,9 @@ class _Async(Dcp):
         )
         self._stager = DefaultStager(options)
 
+    def take_memory(self) -> None:
+        self._stager.stage(self.state)
+
     def save(self) -> None:
         if self._saved is not None:
             self.wait()

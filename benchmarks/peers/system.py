@@ -89,6 +89,9 @@ class System(ABC):
     def wait(self) -> None:
         """Wait until what was saved is durable."""
 
+    def take_memory(self) -> None:  # noqa: B027
+        """Take the memory that is kept between saves, as the first save does by itself; nothing by default."""
+
     def updating(self) -> AbstractContextManager[object]:
         """Enclose the optimizer's step, where the system asks the training loop for that."""
         return nullcontext()

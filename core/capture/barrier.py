@@ -20,7 +20,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierfall.core.capture.gradients import GradientWatch
-from tierfall.core.runtime.streams import is_recording
+from tierfall.core.runtime.streams import SteppingStreams, is_recording
 
 logger = logging.getLogger("tierfall")
 
@@ -59,6 +59,7 @@ class Barrier:
         self.updates = 0
         """The number of updates: optimizer steps, and updates for which the loop itself waited."""
         self.gradients = GradientWatch()
+        self.streams = SteppingStreams()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -82,6 +83,7 @@ class Barrier:
             self._stepped.add(optimizer)
         self.updates += 1
         try:
+            self.streams.note()
             self._reached()
             self.gradients.on_step(optimizer, args, kwargs)
             self._on_step(optimizer)

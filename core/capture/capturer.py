@@ -25,6 +25,7 @@ from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.public_calls import public_call
+from tierfall.core.runtime.threads import HelperThreads
 from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
@@ -49,8 +50,10 @@ class Capturer:
         holds: Holds | None = None,
         checked: bool = True,
         on_step: Callable[[torch.optim.Optimizer], None] = ignore_step,
+        threads: int = 1,
     ) -> None:
-        """``holds`` records what training waits for; ``on_step``: see ``Barrier``."""
+        """``holds`` records what training waits for; ``on_step``: see ``Barrier``. ``threads`` hash the chunks of an
+        image from a device."""
         self._post = post
         self._max_wait_s = max_wait_s
         self._holds = holds or Holds()
@@ -62,6 +65,7 @@ class Capturer:
         self.barrier = Barrier(self._at_barrier, recorded=self._at_recording, on_step=on_step)
         self.evidence = LazyEvidence(self.barrier, checked=checked)
         self._storages = StorageWatch(self._at_freeing)
+        self.helpers = HelperThreads(threads - 1, f"tierfall-{name}-hash")
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
         )
@@ -205,6 +209,7 @@ class Capturer:
 
     def _pass_barrier(self, snapshot: Snapshot) -> None:
         """Mark a snapshot as past its barrier; a complete image is sealed now."""
+        snapshot.copier.on_barrier()
         with self._seal_lock:
             snapshot.past_barrier = True
             ready = snapshot.hashed
@@ -234,18 +239,19 @@ class Capturer:
             handle.add_blocked(time.monotonic() - began)
 
     @public_call
-    def _at_barrier(self) -> None:
+    def _at_barrier(self, in_order: bool = True) -> None:
         """The step hook; never raises, since the capture thread reports failures."""
         try:
-            self.wait_barrier(self._max_wait_s, in_order=True)
+            self.wait_barrier(self._max_wait_s, in_order=in_order)
         except Exception:  # reported by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
 
     def _at_freeing(self, address: int, length: int) -> None:
-        """Memory is about to be freed: if it is being captured, this is a barrier."""
+        """Memory is about to be freed: if it is being captured, this is a barrier. The host waits for the reads of a
+        device: freed memory may be taken by a stream that waits for none of them, or be unmapped."""
         snapshot = self._current
         if snapshot is not None and snapshot.copier.reads(address, length):
-            self._at_barrier()
+            self._at_barrier(in_order=False)
 
     def _at_recording(self) -> None:
         """An optimizer step is being recorded into a CUDA graph, whose replays would change what is being captured."""
@@ -281,6 +287,7 @@ class Capturer:
                 self._settle()
                 continue
             if snapshot is None:
+                self.helpers.close()
                 return
             try:
                 self._capture(snapshot)

@@ -3,30 +3,33 @@
 The image is divided into *segments* (``core.image.segments``), each copied by one call. Any thread may claim the next
 segment, in image order: the capture thread, and a training thread at the barrier. Copies from a device are launched
 asynchronously (``device_copies``), and count when they have completed. A chunk is hashed once all its segments are
-copied; the watermark is the number of leading chunks that are hashed, hence final. This module knows tensors and bytes;
-it knows no tiers, steps or optimizers.
+copied. The capture thread hashes, and threads that help it if most of the image comes from devices: a training on the
+processor needs the cores itself. The watermark is the number of leading chunks that are hashed, hence final. This
+module knows tensors and bytes; it knows no tiers, steps or optimizers.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import xxhash
 
 from tierfall.core.capture.device_copies import CopiesInFlight, CopyInFlight
-from tierfall.core.capture.spill import Slab, SpillBuffer
+from tierfall.core.capture.spill import Slab, SpillBuffer, room_of
 from tierfall.core.format.records import DIGEST_PREFIX
-from tierfall.core.image.segments import HOST, Segment, Segmentation, SegmentPart
+from tierfall.core.image.segments import HOST, Segment, Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.runtime.threads import NO_HELPERS, HelperThreads
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CaptureError
@@ -39,6 +42,9 @@ LAUNCH_BYTES = 64 << 20
 """Of segments on a device that one call copies: each call costs the host a fraction of a millisecond."""
 BARRIER_LAUNCH_BYTES = 2 << 30
 """The same at the barrier, where training waits until all calls are made."""
+EAGER_BYTES_MAX = 256 << 20
+"""Of copies on a device of what may change at any time. They take memory of the next forward pass until they are read;
+what does not fit is copied to host memory before save() returns."""
 
 
 def chunk_digest(view: memoryview) -> str:
@@ -63,12 +69,14 @@ class ImageCopier:
         slab: tuple[int, Slab] | None = None,
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
+        helpers: HelperThreads = NO_HELPERS,
     ) -> None:
         """Copy those ``sources`` that are not captured lazily. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
         device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
-        ``check`` compares the image with the present state.
+        ``check`` compares the image with the present state. ``helpers`` hash with the capture thread if most of the
+        image comes from devices.
         """
         self._targets = targets
         self._memory = memory
@@ -78,9 +86,11 @@ class ImageCopier:
         self._segments = deque(cutting.segments)
         self._copies = CopiesInFlight(streams or {})
         self._slab = slab
+        self._eager: list[SpillBuffer] = []
         self._spill: SpillBuffer | None = None
         self._pace = pace
         self._lock = threading.Lock()
+        self._chunk_ready = threading.Condition(self._lock)
         self._copying: set[int] = set()
         self._idle_events: list[InterruptibleEvent] = []
         self._exclusive: InterruptibleEvent | None = None
@@ -90,13 +100,18 @@ class ImageCopier:
         self.final_chunks = 0
         self._ready: set[int] = {0}
         self._hashed: set[int] = set()
+        self._changed: set[int] = set()
+        self._released = False
+        self._ended = False
+        """The capture thread has ended its work on this image."""
         self.failure: BaseException | None = None
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
         self._check = check
+        self._helpers = helpers if cutting.mostly_on_devices else NO_HELPERS
         self._addresses: list[int] | None = None
-        self._at_barrier = False
+        self._past_barrier = False
         self._copy_at_once()
 
     @property
@@ -104,41 +119,54 @@ class ImageCopier:
         return len(self.digests)
 
     def _copy_at_once(self) -> None:
-        """Copy what is not captured lazily: into the image, or to a clone on its own device, in the order of the
+        """Copy what is not captured lazily: into the image, or to other memory of its own device, in the order of the
         caller's work."""
+        by_place: dict[int, list[Segment]] = {}
         for segment in self._segmentation.eager:
-            if segment.place == HOST:
+            by_place.setdefault(segment.place, []).append(segment)
+        for segment in by_place.pop(HOST, ()):
+            self._copy(segment)
+        for place, segments in by_place.items():
+            for segment in segments[self._copy_on_device(place, segments) :]:
                 self._copy(segment)
-            elif rest := Segment(piece for piece in segment if not self._clone_on_device(piece)):
-                self._copy(rest)
         self._copies.wait_for_callers()
 
-    def _clone_on_device(self, piece: SegmentPart) -> bool:
-        """Clone a tensor on its device, to be captured later; False if the device has no memory for it."""
-        source, copies = self._sources.tensor(piece.index), []
+    def _copy_on_device(self, place: int, segments: Sequence[Segment]) -> int:
+        """Copy the first segments, as many as fit EAGER_BYTES_MAX, to a block of their device, from which they are
+        captured later; return how many: 0 if the device has no memory for them."""
+        ends = itertools.accumulate(map(room_of, segments))
+        count = sum(end <= EAGER_BYTES_MAX for end in ends)
+        stream, made = self._copies.streams[place], list[SpillBuffer]()
+
+        def allocate() -> None:
+            device = self._sources.tensor(segments[0][0].index).device
+            made.append(SpillBuffer.temporary(segments[:count], device))
+
         try:
-            self._copies.streams[piece.place].run_on_caller_stream(
-                lambda: copies.append(source.clone())
-            )
+            if count:
+                stream.run_on_caller_stream(allocate)
+                made[0].fill(self._sources, stream)
         except torch.OutOfMemoryError:
-            return False
-        self._sources.replace(piece, copies[0])
-        self._segments.appendleft(Segment((piece,)))
-        self.copied = False
-        return True
+            return 0
+        self._eager += made
+        self.copied = self.copied and not made
+        return count
 
     # Copying ---------------------------------------------------------------------------------------
 
-    def copy_next(self, launch_bytes: int | None = None) -> bool:
+    def copy_next(self, launch_bytes: int | None = None, *, of_state: bool = False) -> bool:
         """Claim the next segment and copy it, or launch its copy; False if none is left. Of a device's segments,
-        ``launch_bytes`` (None: LAUNCH_BYTES) are copied by one call. Raises the copy's error."""
+        ``launch_bytes`` (None: LAUNCH_BYTES) are copied by one call. ``of_state``: only what is still to be read of the
+        state itself. Raises the copy's error."""
         thread = threading.get_ident()
         try:
             with self._lock:
                 if self.failure is not None:
                     return False
                 self._copying.add(thread)
-                segment, spill = self._claim(LAUNCH_BYTES if launch_bytes is None else launch_bytes)
+                segment, spill = self._claim(
+                    LAUNCH_BYTES if launch_bytes is None else launch_bytes, of_state
+                )
             if not segment:
                 return False
             if segment.place == HOST:
@@ -147,18 +175,17 @@ class ImageCopier:
                 self._launch(segment, spill)
             return True
         except BaseException as error:
-            interrupted = not isinstance(error, Exception)
-            self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
+            self.fail(_as_exception(error))
             raise
         finally:
             # Not in a Python function: an interrupt could arrive before its first line.
             self._copying.discard(thread)
             self._after_copy()
 
-    def _claim(self, launch_bytes: int) -> tuple[Segment, SpillBuffer | None]:
+    def _claim(self, launch_bytes: int, of_state: bool) -> tuple[Segment, SpillBuffer | None]:
         """Take the next segment out of its queue, and more of the same device as one; an empty one if none is left.
         The caller holds the lock."""
-        spill = None if self._segments else self._spill
+        spill = self._next_spill(of_state)
         queue = self._segments if spill is None else spill.segments
         if not queue:
             return Segment(), None
@@ -171,10 +198,18 @@ class ImageCopier:
             more.append(queue.popleft())
         return segment.joined(more), spill
 
+    def _next_spill(self, of_state: bool = False) -> SpillBuffer | None:
+        """What the next segment is copied from; None if it is the state itself, or nothing is left."""
+        if of_state:
+            return None
+        spill = next((each for each in self._eager if each.segments), None)
+        return spill if spill is not None or self._segments else self._spill
+
     def _after_copy(self) -> None:
         with self._lock:
             if not self._copying:
-                self.copied = self.copied or not (self._segments or self.failure)
+                left = self._segments or any(spill.segments for spill in self._eager)
+                self.copied = self.copied or not (left or self.failure)
                 while self._idle_events:
                     self._idle_events.pop().set()
 
@@ -184,8 +219,8 @@ class ImageCopier:
             if self.failure is None and (even_if_hashed or not self.hashed):
                 self.failure = error
             self._segments.clear()
-            if self._spill is not None:
-                self._spill.discard()
+            for spill in self._spills:
+                spill.discard()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no thread is inside a copy, so that the memory may be released or the sources changed; False after
@@ -217,6 +252,7 @@ class ImageCopier:
                 self._missing[index] -= stop - at
                 if self._missing[index] == 0:
                     self._ready.add(index)
+                    self._chunk_ready.notify()
                 at = stop
 
     # Devices ---------------------------------------------------------------------------------------
@@ -244,7 +280,7 @@ class ImageCopier:
             if self._slab is not None and self._spill is None:
                 with self._lock:
                     spill = SpillBuffer.take_last(*self._slab, self._segments)
-            while self._segments and self.copy_next(BARRIER_LAUNCH_BYTES):
+            while self.copy_next(BARRIER_LAUNCH_BYTES, of_state=True):
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
                 return False
@@ -272,12 +308,17 @@ class ImageCopier:
     def is_read(self) -> bool:
         """Whether nothing reads the state itself, now or later."""
         with self._lock:
-            return not (self._segments or self._copies.segments)
+            reading = self._segments or self._copying or self._exclusive or self._copies.segments
+            return not reading and all(spill.is_filled for spill in self._spills)
+
+    @property
+    def _spills(self) -> list[SpillBuffer]:
+        return self._eager if self._spill is None else [*self._eager, self._spill]
 
     @property
     def _spilled(self) -> deque[Segment]:
-        """The segments that are in spare memory, and not launched yet."""
-        return deque() if self._spill is None else self._spill.segments
+        """The next segments that are in other memory of their device, and not launched yet; empty if there are none."""
+        return next((spill.segments for spill in self._spills if spill.segments), deque())
 
     @property
     def left_bytes(self) -> int:
@@ -343,44 +384,70 @@ class ImageCopier:
                 self._complete(copy)
             except Exception:
                 logger.debug("a copy from a device failed", exc_info=True)
-        if self._spill is not None:
-            self._spill.close()
+        for spill in self._spills:
+            spill.close()
 
     # Hashing ---------------------------------------------------------------------------------------
 
     def hash_ready(self) -> bool:
-        """Hash one chunk whose bytes are all copied; False if there is none at present."""
+        """Hash one chunk whose bytes are all copied, and compare it with what ``check`` knows of it; False if there is
+        none at present."""
         with self._lock:
             if self.failure is not None or not self._ready:
                 return False
             index = min(self._ready)
             self._ready.remove(index)
         start, end = self._segmentation.chunk_range(index)
-        digest = chunk_digest(self._memory[start:end])
+        chunk = self._memory[start:end]
+        digest = chunk_digest(chunk)
+        changed = set[int]()
+        if self._check is not None and index:
+            changed = self._check.changed_in_chunk(chunk, start - self._segmentation.data_start)
         with self._lock:
             self.digests[index] = digest
+            self._changed |= changed
             self._hashed.add(index)
             before = self.final_chunks
             while self.final_chunks in self._hashed:
                 self.final_chunks += 1
-            after = self.final_chunks
-        if after == self.chunk_count:
-            self.hashed = True
-        if after > before:
-            self._on_progress(after)
+            self.hashed = self.final_chunks == self.chunk_count
+            if self.final_chunks > before:
+                self._on_progress(self.final_chunks)
         return True
 
     def run(self) -> None:
         """The work of the capture thread: copy or launch in image order, and hash complete chunks, until done."""
+        with self._helpers.run(self._help_hashing):
+            try:
+                self._run()
+            finally:
+                with self._chunk_ready:
+                    self._ended = True
+                    self._chunk_ready.notify_all()
+
+    def _run(self) -> None:
         while True:
             while self._advance():
-                continue
+                self._release_read()
             self.wait_idle()
             self._wait_for_exclusive()
+            self._release_read()
             if self.failure is not None or not (self._segments or self._spilled or self._copies):
                 break
         while self.hash_ready():
             continue
+
+    def _help_hashing(self) -> None:
+        """The work of a helper: hash complete chunks until the capture thread has ended."""
+        try:
+            while not self._ended and self.failure is None:
+                self._wait_for_exclusive()
+                if not self.hash_ready():
+                    with self._chunk_ready:
+                        if not (self._ready or self._ended):
+                            self._chunk_ready.wait()
+        except BaseException as error:  # noqa: BLE001 - reported by the capture thread
+            self.fail(_as_exception(error))
 
     def _wait_for_exclusive(self) -> None:
         """Wait while another thread copies exclusively."""
@@ -406,7 +473,8 @@ class ImageCopier:
         if self._pace is None or self._copies.is_full:
             return
         with self._lock:
-            queue = self._segments or self._spilled
+            spill = self._next_spill()
+            queue = self._segments if spill is None else spill.segments
             size_bytes = queue[0].size_bytes if queue else 0
         if size_bytes:
             self._pace.acquire(size_bytes)
@@ -416,7 +484,6 @@ class ImageCopier:
     def check_state(self) -> None:
         """Raise StateChangedError if version counters, addresses or a few samples show that a lazily captured source
         has changed since save. Called at the barrier, when no write to the sources is in progress."""
-        self._at_barrier = True
         # A reference for the time of reading: another thread may release the sources.
         watched = self._sources.lazy_tensors
         changed = self._sources.changed()
@@ -425,14 +492,19 @@ class ImageCopier:
         if changed:
             self._sources.raise_changed(changed)
 
+    def on_barrier(self) -> None:
+        """The sources may change from now on; called before they do."""
+        self._past_barrier = True
+
     def check_image(self) -> None:
         """Raise StateChangedError if samples and digests show that the complete image differs from the state at save.
         Before the barrier, the error also names tensors whose counters or addresses have changed; later, an update may
         have changed them."""
         if self._check is not None:
-            changed = self._check.changed_in(self._memory[self._segmentation.data_start :])
+            data = self._memory[self._segmentation.data_start :]
+            changed = self._check.changed_in(data) | self._changed
             if changed:
-                counted = [] if self._at_barrier else self._sources.changed()
+                counted = [] if self._past_barrier else self._sources.changed()
                 self._sources.raise_changed(sorted({*changed, *counted}))
 
     def count_check(self) -> None:
@@ -440,10 +512,32 @@ class ImageCopier:
         if self._check is not None:
             self._check.plan.samples.count_use()
 
+    def _release_read(self) -> None:
+        """Drop the tensors on devices once all is read, so that a model which leaves its device frees memory there.
+        Only writes until now could be in the image; the sums show those that no counter does."""
+        on_devices = self._segmentation.on_devices
+        if self._released or not on_devices or not self.is_read:
+            return
+        changed = self._sources.changed()
+        # Read in this order: at the barrier they were compared, and a step may have changed them since.
+        if changed and not self._past_barrier:
+            self._sources.raise_changed(changed)
+        self._sources.release_some(on_devices)
+        self._released = True
+
     def release_sources(self) -> None:
         """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""
         if not (self._copies or self._spilled):  # what is copied on has been copied to spare memory
             self._sources.release()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The failure of an image: what ends one thread, such as Ctrl-C, must not end another."""
+    if isinstance(error, Exception):
+        return error
+    failure = CaptureError(f"save: interrupted: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _remaining_s(deadline: float | None) -> float | None:

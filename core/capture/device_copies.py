@@ -3,20 +3,28 @@ the bytes in flight."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
+from typing import Any, SupportsFloat
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from tierfall.core.capture.spill import Slab, SpillBuffer
 from tierfall.core.image.segments import HOST, Segment
+from tierfall.core.runtime.driver import driver_call
 from tierfall.core.runtime.memory_copies import can_copy
 from tierfall.core.runtime.streams import CopyStream, StreamEvent, Streams
 from tierfall.core.sampling import sum_kernel
+from tierfall.core.state.item import unwrap
 
+logger = logging.getLogger("tierfall")
 _IS_CPU = attrgetter("is_cpu")
 FLYING_BYTES_MAX = 256 << 20
 """Bytes in flight for the capture thread: enough to keep the bus busy while it hashes a chunk."""
@@ -105,6 +113,38 @@ class CopiesInFlight:
             stream.make_caller_wait()
 
 
+class NumberOnDevice:
+    """The value that a 0-dim tensor has now; ``float`` waits for the copies before it, and not for what training has
+    enqueued since."""
+
+    def __init__(self, value: torch.Tensor, stream: CopyStream) -> None:
+        self._stream = stream
+        self._value = value
+        stream.run_on_caller_stream(self._clone)
+
+    def _clone(self) -> None:
+        self._value = self._value.detach().clone()
+
+    def __float__(self) -> float:
+        found: list[float] = []
+        self._stream.enqueue(lambda: found.append(float(self._value))).wait()
+        return found[0]
+
+
+def device_of(state: Mapping[Any, object]) -> torch.device | None:
+    """The CUDA device of a state's tensors, by those of its modules and optimizers; None if they are in host memory."""
+    for value in map(unwrap, state.values()):
+        tensors: Iterable[object] = (value,)
+        if isinstance(value, nn.Module):
+            tensors = value.parameters()
+        elif isinstance(value, Optimizer):
+            tensors = chain.from_iterable(group["params"] for group in value.param_groups)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                return tensor.device
+    return None
+
+
 class CaptureDevices:
     """The devices of one process, numbered in the order in which they are found.
 
@@ -112,10 +152,14 @@ class CaptureDevices:
     like host memory, by the thread that works on them.
     """
 
-    def __init__(self, streams: Streams, slab: Slab | None = None) -> None:
+    def __init__(
+        self, streams: Streams, open_slab: Callable[[torch.device], Slab | None] | None = None
+    ) -> None:
+        """``open_slab`` allocates spare memory of a device (None if it has none); it is called with the first one."""
         self._makes = streams
         self._has_devices = torch.accelerator.is_available()
-        self._slab = slab
+        self._open_slab = open_slab
+        self._slab: Slab | None = None
         self._numbers: dict[torch.device, int] = {}
         self.streams: dict[int, CopyStream] = {}
         self.without_stream: set[str] = set()
@@ -127,19 +171,25 @@ class CaptureDevices:
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 
-    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
-        """The present value of a number. If the state has tensors on the number's device (``places``), a clone, as
-        their capture is ordered after it; otherwise the host waits for the value."""
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
+        """The present value of a number. If the state has tensors on the number's device (``places``), one that is read
+        later, as their capture is ordered after it; otherwise the host waits for the value."""
         if value.is_cpu:
             return value
-        return value.clone() if self._numbers.get(value.device) in places else float(value)
+        place = self._numbers.get(value.device)
+        if place is None or place not in places:
+            return float(value)
+        return NumberOnDevice(value, self.streams[place])
 
     @property
     def slab(self) -> tuple[int, Slab] | None:
-        """Spare device memory and its place; None if no tensor of the state is on that device."""
-        if self._slab is None or self._slab.device not in self._numbers:
-            return None
-        return self._numbers[self._slab.device], self._slab
+        """Spare memory of the first device, and its place; None if there is none."""
+        return None if self._slab is None else (0, self._slab)
+
+    @property
+    def first(self) -> torch.device | None:
+        """The device that was found first; None if none was."""
+        return next(iter(self._numbers), None)
 
     def _number(self, device: torch.device) -> int:
         found = self._numbers.get(device)
@@ -151,7 +201,14 @@ class CaptureDevices:
             return HOST
         number = self._numbers[device] = len(self._numbers)
         self.streams[number] = stream
-        # In the first save of a run, which makes host memory ready for seconds.
+        if number == 0 and self._open_slab is not None:
+            self._slab = self._open_slab(device)
+        # In the first save of a run, which blocks.
         sum_kernel.prepare(device)
         can_copy(device, on_device=True)
+        if number == 0 and driver_call("cuMemcpyBatchAsync") is None:
+            logger.info(
+                "save: this CUDA driver is older than 12.8: each copy takes a call of its own, so that save() and the "
+                "step's hook take longer"
+            )
         return number

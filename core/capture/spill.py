@@ -1,4 +1,5 @@
-"""Spare memory of a device that takes tensors at the barrier, and from which they are captured later."""
+"""Memory of a device that takes copies of its tensors, from which they are captured later: spare memory at the barrier,
+and a temporary block for what may change at any time."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tierfall.core.image.segments import Segment
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
-from tierfall.core.runtime.memory_copies import MemoryCopies
-from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies
+from tierfall.core.runtime.pinned import cut_at, locked_bounds
+from tierfall.core.runtime.streams import CopyStream, StreamEvent
 
 ALIGNMENT_BYTES = 512
-"""Alignment at which device kernels copy at full speed."""
+"""Alignment of a segment in a block, as of torch's own memory."""
+PART_ALIGNMENT_BYTES = 16
+"""Alignment of a part: the kernel copies 16 bytes at once where both ends of a copy are aligned to them."""
 
 
 class SpareBlock(Protocol):
@@ -50,6 +53,23 @@ class Slab(Protocol):
         ...
 
 
+class TemporaryBlock:
+    """A block of torch's memory, which goes back to torch."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._memory: torch.Tensor | None = torch.empty(
+            size_bytes, dtype=torch.uint8, device=device
+        )
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._memory is not None, "a block in use has memory"
+        return self._memory
+
+    def release(self) -> None:
+        self._memory = None
+
+
 class SpillBuffer:
     """A block with the copies of several segments, in their order; released with the last of them."""
 
@@ -62,10 +82,16 @@ class SpillBuffer:
         self._by_start = np.argsort(self._all.columns[1])  # parts of batches are out of order
         self.segments = deque(segments)
         """Those whose copy to host memory is not claimed yet."""
+        self._filled: StreamEvent | None = None
 
     @property
     def place(self) -> int:
         return self._all.place
+
+    @classmethod
+    def temporary(cls, segments: Sequence[Segment], device: torch.device) -> SpillBuffer:
+        """Allocate a block of torch's memory; called on the caller's stream. Raises torch.OutOfMemoryError."""
+        return cls(TemporaryBlock(sum(map(room_of, segments)), device), segments)
 
     @classmethod
     def take_last(cls, place: int, slab: Slab, queue: deque[Segment]) -> SpillBuffer | None:
@@ -77,13 +103,13 @@ class SpillBuffer:
             if segment.place != place:
                 others.appendleft(segment)
                 continue
-            room -= _aligned(segment.size_bytes)
+            room -= room_of(segment)
             if room < 0:
                 queue.append(segment)
                 break
             taken.appendleft(segment)
         queue.extend(others)
-        needed_bytes = sum(_aligned(segment.size_bytes) for segment in taken)
+        needed_bytes = sum(map(room_of, taken))
         block = slab.reserve(needed_bytes) if taken else None
         if block is None:
             queue.extend(taken)
@@ -96,8 +122,14 @@ class SpillBuffer:
             stream.run_on_caller_stream(
                 lambda: sources.copy_within(self._all, self._block.tensor, self._offsets, stream)
             )
+            self._filled = stream.mark_caller()
         finally:
             stream.wait_for_caller()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the copies to here have been made, and not only enqueued."""
+        return self._filled is not None and self._filled.is_done()
 
     def copy_to(self, targets: RegionTargets, segment: Segment, stream: CopyStream) -> None:
         """Copy parts from here to their position in the region; called in the work of the stream."""
@@ -109,9 +141,12 @@ class SpillBuffer:
             to, of = np.uint64(data.data_ptr()), np.uint64(memory.data_ptr())
             stream.copy_memory(MemoryCopies(to + starts, of + offsets, sizes))
             return
+        bounds = locked_bounds()
         for part, offset in zip(segment, offsets.tolist(), strict=True):
             source = memory[offset : offset + part.end - part.start]
-            data[part.start : part.end].copy_(source, non_blocking=True)
+            target = data[part.start : part.end]
+            for start, end in cut_at(bounds, target.data_ptr(), target.numel()):
+                target[start:end].copy_(source[start:end], non_blocking=True)
 
     def release(self, segment: Segment) -> None:
         """Release the room of a segment, or of several as one."""
@@ -137,13 +172,26 @@ class SpillBuffer:
         self._block.release()
 
 
-def _offsets(joined: Segment, segments: Sequence[Segment]) -> NDArray[np.uint64]:
-    """The offset of each part in the block: each segment begins at a multiple of ALIGNMENT_BYTES."""
-    sizes = np.array([each.size_bytes for each in segments], dtype=np.uint64)
-    rooms = np.array([_aligned(each.size_bytes) for each in segments], dtype=np.uint64)
-    gaps = (np.cumsum(rooms) - rooms) - (np.cumsum(sizes) - sizes)
-    parts = joined.columns[2]
-    found: NDArray[np.uint64] = np.cumsum(parts) - parts + np.repeat(gaps, [*map(len, segments)])
+def room_of(segment: Segment) -> int:
+    """The bytes that a segment takes in a block."""
+    return _aligned(int(_part_rooms(segment).sum()))
+
+
+def _part_rooms(segment: Segment) -> Addresses:
+    mask = np.uint64(PART_ALIGNMENT_BYTES - 1)
+    found: Addresses = (segment.columns[2] + mask) & ~mask
+    return found
+
+
+def _offsets(joined: Segment, segments: Sequence[Segment]) -> Addresses:
+    """The offset of each part in the block."""
+    parts = _part_rooms(joined)
+    rooms = np.array([*map(room_of, segments)], dtype=np.uint64)
+    lengths = [*map(len, segments)]
+    firsts = np.cumsum([0, *lengths[:-1]])
+    before = np.cumsum(parts) - parts
+    gaps = (np.cumsum(rooms) - rooms) - before[firsts]
+    found: Addresses = before + np.repeat(gaps, lengths)
     return found
 
 

@@ -122,6 +122,14 @@ class TargetWriter:
                 copy_bytes(target.data_ptr() + low - fill.start, source + low - start, high - low)
 
 
+def digest_pieces(view: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    """Yield a view piece by piece, and add each to ``digest`` once it is filled."""
+    for at in range(0, len(view), PIECE_BYTES):
+        piece = view[at : at + PIECE_BYTES]
+        yield piece
+        digest.update(piece)
+
+
 def _memory(target: torch.Tensor) -> memoryview:
     flat: np.ndarray[Any, np.dtype[np.uint8]] = target.numpy()
     return flat.data

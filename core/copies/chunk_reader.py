@@ -1,14 +1,13 @@
 """The reads of a restore: every chunk is verified, and read from the fastest good copy.
 
 Several threads each read a chunk, hash it, and copy it to its targets. A chunk in storage is read through a reused
-aligned buffer. A chunk in host memory is used in place. A chunk in the page cache is read into its targets and hashed
-there (docs/decisions/0014). Copies to devices are queued, so that reading continues meanwhile.
+aligned buffer. A chunk in the page cache, or in host memory, is read into its targets and hashed there
+(docs/decisions/0014). Copies to devices are queued, from page-locked buffers, so that reading continues meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,12 @@ from functools import partial
 import torch
 import xxhash
 
-from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets, copy_bytes
+from tierfall.core.copies.cached_reads import (
+    TargetWriter,
+    WrittenTargets,
+    copy_bytes,
+    digest_pieces,
+)
 from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
 from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
@@ -37,8 +41,10 @@ from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
-MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
+"""Of all buffers of a restore from storage to host memory."""
+DEVICE_BUFFER_BYTES = 192 << 20
+"""Of all buffers of a restore to a device, which reads some while others are filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +173,16 @@ class ChunkReader:
     def fill_from_page_cache(
         self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
     ) -> bool:
-        """Read chunk ``index`` into its targets if the fastest copy has it in the page cache. ``pieces`` yields the
-        views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
-        cached, or does not match its digest."""
+        """Read chunk ``index`` into its targets if the fastest copy has it in memory of this machine. ``pieces`` yields
+        the views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
+        there, or does not match its digest."""
         image, digest = self._images[0], xxhash.xxh3_128()
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
             check_digest(image.tier, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
         except (IntegrityError, BackendError):  # the following read reports it
-            logger.debug(
-                "%s is not good in the page cache", self._what(image, index), exc_info=True
-            )
+            logger.debug("%s is not good in memory", self._what(image, index), exc_info=True)
             return False
         start, end = self._manifest.chunk_range(index)
         self._tally.read(image.tier, end - start)
@@ -206,12 +210,17 @@ class ChunkReader:
 
 
 def count_threads(
-    manifest: Manifest, images: Sequence[Image], chunks_max: int | None = None
+    manifest: Manifest,
+    images: Sequence[Image],
+    chunks_max: int | None = None,
+    *,
+    verifying: int = 1,
 ) -> int:
-    """Return how many chunks are read at once, such that buffers have at most BUFFER_BYTES, and at most the size of
-    ``chunks_max`` chunks, if given (a packed chunk counts as two)."""
+    """Return how many chunks are read at once onto host memory, such that buffers have at most BUFFER_BYTES, and at
+    most the size of ``chunks_max`` chunks, if given (a packed chunk counts as two). ``verifying``: so many threads
+    verify chunks that are in memory."""
     if all(image.in_memory for image in images):
-        threads = max(1, min(MEMORY_THREADS, os.cpu_count() or 1))
+        threads = verifying
     else:
         largest = max(manifest.data_start, manifest.chunk_bytes)
         threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
@@ -257,14 +266,24 @@ def read_chunk_to_targets(
     copies: DeviceCopies,
     buffer: Buffer,
 ) -> None:
-    """Read a chunk and copy it to its targets; copies to devices are queued."""
+    """Read a chunk and copy it to its targets; copies to devices are queued.
+
+    A chunk in the page cache, or in memory of this machine, is hashed piece by piece while it is in the processor's
+    cache: on its way to targets in host memory, or to the page-locked buffer that a device copies from.
+    """
     low, high = manifest.chunk_range(index)
     start, end = low - manifest.data_start, high - manifest.data_start
-    if writer.is_in_host_memory(start, end) and reader.fill_from_page_cache(
-        index, lambda digest: writer.pieces(start, end, buffer.view, digest)
-    ):
-        return
-    scatter(reader.read(index, buffer.view), start, writer, copies, buffer)
+    if writer.is_in_host_memory(start, end):
+        if reader.fill_from_page_cache(
+            index, lambda digest: writer.pieces(start, end, buffer.view, digest)
+        ):
+            return
+        view = reader.read(index, buffer.view)
+    else:
+        view = buffer.view[: high - low]
+        if not reader.fill_from_page_cache(index, partial(digest_pieces, view)):
+            view = reader.read(index, buffer.view)
+    scatter(view, start, writer, copies, buffer)
 
 
 def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:

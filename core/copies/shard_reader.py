@@ -28,6 +28,7 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
+from tierfall.core.runtime.cores import hash_threads
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -86,17 +87,16 @@ class ShardReader:
     ) -> None:
         self.manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
-        self._threads = count_threads(manifest, images, chunks_max)
         self._own: BufferRing | None = None
         if ring is None:
-            size = manifest.chunk_bytes
-            ring = (
-                BufferRing(size)
-                if chunks_max is None
-                else BufferRing(size, count_max=self._threads)
-            )
+            verifying, count = hash_threads(), None
+            if chunks_max is not None:
+                count = count_threads(manifest, images, chunks_max, verifying=verifying)
+            ring = BufferRing(manifest.chunk_bytes, count_max=count, threads=verifying)
             self._own = ring
         self._ring = ring
+        self._threads = count_threads(manifest, images, chunks_max, verifying=ring.threads)
+        self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))
 
     def read_header(self) -> ImageHeader:
         with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
@@ -108,9 +108,10 @@ class ShardReader:
             )
 
     def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
-        ring = self._ring
-        pool, streams = ring.pool, ring.streams
-        read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
+        pool, streams = self._ring.pool, self._ring.streams
+        on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
+        threads = max(self._threads, self._device_threads) if on_device else self._threads
+        read_fills(self._reader, self.manifest, fills, threads, pool, streams, written)
 
     def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
         """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it

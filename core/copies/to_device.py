@@ -13,7 +13,7 @@ import torch
 
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool
-from tierfall.core.runtime.pinned import synchronize
+from tierfall.core.runtime.pinned import cut_at, locked_bounds, synchronize
 from tierfall.core.runtime.streams import CopyStream, Streams
 
 GATHERED_FROM = 8
@@ -78,7 +78,7 @@ def _copy(source: torch.Tensor, pieces: Sequence[Piece]) -> None:
         return
     first = pieces[0][1]
     with torch.inference_mode():
-        staged.copy_(source[first : first + staged.numel()], non_blocking=True)
+        _copy_cut(staged, source[first : first + staged.numel()], non_blocking=True)
         torch._foreach_copy_(
             [target for target, _ in pieces],
             [staged[start - first :][: target.numel()] for target, start in pieces],
@@ -100,4 +100,10 @@ def _room_for(pieces: Sequence[Piece]) -> torch.Tensor | None:
 def _copy_each(source: torch.Tensor, pieces: Sequence[Piece], *, non_blocking: bool) -> None:
     with torch.inference_mode():  # inference tensors can be written only in this mode
         for target, start in pieces:
-            target.copy_(source[start : start + target.numel()], non_blocking=non_blocking)
+            _copy_cut(target, source[start : start + target.numel()], non_blocking=non_blocking)
+
+
+def _copy_cut(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    """Copy flat bytes; those of an image in memory may be page-locked in part."""
+    for start, end in cut_at(locked_bounds(), source.data_ptr(), source.numel()):
+        target[start:end].copy_(source[start:end], non_blocking=non_blocking)

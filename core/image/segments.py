@@ -75,7 +75,8 @@ class Segmentation:
     """The segments of one layout: ``eager`` is copied before save() returns, ``segments`` are captured lazily, both
     in image order; ``lazy`` are the numbers of the lazily captured tensors, ``lazy_bytes`` their size.
 
-    All parts of a segment are on one device; ``places`` are the devices by tensor number.
+    All parts of a segment are on one device; ``places`` are the devices by tensor number, ``on_devices`` the
+    numbers of the tensors that are not in host memory. ``mostly_on_devices``: they have most of the bytes.
     """
 
     def __init__(
@@ -97,6 +98,10 @@ class Segmentation:
         self.eager: list[Segment] = []
         self.segments: list[Segment] = []
         self._divide(view, lazy)
+        self.on_devices = frozenset(n for n, place in enumerate(places) if place != HOST)
+        parts = [part for segment in (*self.eager, *self.segments) for part in segment]
+        sizes = [(part.end - part.start) * (1 if part.place == HOST else -1) for part in parts]
+        self.mostly_on_devices = sum(sizes) < 0
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
@@ -127,9 +132,7 @@ class Segmentation:
             if start == end:
                 continue
             place = self._place(index)
-            # Tensors on a device that are copied at once are cloned there as a whole.
-            plain = view.plain[index] and (lazy[index] or place == HOST)
-            for piece in self._pieces(number, index, start, end, plain=plain):
+            for piece in self._pieces(number, index, start, end, plain=view.plain[index]):
                 size, batch = piece.end - piece.start, (lazy[index], place)
                 if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
                     kinds[batch[0]].append(Segment(batches.pop(batch)))

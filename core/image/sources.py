@@ -7,7 +7,7 @@ again, when no operation is in progress.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import NoReturn
@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from tierfall.core.image.segments import Segment, SegmentPart
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
-from tierfall.core.tensors.tensors import as_bytes, copy_whole
+from tierfall.core.tensors.tensors import as_bytes, copy_whole, to_bytes
 from tierfall.core.types.errors import StateChangedError
 
 _NO_VERSION = -1
+_READ = torch.empty(0, device="cpu")
+"""Stands for a tensor that is dropped."""
 _VERSION = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 Offsets = NDArray[np.uint64]
@@ -34,31 +37,43 @@ Offsets = NDArray[np.uint64]
 class TensorSources:
     """The tensors of a view, with their version counters at the time of construction."""
 
-    def __init__(self, view: StateView, lazy: Sequence[int]) -> None:
-        """``lazy`` are the numbers of the lazily captured tensors."""
+    def __init__(
+        self, view: StateView, lazy: Sequence[int], on_devices: Collection[int] = ()
+    ) -> None:
+        """``lazy`` are the numbers of the lazily captured tensors, ``on_devices`` of those not in host memory."""
         self._tensors: list[torch.Tensor] = view.sources.copy()
+        for index in on_devices:
+            # An alias keeps the memory until the device has read it: a training may replace ``.data`` at any time.
+            self._tensors[index] = self._tensors[index].detach()
         self._plain = view.plain
         self._names = view.names
         self._trails = view.trails
         self.pointers = view.pointers
-        self._lazy = lazy
-        self._replaced: set[int] = set()
         self._by_address = np.array(view.plain, dtype=np.bool_)
-        self.lazy_tensors = [self._tensors[index] for index in lazy]
-        """The lazily captured tensors; empty after ``release``."""
-        self._versions = _versions(self.lazy_tensors)
+        lazy_tensors = [self._tensors[index] for index in lazy]
+        self._watched = [*lazy], lazy_tensors, _versions(lazy_tensors)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
 
-    def replace(self, piece: SegmentPart, copy: torch.Tensor) -> None:
-        """Read a private copy of a tensor from now on."""
-        self._tensors[piece.index] = copy
-        self._replaced.add(piece.index)
-        self._by_address[piece.index] = False
+    @property
+    def lazy_tensors(self) -> Sequence[torch.Tensor]:
+        """The lazily captured tensors; empty after ``release``."""
+        return self._watched[1]
 
     def release(self) -> None:
-        self._tensors, self.lazy_tensors = [], []
+        self._tensors, self._watched = [], ([], [], [])
+
+    def release_some(self, numbers: Collection[int]) -> None:
+        """Drop the tensors of these numbers, which have been read."""
+        watched, tensors, versions = self._watched
+        kept = [number not in numbers for number in watched]
+        self._watched = (
+            [*compress(watched, kept)],
+            [*compress(tensors, kept)],
+            [*compress(versions, kept)],
+        )
+        self._tensors = [_READ if n in numbers else each for n, each in enumerate(self._tensors)]
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -70,10 +85,18 @@ class TensorSources:
         to, of, non_blocking = [], [], stream is not None
         if stream is not None:
             segment = self._copy_memory(segment, targets.data, segment.columns[1], stream)
+        bounds = locked_bounds()
         with torch.inference_mode(False), torch.no_grad():
             for piece in segment:
                 source = self._held(piece.index)
-                if not self._plain[piece.index]:
+                if not source.is_cpu:
+                    place = targets.flat(piece.start, piece.end)
+                    plain = self._plain[piece.index]
+                    found = _bytes_of(source, piece) if plain else to_bytes(source)
+                    for start, end in cut_at(bounds, place.data_ptr(), place.numel()):
+                        to.append(place[start:end])
+                        of.append(found[start:end])
+                elif not self._plain[piece.index]:
                     place = targets.flat(piece.start, piece.end)
                     copy_whole(place, source, non_blocking=non_blocking)
                 elif piece.whole:
@@ -130,7 +153,7 @@ class TensorSources:
         """An alias that keeps a tensor's memory alive while it is read: an optimizer may replace ``.data`` of its state
         at any time, which frees the old memory. StateChangedError if that has already happened."""
         alias = self._tensors[index].detach()
-        if index not in self._replaced and alias.data_ptr() != self.pointers[index]:
+        if alias.data_ptr() != self.pointers[index]:
             self.raise_changed([index])
         return alias
 
@@ -145,15 +168,15 @@ class TensorSources:
 
     def changed(self) -> list[int]:
         """The numbers of lazily captured tensors whose version counter or address has changed since construction."""
-        watched = self.lazy_tensors  # another thread may call ``release``
-        if not watched:
+        numbers, tensors, old_versions = self._watched  # another thread may call ``release``
+        if not tensors:
             return []
-        versions = _versions(watched)
-        pointers = [*map(torch.Tensor.data_ptr, watched)]
-        expected = [self.pointers[index] for index in self._lazy]
-        if versions == self._versions and pointers == expected:
+        versions = _versions(tensors)
+        pointers = [*map(torch.Tensor.data_ptr, tensors)]
+        expected = [self.pointers[index] for index in numbers]
+        if versions == old_versions and pointers == expected:
             return []
-        rows = zip(self._lazy, versions, self._versions, pointers, expected, strict=True)
+        rows = zip(numbers, versions, old_versions, pointers, expected, strict=True)
         return [
             index
             for index, version, old_version, pointer, old_pointer in rows

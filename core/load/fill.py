@@ -42,7 +42,13 @@ from tierfall.core.load.match import SharedMemory
 from tierfall.core.load.plan import Action, RestoreWork, Setter
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
-from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of, type_name
+from tierfall.core.state.state_dicts import (
+    is_stateful,
+    load_object_state,
+    lost_entries,
+    state_dict_of,
+    type_name,
+)
 from tierfall.core.tensors import names, rng, value_codec
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.names import Trail
@@ -395,7 +401,7 @@ def _open_item(holder: Item) -> tuple[Any, Setter]:
 
 def _load(live: Any, built: Any, trail: Trail) -> None:
     try:
-        live.load_state_dict(built)
+        load_object_state(live, built)
     except Exception as error:
         raise RestoreError(
             f"restore: load_state_dict of {names.path(trail)} failed: {error}"

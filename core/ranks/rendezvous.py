@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from tierfall.core.ranks.transport import (
     sleep_longer,
     wait_for_clients,
 )
+from tierfall.core.runtime.cores import core_mask
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.text import format_ranks
 
@@ -52,7 +53,7 @@ class RankPlacement:
     """The properties of a process before the rendezvous.
 
     ``node`` is any text that identifies the node; ``address`` is the host at which other ranks can connect to rank 0;
-    ``settings`` must be equal on all ranks.
+    ``settings`` must be equal on all ranks. ``cores`` are those that the process may run on.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class RankPlacement:
     node: str
     address: str
     settings: dict[str, str]
+    cores: str = field(default_factory=core_mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +79,16 @@ class _Registration(Message):
 
     node: str
     settings: Mapping[str, str]
+    cores: str
     process: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Acceptance(Message):
-    """Rank 0's answer to all ranks: the node of each, or the error that ends the start."""
+    """Rank 0's answer to all ranks: the node of each, and its cores; or the error that ends the start."""
 
     nodes: tuple[str, ...] = ()
+    cores: tuple[str, ...] = ()
     error: str | None = None
 
 
@@ -151,7 +155,8 @@ def _accept_ranks(
     bootstrap.set(key, _encode(address))
     others = range(1, place.world_size)
     missing = _wait_for_ranks(server, name, list(others), time.monotonic() + timeout_s)
-    registered = {0: _Registration(node=place.node, settings=place.settings)}
+    own = _Registration(node=place.node, settings=place.settings, cores=place.cores)
+    registered = {0: own}
     for rank in others:
         if rank not in missing:
             text = server.get(_registration_key(name, rank))
@@ -167,8 +172,9 @@ def _accept_ranks(
         wait_for_clients(server, name, guests, time.monotonic() + LOOK_AGAIN_S)
         raise RanksError(problem)
     nodes = tuple(registered[rank].node for rank in range(place.world_size))
-    server.set(_acceptance_key(name), _encode(_Acceptance(nodes=nodes)))
-    topology = Topology.of(0, nodes)
+    cores = tuple(registered[rank].cores for rank in range(place.world_size))
+    server.set(_acceptance_key(name), _encode(_Acceptance(nodes=nodes, cores=cores)))
+    topology = Topology.of(0, nodes, cores_of=cores)
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
     receiving = connect(_LOCALHOST, server.port)
@@ -220,7 +226,9 @@ class _JoiningRank:
         address = _StoreAddress.from_json(json.loads(self._published), rank=0)
         self._name, self.host, self.port = address.name, address.host, address.port
         self._registration = _encode(
-            _Registration(node=place.node, settings=place.settings, process=process)
+            _Registration(
+                node=place.node, settings=place.settings, cores=place.cores, process=process
+            )
         )
         self._deadline = deadline
         self._is_accepted = False  # from then on, the published address is not read again
@@ -263,7 +271,7 @@ class _JoiningRank:
             return None
         if answer.error is not None:
             raise RanksError(answer.error)
-        topology = Topology.of(self._place.rank, answer.nodes)
+        topology = Topology.of(self._place.rank, answer.nodes, cores_of=answer.cores)
         return topology, StoreTransport(topology.rank, self._mailboxes(topology, store))
 
     def _wait_for(self, store: TCPStore, key: str) -> bool:

@@ -15,20 +15,34 @@ class Topology:
     """The tree, seen from ``rank``. ``nodes`` lists the ranks of each node, ascending; nodes are sorted by their first.
 
     The first rank of a node is its leader; rank 0 is the root. Leaders form a tree with at most ``fan_out`` children
-    each; the other ranks of a node are children of their leader.
+    each; the other ranks of a node are children of their leader. ``core_sharers`` counts the ranks of this node that
+    run on the same processor cores as this one, itself included.
     """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
     fan_out: int = field(default=FAN_OUT, compare=False)
+    core_sharers: int = field(default=1, compare=False)
 
     @classmethod
-    def of(cls, rank: int, node_of: Sequence[object], *, fan_out: int = FAN_OUT) -> Topology:
-        """``node_of`` holds the node of each rank: any values that tell nodes apart."""
+    def of(
+        cls,
+        rank: int,
+        node_of: Sequence[object],
+        *,
+        fan_out: int = FAN_OUT,
+        cores_of: Sequence[str] = (),
+    ) -> Topology:
+        """``node_of`` holds the node of each rank: any values that tell nodes apart; ``cores_of`` the cores that each
+        may run on (``cores.core_mask``)."""
         nodes: dict[object, list[int]] = {}
         for other, node in enumerate(node_of):
             nodes.setdefault(node, []).append(other)
-        return cls(rank, tuple(tuple(ranks) for ranks in nodes.values()), fan_out)
+        local = nodes[node_of[rank]]
+        sharers = [other for other in local if cores_of and cores_of[other] == cores_of[rank]]
+        return cls(
+            rank, tuple(tuple(ranks) for ranks in nodes.values()), fan_out, max(1, len(sharers))
+        )
 
     @cached_property
     def world_size(self) -> int:

@@ -1,8 +1,9 @@
 """Many copies between memory addresses by one call: torch has no such function.
 
 A copy that torch enqueues takes the host 5 to 7 microseconds, and some ten more to make its views. A state of a
-thousand tensors would hold the optimizer's step up for milliseconds. To host memory, the CUDA driver takes all of them
-in one call. On a device, one kernel makes them: the driver's call takes twice as long there.
+thousand tensors would hold the optimizer's step up for milliseconds. To page-locked host memory, the CUDA driver takes
+all of them in one call since 12.8; an older driver, and memory that is not locked yet, take a call for each, without
+views. On a device, one kernel makes them: the driver's call takes twice as long there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from tierfall.core.runtime.driver import driver_call
+from tierfall.core.runtime.pinned import locked_bounds
 
 logger = logging.getLogger("tierfall")
 
@@ -56,7 +60,7 @@ extern "C" __global__ void copy_all(
 
 class MemoryCopies(NamedTuple):
     """Copies from ``sources`` on a device to ``targets`` of ``sizes`` bytes: three arrays of the same length. The
-    targets are in page-locked host memory, or ``on_device``."""
+    targets are in host memory, or ``on_device``."""
 
     targets: Addresses
     sources: Addresses
@@ -80,13 +84,15 @@ class _CopyAttributes(ctypes.Structure):
 
 
 def can_copy(device: torch.device, *, on_device: bool) -> bool:
-    """Whether ``enqueue_copies`` works: the driver's call is there since CUDA 12.8."""
-    return (_copy_kernel(device) if on_device else _batch_call()) is not None
+    """Whether ``enqueue_copies`` works."""
+    found = _copy_kernel(device) if on_device else driver_call("cuMemcpyDtoHAsync_v2")
+    return found is not None
 
 
 def enqueue_copies(copies: MemoryCopies, device: torch.device, stream: int) -> None:
     """Enqueue copies on the current stream, whose address is given; copies to host memory not on the default stream.
-    The calling thread has the device's context. Raises RuntimeError with the driver's error."""
+    A copy to memory that is not page-locked is complete on return. The calling thread has the device's context. Raises
+    RuntimeError with the driver's error."""
     if copies.on_device:
         _copy_on_device(copies, device)
     else:
@@ -141,14 +147,46 @@ def _without_headers() -> Iterator[None]:
 
 
 def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
-    call = _batch_call()
-    assert call is not None, "the caller asks can_copy first"
+    columns, locked = _cut_at_locks(copies)
+    batch = driver_call("cuMemcpyBatchAsync")
+    if batch is not None and locked.any():
+        _copy_batch(batch, columns[:, locked], stream)
+        columns = columns[:, ~locked]
+    one = driver_call("cuMemcpyDtoHAsync_v2")
+    assert one is not None, "the caller asks can_copy first"
+    for target, source, size in columns.T.tolist():
+        if code := one(target, source, size, stream):
+            raise RuntimeError(f"CUDA error {code} for a copy of {size} bytes to host memory")
+
+
+def _cut_at_locks(copies: MemoryCopies) -> tuple[Addresses, NDArray[np.bool_]]:
+    """Return copies as rows of targets, sources and sizes, each to memory that is page-locked by one call or not locked
+    at all, and which of them are to locked memory. The driver refuses a copy to memory that is locked in part."""
+    columns = np.stack(copies[:3])
+    bounds = locked_bounds()
+    while True:
+        targets, sources, sizes = columns
+        following = np.searchsorted(bounds, targets, side="right")
+        limits = np.append(bounds, np.uint64(2**64 - 1))[following]
+        rests = np.maximum(targets + sizes, limits) - limits
+        if not rests.any():
+            return columns, following % 2 == 1
+        columns = np.concatenate(
+            [
+                [targets, sources, sizes - rests],
+                np.stack([limits, sources + (sizes - rests), rests])[:, rests > 0],
+            ],
+            axis=1,
+        )
+
+
+def _copy_batch(call: Callable[..., int], columns: Addresses, stream: int) -> None:
     attributes = _CopyAttributes(source_order=_IN_STREAM_ORDER)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    columns = [np.ascontiguousarray(column) for column in copies[:3]]
+    rows = [np.ascontiguousarray(column) for column in columns]
     code = call(
-        *(column.ctypes.data for column in columns),
-        len(copies.sizes),
+        *(row.ctypes.data for row in rows),
+        columns.shape[1],
         ctypes.byref(attributes),
         ctypes.byref(first),
         1,
@@ -156,19 +194,4 @@ def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
         stream,
     )
     if code:
-        raise RuntimeError(f"CUDA error {code} for {len(copies.sizes)} copies (cuMemcpyBatchAsync)")
-
-
-@cache
-def _batch_call() -> Callable[..., int] | None:
-    # With another vendor's torch this driver may be installed, too, but its streams are not of it.
-    if torch.version.cuda is None:
-        return None
-    try:
-        call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except (OSError, AttributeError):  # no NVIDIA driver, or an older one
-        return None
-    address, size = ctypes.c_void_p, ctypes.c_size_t
-    call.argtypes = (address, address, address, size, address, address, size, address, address)
-    call.restype = ctypes.c_int
-    return call
+        raise RuntimeError(f"CUDA error {code} for {columns.shape[1]} copies (cuMemcpyBatchAsync)")

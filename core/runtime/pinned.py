@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -22,21 +28,17 @@ logger = logging.getLogger("tierfall")
 # cudaHostRegisterPortable: locked for every device of the process, not only the current one.
 _REGISTER_PORTABLE = 1
 
+_ends: dict[int, int] = {}
+"""The end of each range that ``lock_pages`` has locked, by its start. Its caller keeps the memory mapped meanwhile, so
+that ranges do not overlap."""
+_changing = threading.Lock()
+
 
 def cuda_available() -> bool:
     """Whether torch finds a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
-
-
-def current() -> torch.device | None:
-    """This thread's current CUDA device, or None."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def synchronize(device: torch.device | None = None) -> None:
@@ -76,6 +78,8 @@ class PageLock:
             return
         self.locked = False
         self.reason = "released"
+        with _changing:
+            _ends.pop(self._address, None)
         with _current(self._on):
             error = _unregister(self._address)
         if error:
@@ -101,15 +105,36 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
     with _current(on):
         error = _register(address, length_bytes)
     if not error:
+        with _changing:
+            _ends[address] = address + length_bytes
         return PageLock(address=address, length_bytes=length_bytes, locked=True, on=on)
     reason = f"{error}; {_memlock_hint()}"
     return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
+
+
+def locked_bounds() -> NDArray[np.uint64]:
+    """The start and the end of each range that ``lock_pages`` has locked, ascending. The end of one may be the start of
+    the next: an odd number of bounds is at or below an address in a range, an even number at or below any other."""
+    with _changing:
+        ranges = sorted(_ends.items())
+    return np.array(ranges, dtype=np.uint64).reshape(-1)
+
+
+def cut_at(bounds: NDArray[np.uint64], address: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of host memory at the ``locked_bounds`` in it: a copy from or to a device that is locked in part is
+    refused. Yields the offsets of each part."""
+    inner = bounds[(bounds > address) & (bounds < address + size_bytes)]
+    edges = sorted({0, *(int(bound) - address for bound in inner), size_bytes})
+    yield from pairwise(edges)
 
 
 def _current(on: torch.device | None) -> AbstractContextManager[object]:
     """Make a device current: a worker thread starts on device 0, and would create a context there."""
     import torch
 
+    from tierfall.core.runtime.driver import let_others_record
+
+    let_others_record()
     return nullcontext() if on is None else torch.cuda.device(on)
 
 

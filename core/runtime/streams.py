@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from weakref import finalize
 
 import torch
 
+from tierfall.core.runtime.driver import let_others_record, make_stream
 from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, enqueue_copies
 
 Work = Callable[[], None]
+_spare: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""CUDA streams whose copy stream is gone, by device; the next copy streams take them."""
 
 
 class StreamEvent(Protocol):
@@ -41,6 +45,10 @@ class CopyStream(Protocol):
         """Call ``work`` with its tensor operations on the caller's own stream."""
         ...
 
+    def mark_caller(self) -> StreamEvent:
+        """Return the point that the caller's own stream has now."""
+        ...
+
     def copies_memory(self, memory: torch.Tensor) -> bool:
         """Whether ``copy_memory`` may be called for copies from the device to this memory."""
         ...
@@ -64,13 +72,15 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        spare = _spare.setdefault(device, [])
+        self._stream = spare.pop() if spare else make_stream(device)
+        finalize(self, spare.append, self._stream)
 
     def wait_for_caller(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def enqueue(self, work: Work) -> StreamEvent:
+        let_others_record()
         # The device is set as well: a worker thread starts on device 0 and would create a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
@@ -80,9 +90,12 @@ class CudaStream:
         with torch.cuda.device(self._device):
             work()
 
+    def mark_caller(self) -> StreamEvent:
+        with torch.cuda.device(self._device):
+            return _CudaEvent(self._device, torch.cuda.current_stream(self._device))
+
     def copies_memory(self, memory: torch.Tensor) -> bool:
-        on_device = memory.is_cuda
-        return can_copy(self._device, on_device=on_device) and (on_device or memory.is_pinned())
+        return can_copy(self._device, on_device=memory.is_cuda)
 
     def copy_memory(self, copies: MemoryCopies) -> None:
         stream = torch.cuda.current_stream(self._device)
@@ -91,6 +104,7 @@ class CudaStream:
             enqueue_copies(copies, self._device, stream.cuda_stream)
 
     def finish(self) -> None:
+        let_others_record()
         with torch.cuda.device(self._device):
             self._stream.synchronize()
 
@@ -106,12 +120,36 @@ class _CudaEvent:
         self._event.record(stream)
 
     def wait(self) -> None:
+        let_others_record()
         with torch.cuda.device(self._device):
             self._event.synchronize()
 
     def is_done(self) -> bool:
+        let_others_record()
         with torch.cuda.device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class SteppingStreams:
+    """The streams on which optimizers have stepped since the last save. The state was last written there, and a
+    training may have left them without joining them."""
+
+    def __init__(self) -> None:
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """Note the calling thread's stream, before a step."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._streams.add(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """Run what the caller enqueues from now on after everything enqueued on these streams. The host does not
+        wait."""
+        while self._streams:  # another thread may add one meanwhile
+            stream = self._streams.pop()
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
 
 
 class Streams:

@@ -11,7 +11,7 @@ import queue
 
 
 class InterruptibleEvent:
-    """Set once, by any thread; one thread waits for it."""
+    """Set once, by any thread; any number of threads wait for it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -32,4 +32,7 @@ class InterruptibleEvent:
                 self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
             except queue.Empty:
                 return self._rung
+            # For the next: of several threads in ``get``, those that find the queue empty again may wait for ever, also
+            # with a timeout (CPython 3.11).
+            self._queue.put(None)
         return self._rung

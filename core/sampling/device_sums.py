@@ -6,14 +6,17 @@ The host does not wait when a sum is taken, only when it is read.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tierfall.core.image.segments import SegmentPart
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling import sum_kernel
+from tierfall.core.state.view import StateView
 from tierfall.core.tensors.tensors import INTEGERS, as_bytes, as_integers
 
 logger = logging.getLogger("tierfall")
@@ -28,7 +31,7 @@ def sums_of(integers: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 class PendingSums:
-    """Sums of integer tensors modulo 2**64, on one device."""
+    """Sums of integers modulo 2**64, on one device. ``read`` may be called by several threads."""
 
     def __init__(
         self, stream: CopyStream, add_up: Callable[[], torch.Tensor | None], purpose: str
@@ -37,6 +40,8 @@ class PendingSums:
         message if the device has no memory left; there are no sums then."""
         self._stream = stream
         self._sums: torch.Tensor | None = None
+        self._values: list[int] | None = None
+        self._lock = threading.Lock()
 
         def keep() -> None:
             self._sums = add_up()
@@ -48,86 +53,98 @@ class PendingSums:
 
     def read(self) -> list[int] | None:
         """The sums as signed integers, after waiting for the device; None if there are none."""
-        sums = self._sums
-        if sums is None:
+        with self._lock:
+            sums = self._sums
+            if self._values is None and sums is not None:
+                values: list[list[int]] = []
+                self._stream.enqueue(lambda: values.append(sums.cpu().tolist())).wait()
+                self._values = values[0]
+            return self._values
+
+
+class DeviceRanges:
+    """What is summed of the lazily captured tensors on one device: the parts of plain tensors, each in words, and the
+    elements of each other tensor."""
+
+    def __init__(self, parts: Sequence[SegmentPart], view: StateView) -> None:
+        self.words = sorted(
+            (part for part in parts if view.plain[part.index]), key=lambda part: part.start
+        )
+        self.others = [
+            (part, INTEGERS[min(WORD_BYTES, view.dtypes[part.index].itemsize)])
+            for part in parts
+            if not view.plain[part.index]
+        ]
+        rows = [(p.index, p.start, p.end - p.start, p.source_start) for p in self.words]
+        self._numbers, self.starts, self._sizes, self._source_starts = (
+            np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        )
+
+    def begin(self, stream: CopyStream, sources: TensorSources) -> DeviceSums:
+        """Enqueue the sums of one state on the caller's stream."""
+
+        def add_up() -> torch.Tensor | None:
+            elements = (as_integers(sources.tensor(p.index).detach()) for p, _ in self.others)
+            found = [self._add_up_words(sources), sums_of(elements)]
+            return torch.cat([sums for sums in found if sums is not None])
+
+        return DeviceSums(self, PendingSums(stream, add_up, "the image with the state"))
+
+    def _add_up_words(self, sources: TensorSources) -> torch.Tensor | None:
+        if not self.words:
             return None
-        values: list[list[int]] = []
-        self._stream.enqueue(lambda: values.append(sums.cpu().tolist())).wait()
-        return values[0]
-
-
-class DeviceRange(NamedTuple):
-    """Tensor ``number`` on a device, at ``start`` of the image's data. ``plain``: its memory is its bytes in the
-    image."""
-
-    number: int
-    start: int
-    size_bytes: int
-    plain: bool
+        pointers = np.frombuffer(sources.pointers, dtype=np.uint64)
+        addresses = pointers[self._numbers] + self._source_starts.astype(np.uint64)
+        device = sources.tensor(self.words[0].index).device
+        sums = sum_kernel.add_up(addresses, self._sizes, device)
+        return sums_of(_as_words(p, sources) for p in self.words) if sums is None else sums
 
 
 class DeviceSums:
-    """Sums over the lazily captured tensors on one device, to compare with an image.
+    """The sums over one state's tensors on one device, to compare with its image."""
 
-    Each tensor has a sum of its bytes as 64-bit integers, and one of the bytes left over. A tensor without a byte view
-    has one sum of its elements as integers.
-    """
+    def __init__(self, ranges: DeviceRanges, sums: PendingSums) -> None:
+        self._ranges = ranges
+        self._sums = sums
 
-    def __init__(
-        self, stream: CopyStream, ranges: Sequence[DeviceRange], sources: TensorSources
-    ) -> None:
-        self._summed: list[tuple[int, int, int, int]] = []
-        pointers = sources.pointers
+    def changed_in_chunk(self, data: memoryview, offset: int) -> Iterator[int]:
+        """The numbers of the tensors whose words differ from a chunk, which is at ``offset`` of the image's data."""
+        parts = self._ranges.words
+        first, last = np.searchsorted(self._ranges.starts, (offset, offset + len(data))).tolist()
+        if first == last or (sums := self._sums.read()) is None:
+            return
+        for part, expected in zip(parts[first:last], sums[first:last], strict=True):
+            words = sum_words(data[part.start - offset : part.end - offset])
+            if words != expected % (1 << 64):
+                yield part.index
 
-        def add_up() -> torch.Tensor | None:
-            whole = [
-                (each.number, each.start, each.size_bytes // WORD_BYTES, WORD_BYTES)
-                for each in ranges
-                if each.plain
-                and each.size_bytes >= WORD_BYTES
-                and not pointers[each.number] % WORD_BYTES
-            ]
-            first = sum_kernel.add_up(
-                [pointers[row[0]] for row in whole],
-                [row[2] for row in whole],
-                sources.tensor(ranges[0].number).device,
-            )
-            self._summed = [] if first is None else whole
-            rest = sums_of(integers({row[0] for row in self._summed}))
-            return torch.cat([sums for sums in (first, rest) if sums is not None])
-
-        def integers(done: set[int]) -> Iterator[torch.Tensor]:
-            for index, start, size_bytes, _ in ranges:
-                if index in done and not size_bytes % WORD_BYTES:
-                    continue
-                for at, part in _integers(sources.tensor(index)):
-                    if index not in done or at:
-                        self._summed.append((index, start + at, part.numel(), part.element_size()))
-                        yield part
-
-        self._sums = PendingSums(stream, add_up, "the image with the state")
-
-    def changed_in(self, data: memoryview) -> list[int]:
-        """The numbers of the tensors that differ from an image's ``data``."""
-        sums = self._sums.read()
-        if sums is None:
-            return []
-        found = set()
-        for (index, start, count, item), expected in zip(self._summed, sums, strict=True):
-            in_image = torch.frombuffer(data, dtype=INTEGERS[item], offset=start, count=count)
+    def changed_in(self, data: memoryview) -> Iterator[int]:
+        """The numbers of the tensors whose elements differ from the image's ``data``."""
+        others = self._ranges.others
+        if not others or (sums := self._sums.read()) is None:
+            return
+        for (part, dtype), expected in zip(others, sums[len(self._ranges.words) :], strict=True):
+            in_image = torch.frombuffer(data[part.start : part.end], dtype=dtype)
             if int(in_image.sum(dtype=torch.int64)) != expected:
-                found.add(index)
-        return sorted(found)
+                yield part.index
 
 
-def _integers(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the memory of a tensor as integers, in parts with their byte offsets."""
-    flat = as_bytes(tensor)
-    if flat is None:
-        yield 0, as_integers(tensor.detach())
-        return
-    whole = 0 if flat.data_ptr() % WORD_BYTES else len(flat) // WORD_BYTES * WORD_BYTES
-    if whole:
-        yield 0, flat[:whole].view(torch.int64)
-    if whole < len(flat):
-        yield whole, flat[whole:]
+def sum_words(data: memoryview) -> int:
+    """The sum of the 64-bit words of some bytes, as ``sum_kernel.add_up`` makes it. NumPy uses this thread alone."""
+    whole = len(data) // WORD_BYTES * WORD_BYTES
+    words = np.frombuffer(data[:whole], dtype=np.uint64)
+    return (int(np.add.reduce(words)) + int.from_bytes(data[whole:], "little")) % (1 << 64)
+
+
+def _as_words(part: SegmentPart, sources: TensorSources) -> torch.Tensor:
+    """The words of a part of a plain tensor, for devices without the kernel."""
+    flat = as_bytes(sources.tensor(part.index))
+    assert flat is not None, "a plain tensor has bytes"
+    size = part.end - part.start
+    words = flat[part.source_start : part.source_start + size]
+    if size % WORD_BYTES or words.data_ptr() % WORD_BYTES:
+        room = -(-size // WORD_BYTES) * WORD_BYTES
+        padded = torch.zeros(room, dtype=torch.uint8, device=words.device)
+        padded[:size].copy_(words)
+        words = padded
+    return words.view(torch.int64)

@@ -5,7 +5,8 @@ state of that moment, since a write before the copy is both in the image and in 
 
 * in host memory, a digest of each short range, and sampled lines of each long one (``lines``);
 * in host memory, digests of long ranges, in rotation, as many as a time budget allows (``ranges``);
-* on a device, a sum over each tensor, which the device computes while the host goes on (``device_sums``).
+* on a device, a sum over each part of a tensor that is in one chunk, which the device computes while the host goes on
+  (``device_sums``).
 
 A range that is copied in one call while all of it is being written to has some of the write at its beginning or end:
 the first and the last line show it.
@@ -21,7 +22,7 @@ import torch
 from tierfall.core.image.segments import HOST, Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.device_sums import DeviceRange, DeviceSums
+from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums
 from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
 from tierfall.core.sampling.ranges import (
     WHOLE_BYTES,
@@ -46,12 +47,10 @@ class CheckPlan:
         self.whole = WholeDigests([piece for piece in on_host if piece.bytes <= WHOLE_BYTES])
         self.samples = SamplePlan(on_host, lines_max(on_host))
         self.ranges = RotatingDigests([piece for piece in on_host if piece.bytes > WHOLE_BYTES])
-        self._on_devices: dict[int, list[DeviceRange]] = {}
-        for p in pieces:
-            if p.place != HOST and not p.source_start:
-                size, plain = view.sources[p.index].nbytes, view.plain[p.index]
-                ranges = self._on_devices.setdefault(p.place, [])
-                ranges.append(DeviceRange(p.index, p.start, size, plain))
+        places = {piece.place for piece in pieces} - {HOST}
+        self._on_devices = {
+            place: DeviceRanges([p for p in pieces if p.place == place], view) for place in places
+        }
 
     def begin(
         self,
@@ -67,8 +66,7 @@ class CheckPlan:
             samples=self.samples.read(sources.pointers),
             digests=self.ranges.digest(sources.pointers, budget_s),
             sums=tuple(
-                DeviceSums(streams[place], ranges, sources)
-                for place, ranges in self._on_devices.items()
+                ranges.begin(streams[place], sources) for place, ranges in self._on_devices.items()
             ),
         )
 
@@ -83,8 +81,13 @@ class ImageCheck:
     digests: Mapping[int, int]
     sums: tuple[DeviceSums, ...]
 
-    def changed_in(self, data: memoryview) -> list[int]:
-        """The numbers of the tensors that differ from the image's ``data``."""
+    def changed_in_chunk(self, data: memoryview, offset: int) -> set[int]:
+        """The numbers of the tensors on devices that differ from a chunk, which is at ``offset`` of the image's data:
+        compared while it is in the processor's cache."""
+        return {index for sums in self.sums for index in sums.changed_in_chunk(data, offset)}
+
+    def changed_in(self, data: memoryview) -> set[int]:
+        """The numbers of the tensors that differ from the image's ``data``, beside what ``changed_in_chunk`` finds."""
         found = self.plan.ranges.changed_in(data, self.digests)
         found |= self.plan.whole.changed_in(data, self.whole)
         if self.samples is not None:
@@ -92,7 +95,7 @@ class ImageCheck:
                 found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))
         for sums in self.sums:
             found.update(sums.changed_in(data))
-        return sorted(found)
+        return found
 
     def changed_now(self) -> list[int]:
         """The numbers of the tensors whose live memory differs, in a few lines of each."""

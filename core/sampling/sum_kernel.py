@@ -1,4 +1,4 @@
-"""One kernel that adds up many tensors on a CUDA device: torch would launch a kernel for each.
+"""One kernel that adds up many ranges of a CUDA device's memory: torch would launch a kernel for each.
 
 A launch takes the host some 15 microseconds, with the views that it needs: for a thousand tensors, ten milliseconds of
 every save.
@@ -6,48 +6,71 @@ every save.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tierfall.core.runtime.memory_copies import ROWS_MAX, THREADS, compile_kernel, send_table
+from tierfall.core.runtime.memory_copies import (
+    ROWS_MAX,
+    THREADS,
+    Addresses,
+    compile_kernel,
+    send_table,
+)
 
-BLOCK_WORDS = 1 << 17
-"""Words of 8 bytes that one block of threads adds up."""
-_SOURCE = """
+BLOCK_BYTES = 1 << 20
+"""Bytes that one block of threads adds up."""
+# An item smaller than a word is shifted to its place in the word, which begins with the range: a range may begin at any
+# address. The shift is the same for all items of a thread, since ``blockDim.x`` is a multiple of 8.
+_SOURCE = r"""
 extern "C" __global__ void add_up(
-    const unsigned long long* addresses, const long long* counts, unsigned long long* sums)
+    const unsigned long long* addresses, const long long* sizes, unsigned long long* sums)
 {
-    const long long first = (long long)blockIdx.x * BLOCK_WORDS;
-    const long long count = counts[blockIdx.y];
-    if (first >= count) return;
-    const long long end = min(count, first + BLOCK_WORDS);
-    const unsigned long long* words = (const unsigned long long*)addresses[blockIdx.y];
+    const long long first = (long long)blockIdx.x * BLOCK_BYTES;
+    const long long size = sizes[blockIdx.y];
+    if (first >= size) return;
+    const long long length = min(size - first, BLOCK_BYTES);
+    const char* of = (const char*)addresses[blockIdx.y] + first;
     unsigned long long sum = 0;
-    #pragma unroll 4
-    for (long long at = first + threadIdx.x; at < end; at += blockDim.x) sum += words[at];
+    long long done = 0;
+    #define ADD_AS(item) \
+        _Pragma("unroll 4") \
+        for (long long i = threadIdx.x; i < length / (long long)sizeof(item); i += blockDim.x) \
+            sum += (unsigned long long)((const item*)of)[i] << (i * sizeof(item) % 8 * 8); \
+        done = length / (long long)sizeof(item) * (long long)sizeof(item);
+    if ((unsigned long long)of % 8 == 0) { ADD_AS(unsigned long long) }
+    else if ((unsigned long long)of % 4 == 0) { ADD_AS(unsigned int) }
+    else if ((unsigned long long)of % 2 == 0) { ADD_AS(unsigned short) }
+    for (long long i = done + threadIdx.x; i < length; i += blockDim.x)
+        sum += (unsigned long long)(unsigned char)of[i] << (i % 8 * 8);
     for (int step = 16; step; step >>= 1) sum += __shfl_down_sync(0xffffffffu, sum, step);
     if (threadIdx.x % 32 == 0) atomicAdd(sums + blockIdx.y, sum);
 }
-""".replace("BLOCK_WORDS", f"{BLOCK_WORDS}ll")
+""".replace("BLOCK_BYTES", f"{BLOCK_BYTES}ll")
 
 
 def add_up(
-    addresses: Sequence[int], counts: Sequence[int], device: torch.device
+    addresses: Addresses, sizes: NDArray[np.int64], device: torch.device
 ) -> torch.Tensor | None:
-    """Enqueue the sums of ranges of device memory, as 64-bit words modulo 2**64, on the current stream of the device,
-    and return them (int64); None if there are none, or the device has no such kernel. ``addresses`` are multiples of 8;
-    ``counts`` are in words."""
-    kernel = _kernel(device) if 0 < len(counts) <= ROWS_MAX else None
+    """Enqueue the sums of ranges of device memory on the current stream of the device, and return them (int64); None if
+    there are none, or the device has no such kernel.
+
+    ``sizes`` are in bytes. A sum is that of the range's 64-bit words, little-endian, modulo 2**64; the words begin with
+    the range, and zeros complete the last one.
+    """
+    kernel = _kernel(device) if len(sizes) else None
     if kernel is None:
         return None
-    table = send_table(np.array([addresses, counts], dtype=np.int64), device)
-    sums = torch.zeros(len(counts), dtype=torch.int64, device=device)
-    blocks = -(-max(counts) // BLOCK_WORDS)
-    kernel((blocks, len(counts), 1), (THREADS, 1, 1), [*table, sums])
+    sums = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+    rows = np.stack([addresses.view(np.int64), sizes])
+    for start in range(0, len(sizes), ROWS_MAX):
+        some = np.ascontiguousarray(rows[:, start : start + ROWS_MAX])
+        table = send_table(some, device)
+        blocks = -(-int(some[1].max()) // BLOCK_BYTES)
+        kernel((blocks, some.shape[1], 1), (THREADS, 1, 1), [*table, sums[start:]])
     return sums
 
 

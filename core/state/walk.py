@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from tierfall.core.state.item import Item, OnResize
 from tierfall.core.state.leaves import Leaves, PlainValue, call_user_code, refuse
 from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree
 from tierfall.core.state.modules import Scans
-from tierfall.core.state.state_dicts import is_stateful, type_name
+from tierfall.core.state.state_dicts import is_stateful, object_state, type_name
 from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
 from tierfall.core.state.walk_cache import WalkCache, take_fingerprints
 from tierfall.core.tensors import names as naming
@@ -441,7 +442,7 @@ class _Walk:
                 "is a ZeroRedundancyOptimizer, each rank of which has the state of some parameters only, without a "
                 "public record of which; shard by torch.distributed.fsdp.fully_shard (FSDP2)",
             )
-        state = call_user_code(value.state_dict, "state_dict()", trail)
+        state = call_user_code(partial(object_state, value), "state_dict()", trail)
         return ("s", self.leaves.to_node(self._walk(state, name, trail, depth + 1)))
 
 

@@ -134,6 +134,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the elements of any tensor that can be saved, flat uint8 on its own device: a view, or a copy."""
+    flat = as_bytes(tensor)
+    if flat is None:
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        flat = as_bytes(tensor.contiguous() if tensor.is_quantized else tensor)
+    return as_integers(tensor).contiguous().view(-1).view(torch.uint8) if flat is None else flat
+
+
 def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
     # A new tensor over the same storage: a view of a quantized tensor is quantized, and one of an inference tensor
     # cannot be written to.

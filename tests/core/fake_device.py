@@ -11,11 +11,12 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import pytest
 import torch
 
+from tierfall.core.capture.device_copies import NumberOnDevice
 from tierfall.core.capture.spill import Slab
 from tierfall.core.image.segments import HOST
 from tierfall.core.runtime import pinned as device_module
@@ -48,13 +49,15 @@ class FakeMark:
 class FakeStream:
     """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports, ``refuses`` what
     comes of launching one; ``blocks`` says whether the caller waits for real, ``batches`` whether it copies by
-    address."""
+    address. ``busy``: the caller's own work has not run either, and what it is marked by is in ``marks``."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
         self.free.set()
         self.blocks = True
         self.batches = True
+        self.busy = False
+        self.marks: list[FakeMark] = []
         self.fails: BaseException | None = None
         self.no_room = False
         self.refuses: BaseException | None = None
@@ -97,6 +100,13 @@ class FakeStream:
         if self.no_room:
             raise torch.OutOfMemoryError("no room")
         work()
+
+    def mark_caller(self) -> FakeMark:
+        mark = FakeMark()
+        self.marks.append(mark)
+        if not self.busy:
+            mark.done.set()
+        return mark
 
     def copies_memory(self, memory: torch.Tensor) -> bool:
         return self.batches
@@ -176,13 +186,14 @@ class FakePlaces:
         self.stream = stream
         self.streams = {THERE: stream}
         self.without_stream: set[str] = set()
+        self.first = None  # the pages of host memory are not locked
         self.memory = slab
 
     def places_of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(THERE if s.numel() > LEAST_ELEMENTS else HOST for s in sources)
 
-    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
-        return value.clone()
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
+        return NumberOnDevice(value, self.stream)
 
     @property
     def slab(self) -> tuple[int, Slab] | None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.steps import wait_until
 from tierfall.core.types.values import Shard
 from tierfall.tiers.arena.arena import Arena, Region
 
@@ -16,6 +18,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SHARED = Path("/dev/shm")
 SHARD = Shard(2, 4)
 RUN = "gpt"
+DEVICE = torch.device("cuda", 0)
 PAGE = 4 * KIB
 EXTENTS = 2 * MIB  # the format's numbers, written down a second time: changing them breaks readers
 BLOCK = 32 * KIB
@@ -31,6 +34,12 @@ def create(path: Path, capacity_bytes: int = MIB, **options: Any) -> Arena:
     return Arena.create(
         path, run=RUN, shard=SHARD, slot=0, capacity_bytes=capacity_bytes, **options
     )
+
+
+def prepare(arena: Arena, device: torch.device | None = None) -> None:
+    """Prepare the memory, for copies from a device if one was given here before, and wait until it is prepared."""
+    arena.prepare(device)
+    wait_until(lambda: arena.is_prepared, "memory is prepared")
 
 
 def add(arena: Arena, image: bytes, manifest: bytes = b"manifest", commit: bytes = b"") -> Region:

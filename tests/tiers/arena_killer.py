@@ -63,9 +63,7 @@ class Worker:
 
     def create(self) -> None:
         self.tell(begin="create")
-        self.arena = Arena.create(
-            self.path, run=RUN, shard=SHARD, slot=0, capacity_bytes=CAPACITY, page_lock=False
-        )
+        self.arena = Arena.create(self.path, run=RUN, shard=SHARD, slot=0, capacity_bytes=CAPACITY)
         self.tell(done="create")
 
     def seal(self) -> None:
@@ -186,13 +184,11 @@ def check(path: Path, seed: int, entries: list[Entry]) -> int:
     """Attach and compare; return how many sealed images were found."""
     expected = Expected(entries)
     try:
-        arena = Arena.attach(path, run=RUN, page_lock=False)
+        arena = Arena.attach(path, run=RUN)
     except KeyNotFoundError:
         assert not expected.created, "the arena is gone"
         # A later create must not trip over what the killed one left, and collects it.
-        arena = Arena.create(
-            path, run=RUN, shard=SHARD, slot=0, capacity_bytes=CAPACITY, page_lock=False
-        )
+        arena = Arena.create(path, run=RUN, shard=SHARD, slot=0, capacity_bytes=CAPACITY)
     assert os.listdir(path.parent) == [path.name], os.listdir(path.parent)
     assert not arena.damage, arena.damage
     assert arena.capacity_bytes in expected.capacities

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arena_help import KIB, MIB, RUN, add, create
+from arena_help import DEVICE, KIB, MIB, RUN, add, create, prepare
 
 from tests.core.fake_device import FakeLocks
 from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
@@ -312,10 +312,12 @@ def test_a_forked_child_gets_nothing_of_the_new_file(path: Path) -> None:
 def test_pages_are_locked_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locks = FakeLocks(monkeypatch)
     arena = create(path, CAPACITY)
+    prepare(arena, DEVICE)
     path.unlink()
     assert arena.unlock_pages()
     assert len(locks.unlocked) == 1
     make_anew(arena)
+    prepare(arena, DEVICE)
     assert len(locks.made) == 2
     assert locks.made[0].length_bytes == locks.made[1].length_bytes
     arena.close(keep=False)

@@ -23,6 +23,7 @@ from arena_help import (
     SHARED,
     add,
     create,
+    prepare,
     root_only,
     sealed_arena,
 )
@@ -66,7 +67,6 @@ def test_file_is_private_and_its_pages_are_there(path: Path) -> None:
 
 def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_STEP_BYTES", MIB)
-    monkeypatch.setattr(mapping, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
     steps: list[int] = []
     arena = create(path, 2 * MIB + PAGE, progress=lambda done, total: steps.append(done))
     assert steps == [MIB, 2 * MIB, 3 * MIB, 4 * MIB, 4 * MIB + PAGE]
@@ -76,6 +76,7 @@ def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_kernel_without_populate_is_served_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
     arena = create(path)
+    prepare(arena)
     add(arena, b"image")
     arena.close(keep=True)
     again = Arena.attach(path, run=RUN)

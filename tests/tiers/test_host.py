@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def test_a_capacity_that_is_reported_is_taken_at_once_where_asked(folder: Path) 
     other = host_in(folder)
     other.allocate_now()  # its size is not known yet
     assert other.capacity_bytes == 0
+
+
+def test_memory_is_prepared_in_the_background_and_that_can_be_seen(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    assert host.is_prepared  # there is none
+    host.allocate_now()
+    assert not host.is_prepared
+    host.prepare(None)
+    until_s = time.monotonic() + 20
+    while not host.is_prepared:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    host.close(keep=False)
 
 
 def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(folder: Path) -> None:

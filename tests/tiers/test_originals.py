@@ -48,7 +48,6 @@ def arenas(folder: Path) -> Iterator[list[Arena]]:
             shard=Shard(rank, 2),
             slot=rank,
             capacity_bytes=MIB,
-            page_lock=False,
         )
         region = arena.allocate(image_bytes=len(image), records_bytes=8 * KIB)
         assert region is not None

@@ -106,6 +106,12 @@ class CaptureSection(Section):
         "optimizer's step waits for it.",
         examples=["10GB/s"],
     )
+    threads: Count | None = Field(
+        default=None,
+        description="How many threads hash an image from a GPU, and verify a restore. Default: as many as the process "
+        "has cores, at most 8; ranks that run on the same cores divide them.",
+        examples=[4],
+    )
 
 
 class FlushSection(Section):

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from tierfall.config import Config
+from tierfall.core.capture.device_copies import device_of
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
@@ -235,6 +236,7 @@ class Checkpointer:
             restored = self._read(request, plan, rules, continues=only is None)
             if restored is not None:
                 self._lineage.half_filled.discard(choices.only)
+        self._opened.session.host.prepare(device_of(state))
         return None if restored is None else self._report(restored, began)
 
     @log_failures("load")

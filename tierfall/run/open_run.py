@@ -120,6 +120,7 @@ class OpenRun:
                     holds=self.session.holds,
                     checked=config.capture.verify is not Verify.OFF,
                     on_step=self._steps.on_step,
+                    threads=self.session.hash_threads,
                 )
                 undo.callback(self.capturer.close, ABANDON_S)
                 self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)

@@ -34,7 +34,6 @@ from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.gc_pause import gc_paused
-from tierfall.core.runtime.pinned import cuda_available
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
@@ -117,7 +116,7 @@ class Saver:
         self._segmentations = kept
         self._targets = TargetCache()
         self._streams = Streams()
-        self._places = CaptureDevices(self._streams, _open_slab(config))
+        self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _LazyMode(config.capture.mode)
         self._conditions = Conditions()
@@ -134,6 +133,7 @@ class Saver:
             metrics=checked_metrics(call.metrics),
             tags=checked_tags(call.tags),
         )
+        self._capturer.barrier.streams.join()
         with gc_paused():
             view = self._capturer.evidence.follow_optimizers(walk(self._walk_cache))
             id = CheckpointId(call.step, lineage.attempt.number)
@@ -183,6 +183,7 @@ class Saver:
             if image.share is not None:  # before any copy, which follows on the device
                 image.share.read(image.view, place.ordinal, self._streams)
             plan = self._plan(image, call)
+            self._session.host.prepare(self._places.first)
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None
@@ -242,13 +243,24 @@ class Saver:
             records_bytes=records,
         )
 
+    def _open_slab(self, device: torch.device) -> DeviceSlab | None:
+        """Allocate the device tier's memory; None, with a log line, if that fails."""
+        tier = self._config.device
+        if tier is None:
+            return None
+        return DeviceSlab.allocate(tier.capacity_bytes, device, name=tier.name)
+
     def _plan(self, image: _PlannedImage, call: SaveCall) -> _CapturePlan:
         """Decide how a state is captured, and read what its image is compared with."""
         view = image.view
         places = self._places.places_of(view.sources)
+        if self._config.device is not None and not (places or image.settled):
+            self._capturer.evidence.warn_once(
+                f"save: goes on without tier {self._config.device.name}: the state is not on a CUDA device"
+            )
         lazy = None if image.settled else self._choose_lazy(view, call)
         segments, check = self._cut(image.layout, view, places, lazy)
-        sources = TensorSources(view, segments.lazy)
+        sources = TensorSources(view, segments.lazy, segments.on_devices)
         if lazy is None or check is None:
             return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
@@ -283,6 +295,7 @@ class Saver:
             slab=self._places.slab if plan.places else None,
             pace=self._pace,
             check=plan.check,
+            helpers=self._capturer.helpers,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -451,14 +464,3 @@ class _LazyMode:
     def skipped(self) -> None:
         """Discard the measurement of the present save: it did not begin."""
         self._last = None
-
-
-def _open_slab(config: Config) -> DeviceSlab | None:
-    """Allocate the device tier's memory on the current GPU; None, with a log line, where that fails."""
-    if config.device is None:
-        return None
-    if not cuda_available():
-        logger.warning("open: goes on without tier %s: no CUDA device here", config.device.name)
-        return None
-    device = torch.device("cuda", torch.cuda.current_device())
-    return DeviceSlab.allocate(config.device.capacity_bytes, device, name=config.device.name)

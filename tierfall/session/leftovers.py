@@ -84,7 +84,7 @@ def _adopt(
     lock: RunLock, host: HostTier, problems: list[TierfallError], *, refuses_damaged: bool
 ) -> list[AdoptedSlot]:
     try:
-        host.attach(page_lock=False)
+        host.attach()
     except BaseException as error:
         lock.release()
         if refuses_damaged and isinstance(error, IntegrityError):

@@ -21,6 +21,7 @@ from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
+from tierfall.core.runtime.cores import hash_threads
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
@@ -85,7 +86,10 @@ class Session:
         self.step_timer = StepTimer()
         self.callbacks = CallbackThread(f"tierfall-{self.run}-callbacks")
         self._metrics_server: MetricsServer | None = None
-        self.ring = BufferRing(self.config.chunk_bytes)  # of restores: they do not wait for flushes
+        sharers = self.ranks.topology.core_sharers
+        self.hash_threads = self.config.capture.threads or hash_threads(sharers)
+        # of restores: they do not wait for flushes
+        self.ring = BufferRing(self.config.chunk_bytes, threads=self.hash_threads)
         written = {self.host.name, *(tier.name for tier in self.config.written)}
         lanes = {
             name: lane_limits(store, self.config)

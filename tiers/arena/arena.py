@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierfall.core.types.errors import ConfigError, IntegrityError
 from tierfall.core.types.keys import check_name
@@ -35,7 +36,11 @@ from tierfall.tiers.arena.layout import (
     Seal,
     padded,
 )
+from tierfall.tiers.arena.preparation import Preparation
 from tierfall.tiers.arena.region import ArenaState, Region
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Arena",
@@ -74,6 +79,7 @@ class Arena:
     def __init__(self, file: ArenaFile) -> None:
         self._shared = ArenaState(file)
         self._damage: list[IntegrityError] = []
+        self._preparation = Preparation(self)
 
     @classmethod
     def create(
@@ -85,13 +91,12 @@ class Arena:
         slot: int,
         capacity_bytes: int,
         progress: Progress | None = None,
-        page_lock: bool = True,
     ) -> Arena:
         """Create an arena whose regions may together use ``capacity_bytes`` (rounded up to 4 KiB).
 
-        The file is 2 MiB larger. Its pages are reserved, faulted in and, with ``page_lock`` and a CUDA device, locked.
-        ``progress`` is called with the bytes done and the total. A kill before this returns leaves no arena. Raises
-        CapacityError with the needed and the available bytes; ConfigError where there is an arena already.
+        The file is 2 MiB larger. Its pages are reserved; ``prepare`` touches and locks them. ``progress`` is called
+        with the bytes done and the total. A kill before this returns leaves no arena. Raises CapacityError with the
+        needed and the available bytes; ConfigError where there is an arena already.
         """
         header = ArenaHeader(
             run=check_name(run, what=f"arena {path}: run"),
@@ -100,12 +105,10 @@ class Arena:
             capacity_bytes=_checked_capacity(path, capacity_bytes),
             created_wall_s=time.time(),
         )
-        return cls(ArenaFile.create(path, header, page_lock=page_lock, progress=progress))
+        return cls(ArenaFile.create(path, header, progress=progress))
 
     @classmethod
-    def attach(
-        cls, path: Path, *, run: str, writable: bool = True, page_lock: bool = True
-    ) -> Arena:
+    def attach(cls, path: Path, *, run: str, writable: bool = True) -> Arena:
         """Open the arena of an earlier process, with its sealed regions; everything else in it is free.
 
         A region whose seal is damaged is left out, logged, and reported by ``damage``. With ``writable=False`` the file
@@ -114,7 +117,7 @@ class Arena:
         Raises KeyNotFoundError where there is no file, ConfigError for one that is not this run's arena,
         NotSupportedError for one that a newer tierfall wrote, IntegrityError for a damaged or truncated one.
         """
-        arena = cls(ArenaFile.attach(path, run=run, writable=writable, page_lock=page_lock))
+        arena = cls(ArenaFile.attach(path, run=run, writable=writable))
         try:
             arena._adopt()
         except BaseException:
@@ -232,6 +235,53 @@ class Arena:
                 )
             if capacity_bytes > self.capacity_bytes:
                 self._shared.file.grow(capacity_bytes, progress)
+                self._preparation.resume()
+
+    def prepare(self, device: torch.device | None) -> None:
+        """Touch the pages in the background and, for copies from a ``device``, lock them; see ``Preparation``."""
+        self._shared.require_writable("preparing its memory")
+        self._preparation.begin(device)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all pages are touched and, for copies from the device that ``prepare`` was given, locked."""
+        return not self.unprepared_pieces(self._preparation.device)
+
+    def unprepared_pieces(self, device: torch.device | None) -> list[int]:
+        """The pieces of the file that are not prepared for copies from a ``device``: those of free space first, in the
+        order of ``allocate``. None while the file is made anew."""
+        with self._shared.guard:
+            file = self._shared.file
+            if self._shared.closed or file.is_moving:
+                return []
+            prepared = file.prepared_pieces(device)
+            whole = ByteRange(start=0, end=EXTENTS_START + self.capacity_bytes)
+            if len(prepared) == len(file.pieces_of(whole)):
+                return []
+            spans = (*self._gaps(self.regions()), whole)
+            pieces = dict.fromkeys(piece for span in spans for piece in file.pieces_of(span))
+            return [piece for piece in pieces if piece not in prepared]
+
+    def _is_filled_in(self, piece: int) -> bool:
+        """Whether an image is being filled in a piece of the file."""
+        span = self._shared.file.range_of(piece)
+        filling = (region.extent for region in self._shared.regions.values() if region.filling)
+        return any(each.start < span.end and span.start < each.end for each in filling)
+
+    def touch(self, span: ByteRange) -> bool:
+        """Touch the pages of a range of the file; False if there is no such range."""
+        return not self._shared.closed and self._shared.file.touch(span)
+
+    def set_prepared(self, piece: int, device: torch.device | None) -> bool:
+        """Lock a piece that is touched, for copies from a ``device``; False while an image in it is being filled: a
+        copy to memory that is locked in part is refused, so that locks do not change under a copy."""
+        with self._shared.guard:
+            file = self._shared.file
+            if self._shared.closed or file.is_moving:
+                return False
+            busy = self._is_filled_in(piece)
+            file.set_prepared(piece, None if busy else device)
+            return not busy
 
     def file_exists(self) -> bool:
         """Whether the path still names the arena's file; True for a closed arena, which needs none.
@@ -268,13 +318,16 @@ class Arena:
                 return False
             self._shared.require_writable("making its file anew")
             regions = self._shared.regions.values()
-            return self._shared.file.recreate([r.extent for r in regions if r.filling])
+            moved = self._shared.file.recreate([r.extent for r in regions if r.filling])
+            self._preparation.resume()
+            return moved
 
     def close(self, *, keep: bool) -> None:
         """Close the arena, and delete its file unless ``keep``. May be called twice.
 
         The memory is freed with the last view of it. Copies from the device must have ended: the pages are unlocked.
         """
+        self._preparation.close()
         with self._shared.guard:
             if self._shared.closed:
                 return

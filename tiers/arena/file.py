@@ -1,8 +1,8 @@
 """One arena file: created atomically, checked when attached, mapped, page-locked, grown, recreated.
 
 It owns the descriptor and the mappings, and returns one memoryview of the whole file. It must not know regions or free
-space. Pages are reserved (``posix_fallocate``) before they are mapped and faulted in, so that a full file system is an
-error here and never a SIGBUS later.
+space. Pages are reserved (``posix_fallocate``) before they are mapped, so that a full file system is an error here and
+never a SIGBUS later; they are touched and locked piece by piece (``preparation``).
 
 A mapping is never closed explicitly, since views of it may be alive: it is unmapped with its last view. A growth maps
 the file again, so that older views keep their addresses; both mappings share the pages. Where the file was removed from
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierfall.backends.toolkit.mapping import fork_safe_mapping, populate
+from tierfall.backends.toolkit.mapping import address_of, fork_safe_mapping, populate
 from tierfall.core.runtime import pinned
 from tierfall.core.runtime.pinned import PageLock
 from tierfall.core.types.errors import (
@@ -49,6 +49,10 @@ logger = logging.getLogger("tierfall")
 
 Progress = Callable[[int, int], None]
 
+PIECE_BYTES = 64 << 20
+"""Bytes that one call locks. It takes a few milliseconds, in which no other thread can launch work on a device."""
+BLOCK_BYTES = 512
+"""The unit of ``st_blocks``."""
 _STEP_BYTES = 256 << 20
 _LOG_FROM_BYTES = 4 << 30
 # Cleaners of temporary files delete by age, and stores into a mapping do not change a file's times.
@@ -59,25 +63,25 @@ _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 class ArenaFile:
     """The open file with its newest mapping."""
 
-    def __init__(
-        self, path: Path, fd: int, header: ArenaHeader, *, writable: bool, page_lock: bool
-    ) -> None:
+    def __init__(self, path: Path, fd: int, header: ArenaHeader, *, writable: bool) -> None:
         self.path = path
         self.header = header
         self.capacity_bytes = header.capacity_bytes
         self.writable = writable
         self._fd = fd
-        self._want_lock = page_lock and writable
-        self._locks: list[PageLock] = []
-        self._device: torch.device | None = None
+        self._may_lock = writable
+        self._is_moving = False
+        self._locks: list[tuple[PageLock, mmap.mmap]] = []
+        """With the mapping, which stays as long as it is locked."""
+        self._locked_pieces: set[int] = set()
+        self._touched_pieces: set[int] = set()
+        self._mapping: mmap.mmap | None = None
         self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._renewal: ArenaRenewal | None = None
         self.view = memoryview(b"")
 
     @classmethod
-    def create(
-        cls, path: Path, header: ArenaHeader, *, page_lock: bool, progress: Progress | None
-    ) -> ArenaFile:
+    def create(cls, path: Path, header: ArenaHeader, *, progress: Progress | None) -> ArenaFile:
         """Create under a temporary name, reserve the pages, write the header, and only then rename."""
         what = f"arena {path}"
         with _translate_errors(what, "creating it"):
@@ -89,7 +93,7 @@ class ArenaFile:
             doing = f"creating it with a capacity of {sized(header.capacity_bytes)}"
             room_for_arena(path.parent).require(total, what=f"{what}: {doing}")
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
-            made = cls(path, fd, header, writable=True, page_lock=page_lock)
+            made = cls(path, fd, header, writable=True)
             try:
                 made._map(total, progress)
                 layout.store(made.view, 0, header.encode())
@@ -102,7 +106,7 @@ class ArenaFile:
         return made
 
     @classmethod
-    def attach(cls, path: Path, *, run: str, writable: bool, page_lock: bool) -> ArenaFile:
+    def attach(cls, path: Path, *, run: str, writable: bool) -> ArenaFile:
         """Open and check the arena of an earlier process."""
         what = f"arena {path}"
         with _translate_errors(what, "attaching it"):
@@ -113,7 +117,7 @@ class ArenaFile:
             except BaseException:
                 os.close(fd)
                 raise
-            made = cls(path, fd, header, writable=writable, page_lock=page_lock)
+            made = cls(path, fd, header, writable=writable)
             try:
                 made._adopt_size(size)
             except BaseException:
@@ -163,6 +167,23 @@ class ArenaFile:
                 os.utime(self._fd)
             return True
 
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the file's bytes from ``start``. This touches no page of the mapping. If all of them are
+        touched already, copying from there takes less time than reading the file."""
+        span, mapping = ByteRange(start=start, end=start + len(view)), self._mapping
+        if mapping is not None and self._touched_pieces.issuperset(self.pieces_of(span)):
+            target = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            ctypes.memmove(target, address_of(mapping) + start, len(view))
+            return
+        with _translate_errors(f"arena {self.path}", "reading it"):
+            while view and self._renewal is None:
+                count = os.preadv(self._fd, [view], start)
+                if not count:
+                    raise IntegrityError(f"arena {self.path}: it is truncated at byte {start}")
+                start, view = start + count, view[count:]
+        if view:  # a part of the bytes has moved to another file
+            view[:] = self.view[start : start + len(view)]
+
     def remove(self) -> None:
         """Delete the file, unless another one has its name by now."""
         with _translate_errors(f"arena {self.path}", "removing it"):
@@ -174,16 +195,24 @@ class ArenaFile:
         """Whether a part of the memory has moved to a new file, and a part has not."""
         return self._renewal is not None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether the pages were unlocked to be moved, and have not all been moved yet."""
+        return self._is_moving
+
     def unlock_pages(self) -> None:
-        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight."""
-        for lock in self._locks:
+        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight. They stay unlocked
+        until ``recreate`` is done."""
+        self._is_moving = True
+        for lock, _ in self._locks:
             lock.release()
         self._locks.clear()
+        self._locked_pieces.clear()
 
     def recreate(self, busy: Sequence[ByteRange]) -> bool:
         """Recreate the removed file: move a few MiB of the memory to a new file, or publish that under the old name
         once everything has moved. ``busy`` are the ranges that are being written; False where only those are left.
-        Views keep their addresses. The pages must be unlocked, and are locked again at the end.
+        Views keep their addresses. The pages must be unlocked.
 
         Raises CapacityError where memory is missing, and ConfigError where another file has the name; the memory stays
         usable, and a later call continues.
@@ -196,12 +225,11 @@ class ArenaFile:
                 self._renewal = ArenaRenewal(_partial(self.path), total, what=what)
             if not self._renewal.done:
                 return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
+            old, self._fd = self._fd, self._renewal.fd
             renewal, self._renewal = self._renewal, None
-            os.close(self._fd)
-            self._fd = renewal.fd
-            for mapping in tuple(self._mappings):
-                self._lock_pages(mapping, len(mapping))
+            os.close(old)
             renewal.publish(self.path)
+            self._is_moving = False
             return True
 
     def _check_place(self) -> None:
@@ -220,6 +248,7 @@ class ArenaFile:
     def release(self) -> None:
         """Unlock the pages, close the descriptor, and drop the view; mappings are unmapped with their last views."""
         self.unlock_pages()
+        self._mapping = None
         self.view = memoryview(b"")
         if self._renewal is not None:
             self._renewal.discard()
@@ -229,11 +258,19 @@ class ArenaFile:
         return layout.growths(self.view, what=f"arena {self.path}")
 
     def _map(self, total: int, progress: Progress | None) -> None:
-        """Reserve, map and fault in the first ``total`` bytes."""
-        if os.fstat(self._fd).st_size < total:
+        """Reserve and map the first ``total`` bytes."""
+        status = os.fstat(self._fd)
+        if status.st_size < total:
             os.ftruncate(self._fd, total)
-        mapping = fork_safe_mapping(self._fd, total)
-        self._mappings.add(mapping)
+        if status.st_blocks * BLOCK_BYTES < total:
+            self._reserve(total, progress)
+        self._mapping = fork_safe_mapping(self._fd, total)
+        self._mappings.add(self._mapping)
+        self._touched_pieces.clear()
+        self._locked_pieces.clear()
+        self.view = memoryview(self._mapping)
+
+    def _reserve(self, total: int, progress: Progress | None) -> None:
         for start in range(0, total, _STEP_BYTES):
             end = min(start + _STEP_BYTES, total)
             reserve(
@@ -242,30 +279,51 @@ class ArenaFile:
                 f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
                 f"than {sized(end - start)} more; {WHAT_HELPS}",
             )
-            populate(mapping, start, end)
             if total >= _LOG_FROM_BYTES:
                 logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
             if progress is not None:
                 progress(end, total)
-        self._lock_pages(mapping, total)
-        self.view = memoryview(mapping)
 
-    def _lock_pages(self, mapping: mmap.mmap, total: int) -> None:
-        if not self._want_lock or not pinned.cuda_available():
+    # Preparation -------------------------------------------------------------------------------------
+
+    def pieces_of(self, span: ByteRange) -> range:
+        """The numbers of the pieces that a range is in."""
+        return range(span.start // PIECE_BYTES, -(-span.end // PIECE_BYTES))
+
+    def range_of(self, piece: int) -> ByteRange:
+        start, total = piece * PIECE_BYTES, EXTENTS_START + self.capacity_bytes
+        return ByteRange(start=start, end=min(start + PIECE_BYTES, total))
+
+    def prepared_pieces(self, device: torch.device | None) -> set[int]:
+        """The pieces that are touched and, for copies from a ``device``, locked."""
+        locks = device is not None and self._may_lock
+        return self._locked_pieces if locks else self._touched_pieces
+
+    def touch(self, span: ByteRange) -> bool:
+        """Touch the pages of a range; False if no memory is mapped there. Needs no lock."""
+        mapping = self._mapping
+        if mapping is None or span.start >= len(mapping):
+            return False
+        populate(mapping, span.start, min(span.end, len(mapping)))
+        return True
+
+    def set_prepared(self, piece: int, device: torch.device | None) -> None:
+        """Record that a piece is touched and, for copies from a ``device``, lock it. A refusal is logged once."""
+        self._touched_pieces.add(piece)
+        if device is None or not self._may_lock or self._mapping is None:
             return
-        if self._device is None:  # once: another thread may have another current device
-            self._device = pinned.current()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        lock = pinned.lock_pages(address, total, self._device)
+        span = self.range_of(piece)
+        lock = pinned.lock_pages(address_of(self._mapping) + span.start, span.length, device)
         if lock.locked:
-            self._locks.append(lock)
+            self._locks.append((lock, self._mapping))
+            self._locked_pieces.add(piece)
             return
-        self._want_lock = False
+        self._may_lock = False
         logger.warning(
-            "arena %s: its %s could not be page-locked: %s; copies from the GPU continue, slower; raise `ulimit -l` "
-            "(or --ulimit memlock=-1 of a container) or set a smaller `capacity`",
+            "arena %s: its memory could not be page-locked beyond %s: %s; copies from the GPU continue, slower; raise "
+            "`ulimit -l` (or --ulimit memlock=-1 of a container) or set a smaller `capacity`",
             self.path,
-            sized(total),
+            sized(sum(each.length_bytes for each, _ in self._locks)),
             lock.reason,
         )
 

@@ -105,6 +105,11 @@ class Region:
         ):  # an inference tensor could not be written to outside of that mode
             return torch.frombuffer(self.image, dtype=torch.uint8)
 
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` from byte ``start`` of the image. Pages of the mapping that are not touched yet stay so."""
+        self._require_allocated("reading the image")
+        self._shared.file.read_into(self.extent.start + start, view)
+
     @property
     def records_bytes(self) -> int:
         """The bytes reserved for the manifest and the commit record together."""

@@ -25,11 +25,13 @@ from tests.core.capture.lazy_help import (
 )
 from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
-from tierfall.core.capture import barrier, device_copies
+from tierfall.core.capture import barrier, capturer, copier, device_copies, spill
 from tierfall.core.capture import device_copies as module_places
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.segments import HOST
+from tierfall.core.runtime import streams
 from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.tensors.tensors import storage_uses
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
 from tierfall.run import saver
@@ -189,6 +191,57 @@ def test_what_changes_at_any_time_is_fixed_when_save_returns(
         assert torch.equal(loaded[name], buffer), name
 
 
+def test_copies_on_the_device_are_bounded_and_freed_once_they_are_read(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take memory of the next forward pass; what does not fit is copied to host memory meanwhile."""
+    sizes, blocks = list[int](), list[spill.TemporaryBlock]()
+
+    class Recorded(spill.TemporaryBlock):
+        def __init__(self, size_bytes: int, device: torch.device) -> None:
+            super().__init__(size_bytes, device)
+            sizes.append(size_bytes)
+            blocks.append(self)
+
+    monkeypatch.setattr(spill, "TemporaryBlock", Recorded)
+    monkeypatch.setattr(copier, "EAGER_BYTES_MAX", 10_000)
+    trainer = Trainer()
+    average = {str(n): torch.full((1000,), float(n)) for n in range(5)}
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        sizes.clear()
+        blocks.clear()
+        handle = ckpt.save(2, {**trainer.state, "average": average})
+        assert handle.stats.lazy
+        for value in average.values():
+            value.fill_(9.0)
+        handle.captured(PATIENCE_S)
+        assert 4000 < sum(sizes) <= 10_000
+        assert all(block._memory is None for block in blocks), "without a step"
+        handle.wait(timeout=PATIENCE_S)
+    loaded = tierfall.load(tmp_path / "disk", step=2)["average"]
+    assert all(bool((loaded[str(n)] == n).all()) for n in range(5))
+
+
+def test_memory_that_is_freed_in_place_is_read_before(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    """The host waits: another stream may take freed memory, which waits for no copy."""
+    stream, trainer = places.stream, Trainer()
+    extra = torch.full((1000,), 3.0)
+    state = {**trainer.state, "extra": tierfall.item(extra, changes="on_step")}
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        handle = ckpt.save(2, state)
+        threading.Timer(0.2, stream.free.set).start()
+        extra.untyped_storage().resize_(0)
+        assert stream.free.is_set()
+        handle.wait(timeout=PATIENCE_S)
+    assert bool((tierfall.load(tmp_path / "disk", step=2)["extra"] == 3.0).all())
+
+
 def test_a_blocking_capture_and_wait_captured_return_when_all_is_read(
     make_config: MakeConfig, tmp_path: Path, places: FakePlaces
 ) -> None:
@@ -253,7 +306,35 @@ def test_a_change_before_the_barrier_is_found_there(
 
 
 @pytest.mark.parametrize("into", ["host", "slab"])
-def test_the_address_of_memory_that_was_replaced_is_not_read(
+def test_what_replaces_the_data_of_a_tensor_is_not_captured(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    held: Held,
+    tmp_path: Path,
+    into: str,
+) -> None:
+    """As a loop does that moves an optimizer's state to host memory: the values of the call are kept until read."""
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        for moments in trainer.optimizer.state.values():
+            moments["exp_avg"].data = torch.full_like(moments["exp_avg"], 7.0)
+        if into == "slab":
+            trainer.step()
+        held.free.set()
+        handle.wait(timeout=PATIENCE_S)
+        assert handle.outcome is SaveOutcome.SAVED
+        trainer.step()
+        lazy_save(ckpt, trainer, 3).wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+@pytest.mark.parametrize("into", ["host", "slab"])
+def test_the_address_of_memory_that_was_freed_is_not_read(
     make_config: MakeConfig,
     places: FakePlaces,
     slab: DeviceSlab,
@@ -261,7 +342,7 @@ def test_the_address_of_memory_that_was_replaced_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
     into: str,
 ) -> None:
-    """It may not be mapped any more, which ends the process; here it is kept."""
+    """It may not be mapped any more, which ends the process."""
     trainer, sources, copy = Trainer(), list[int](), FakeStream.copy_memory
 
     def recorded(stream: FakeStream, copies: MemoryCopies) -> None:
@@ -269,22 +350,49 @@ def test_the_address_of_memory_that_was_replaced_is_not_read(
         copy(stream, copies)
 
     monkeypatch.setattr(FakeStream, "copy_memory", recorded)
-    # As if the memory was replaced right after the barrier's check.
+    # As if the memory was freed right after the barrier's check.
     monkeypatch.setattr(ImageCopier, "check_state", lambda copier: None)
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
         held.hold()
         handle = lazy_save(ckpt, trainer, 2)
         moment = trainer.optimizer.state[trainer.model[0].weight]["exp_avg"]
-        old, moment.data = moment.data, moment.data.clone()
+        address, size = moment.data_ptr(), moment.nbytes
+        torch.ops.inductor.resize_storage_bytes_(moment, 0)  # a call that nobody sees
         sources.clear()
         if into == "slab":
-            trainer.step()
+            ckpt._capturer._at_barrier()
         held.free.set()
         with pytest.raises(CaptureError, match=r'\["exp_avg"\] was changed'):
             handle.wait(timeout=PATIENCE_S)
-        assert not any(old.data_ptr() <= each < old.data_ptr() + old.nbytes for each in sources)
+        assert not any(address <= each < address + size for each in sources)
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
+def test_a_model_that_leaves_its_device_frees_memory_there_once_it_is_read(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Not only at the next step: a loop that generates text meanwhile needs the memory."""
+    monkeypatch.setattr(capturer, "SETTLED_S", PATIENCE_S)
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        tensors: list[torch.Tensor] = [*trainer.model.parameters()]
+        tensors += [
+            t for m in trainer.optimizer.state.values() for t in m.values() if t.numel() > 1
+        ]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = torch.zeros_like(tensor)
+        wait_until(lambda: not any(map(storage_uses, storages)), "nothing refers to the memory")
+        assert not handle.done()
+        ckpt.wait_captured()
+    assert_same(saved(tmp_path / "disk", 2), before)
 
 
 def test_an_update_behind_the_barrier_is_no_change(
@@ -549,6 +657,32 @@ def test_with_room_in_the_slab_the_update_waits_for_nothing(
     assert_same(saved(tmp_path / "disk", 2), before)
 
 
+def test_whoever_steps_next_is_held_too_while_the_slab_is_filled(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, slab: DeviceSlab, held: Held
+) -> None:
+    """The copies into it are in the order of one stream; a second optimizer may be on another."""
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        before, stream.busy = trainer.now(), True
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        probe = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        holds = stream.holds
+        probe.step()
+        assert stream.holds == holds + 1
+        for mark in stream.marks:
+            mark.done.set()
+        probe.step()
+        holds = stream.holds
+        probe.step()
+        assert stream.holds == holds, "nothing reads the state any more"
+        held.free.set()
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
 def test_a_slab_that_takes_a_part_shortens_the_wait_and_loses_nothing(
     make_config: MakeConfig, tmp_path: Path, places: FakePlaces, held: Held
 ) -> None:
@@ -697,10 +831,9 @@ def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
 # Opening it ------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_state_that_is_not_on_a_gpu_leaves_the_device_tier_out_and_that_is_reported_once(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver, "cuda_available", lambda: False)
     config = make_config()
     config["tiers"].insert(0, {"name": "spare", "kind": "device", "capacity": "1MiB"})
     trainer = Trainer()
@@ -710,7 +843,7 @@ def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
         (info, *_) = ckpt.checkpoints()
         assert "spare" not in info.tiers
     output = [r.getMessage() for r in caplog.records if "spare" in r.getMessage()]
-    assert output == ["open: goes on without tier spare: no CUDA device here"]
+    assert output == ["save: goes on without tier spare: the state is not on a CUDA device"]
 
 
 def test_a_device_without_so_much_room_is_reported_and_left_out(
@@ -718,7 +851,64 @@ def test_a_device_without_so_much_room_is_reported_and_left_out(
 ) -> None:
     made: Any = DeviceSlab.allocate(1 << 60, torch.device("cpu"), name="spare")
     assert made is None
-    assert "open: goes on without tier spare: cpu cannot allocate" in caplog.text
+    assert "save: goes on without tier spare: cpu cannot allocate" in caplog.text
+
+
+def test_a_save_comes_after_the_streams_that_optimizers_stepped_on(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop may update on a stream of its own, and save on another without joining it."""
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self) -> None:
+            self.waited_for: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited_for.append(other)
+
+    default, side = Stream(), Stream()
+    current = default
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        monkeypatch.setattr(streams.torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(streams.torch.cuda, "current_stream", lambda device=None: current)
+        trainer.backward()
+        current = side
+        trainer.optimizer.step()
+        current = default
+        trainer.step()
+        ckpt.save(1, trainer.state).wait()
+        assert default.waited_for == [side]
+        trainer.step()
+        ckpt.save(2, trainer.state).wait()
+        assert default.waited_for == [side]
+        monkeypatch.undo()
+
+
+def test_a_scaler_is_saved_without_waiting_for_its_numbers(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would wait for all that the device has to do."""
+
+    def read(number: torch.Tensor) -> float:
+        raise AssertionError("the host waits for the device")
+
+    scaler, trainer = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1), Trainer()
+    trainer.scaled_step(scaler, overflow=False)
+    trainer.scaled_step(scaler, overflow=True)
+    expected = scaler.state_dict()
+    with tierfall.open(make_config()) as ckpt, monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", read)
+        ckpt.save(1, {"scaler": scaler}, block=True)
+    used, fresh = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    trainer.scaled_step(used, overflow=False)
+    for other in (used, fresh):
+        with tierfall.open(make_config()) as ckpt:
+            ckpt.restore({"scaler": other})
+        assert other.state_dict() == expected
+        assert type(other.state_dict()["scale"]) is float
 
 
 # The slab --------------------------------------------------------------------------------------------
@@ -773,8 +963,11 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
             self.device = torch.device(device)
             self.read = False
 
-        def clone(self) -> str:
-            return "a copy in the caller's order"
+        def detach(self) -> Number:
+            return self
+
+        def clone(self) -> float:
+            return 2.5  # in the caller's order
 
         def __float__(self) -> float:
             self.read = True
@@ -789,10 +982,15 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
     here, there, other = (Number(name) for name in ("cuda:0", "cuda:1", "mps"))
     at = places.places_of([here, torch.ones(1), here])
     assert at == (0, HOST, 0)
-    assert places.present_value(here, at) == "a copy in the caller's order"
+    later = places.present_value(here, at)
     assert places.present_value(there, at) == 2.5
     assert places.present_value(other, at) == 2.5
     assert (here.read, there.read, other.read) == (False, True, True)
+    assert not places.streams[0].enqueued
+    assert float(later) == 2.5, (
+        "read on the copy stream, which waits for nothing that training does meanwhile"
+    )
+    assert len(places.streams[0].enqueued) == 1
     assert places.present_value(torch.ones(1), at) == 1
     assert places.places_of([other]) == (HOST,)
     assert places.without_stream == {"mps"}

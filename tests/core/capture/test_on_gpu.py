@@ -1,4 +1,4 @@
-"""Lazy capture on a real GPU: a thousand times, the device's own order wins the race."""
+"""Lazy capture on a real GPU: hundreds of times, the device's own order wins the race."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-TURNS = 334
+TURNS = 30
+"""Of each of nine ways; a turn takes up to 0.1 s, most of it to write the image to disk and to load it again."""
 LAYERS, WIDTH = 6, 512
 
 
@@ -36,7 +37,6 @@ class OnGpu(Trainer):
         self.model(torch.randn(64, WIDTH, device="cuda")).pow(2).mean().backward()
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("slab", [None, "1MiB", "256MiB"])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
 def test_an_update_at_once_after_save_never_reaches_the_image(

@@ -15,6 +15,7 @@ from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tierfall import api
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
+from tierfall.core.runtime.cores import THREADS_MAX
 from tierfall.run import checkpointer
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -82,8 +83,7 @@ def test_a_state_comes_back_bit_for_bit_and_closing_unlocks_the_buffers(
             assert same(state, saved)
         assert len(stream.enqueued) >= 2 * CHUNKS_MIN
         buffers = locks.made[arena:]
-        assert len(buffers) <= 4
-        assert bool(buffers) == (tier == "disk")
+        assert 1 <= len(buffers) <= THREADS_MAX + 2
         assert locks.unlocked == []
     assert len(locks.unlocked) == len(locks.made)
 

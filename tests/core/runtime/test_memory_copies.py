@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import mmap
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.utils import cpp_extension
 
-from tierfall.core.runtime import memory_copies
-from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, compile_kernel
+from tierfall.core.runtime import driver, memory_copies, pinned
+from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy, compile_kernel
+from tierfall.core.runtime.pinned import cut_at, lock_pages
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
+from tierfall.core.sampling.device_sums import sum_words
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
+HALF = 4 << 20
 SIZES = (1, 7, 8, 16, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 5)
 
 
@@ -29,12 +35,16 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
     sources = [torch.randint(1, 255, (size + shift,), dtype=torch.uint8) for size in SIZES]
     there = [source.to(device)[shift:] for source in sources]
     room = sum(SIZES) + 64 * len(SIZES)
-    memory = torch.zeros(room, dtype=torch.uint8, device=device if to == "device" else "cpu")
-    memory = memory if to == "device" else memory.pin_memory()
+    pages = mmap.mmap(-1, -(-room // HALF // 2) * 2 * HALF)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if to == "device":
+        memory = torch.zeros(room, dtype=torch.uint8, device=device)
+    else:  # by two calls, for copies across both
+        locks = [lock_pages(memory.data_ptr() + at, HALF, device) for at in (0, HALF)]
+        assert all(lock.locked for lock in locks)
     starts = np.cumsum([0, *(size + 64 for size in SIZES)])[:-1].astype(np.uint64)
     stream = CudaStream(device)
-    if not stream.copies_memory(memory):
-        pytest.skip("the driver has no such call")
+    assert stream.copies_memory(memory)
     copies = MemoryCopies(
         targets=starts + np.uint64(memory.data_ptr()),
         sources=np.array([each.data_ptr() for each in there], dtype=np.uint64),
@@ -46,42 +56,87 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
     wanted = torch.zeros(room, dtype=torch.uint8)
     for start, source in zip(starts.tolist(), sources, strict=True):
         wanted[start : start + len(source) - shift] = source[shift:]
-    assert torch.equal(memory.cpu(), wanted)
+    assert torch.equal(memory[:room].cpu(), wanted)
+    if to == "host":
+        for lock in locks:
+            lock.release()
 
 
-@pytest.mark.gpu
-@on_gpu
-def test_the_sums_of_one_kernel_are_those_of_torch() -> None:
-    device = torch.device("cuda", 0)
-    tensors = [
-        torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
-        for count in (1, 31, 33, sum_kernel.BLOCK_WORDS, 3 * sum_kernel.BLOCK_WORDS + 1)
+def ranges_of(
+    device: torch.device, shift: int = 0
+) -> tuple[list[torch.Tensor], Addresses, NDArray[np.int64]]:
+    """Ranges of bytes on a device that begin ``shift`` bytes behind a multiple of 8; their addresses and sizes."""
+    parts = [
+        torch.randint(0, 256, (size + shift,), dtype=torch.uint8, device=device)[shift:]
+        for size in SIZES
     ]
-    addresses = [*map(torch.Tensor.data_ptr, tensors)]
-    sums = sum_kernel.add_up(addresses, [*map(len, tensors)], device)
-    assert sums is not None
-    assert sums.tolist() == [int(tensor.sum()) for tensor in tensors]
+    addresses = np.array([*map(torch.Tensor.data_ptr, parts)], dtype=np.uint64)
+    return parts, addresses, np.array(SIZES, dtype=np.int64)
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("moved", [True, False])
-def test_the_host_does_not_wait_for_sums(moved: bool) -> None:
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+def test_the_sums_of_one_kernel_are_those_of_the_words_in_the_image(shift: int) -> None:
     device = torch.device("cuda", 0)
-    tensors = [torch.ones(4096, dtype=torch.int64, device=device) for _ in range(2)]
-    addresses = [*map(torch.Tensor.data_ptr, tensors)]
-    assert sum_kernel.add_up(addresses, [4096, 2], device) is not None  # compiles the kernel
+    parts, addresses, sizes = ranges_of(device, shift)
+    sums = sum_kernel.add_up(addresses, sizes, device)
+    assert sums is not None
+    wanted = [sum_words(memoryview(part.cpu().numpy())) for part in parts]
+    assert [value % (1 << 64) for value in sums.tolist()] == wanted
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_host_does_not_wait_for_sums() -> None:
+    device = torch.device("cuda", 0)
+    _, addresses, sizes = ranges_of(device)
+    assert sum_kernel.add_up(addresses, sizes, device) is not None  # compiles the kernel
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 30)  # cycles: half a second
-    sums = sum_kernel.add_up(addresses[::-1] if moved else addresses, [4096, 2], device)
+    assert sum_kernel.add_up(addresses, sizes, device) is not None
     assert not torch.cuda.current_stream().query(), "the device still sleeps"
-    assert sums is not None
-    assert sums.tolist() == [4096, 2]
 
 
 def test_without_a_range_or_a_kernel_there_are_no_sums() -> None:
-    assert sum_kernel.add_up([], [], torch.device("cuda", 0)) is None
-    assert sum_kernel.add_up([8], [1], torch.device("cpu")) is None
+    nothing = np.array([], dtype=np.uint64), np.array([], dtype=np.int64)
+    assert sum_kernel.add_up(*nothing, torch.device("cuda", 0)) is None
+    one = np.array([8], dtype=np.uint64), np.array([1], dtype=np.int64)
+    assert sum_kernel.add_up(*one, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 4099])
+def test_the_sum_of_bytes_is_that_of_their_words_wherever_they_begin(size: int) -> None:
+    data = bytes(range(1, 256)) * 33
+    for start in (0, 1, 4):
+        part = data[start : start + size]
+        words = [int.from_bytes(part[at : at + 8], "little") for at in range(0, size, 8)]
+        assert sum_words(memoryview(data)[start : start + size]) == sum(words) % (1 << 64)
+
+
+def test_a_copy_is_cut_where_locked_memory_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses a copy to memory of which a part is locked."""
+    monkeypatch.setattr(pinned, "_ends", {100: 200, 200: 300, 400: 500})
+    rows = [(50, 0, 10), (120, 1000, 20), (180, 2000, 50), (0, 3000, 1000), (400, 4000, 100)]
+    columns = np.array(rows, dtype=np.uint64).T
+    cut, locked = memory_copies._cut_at_locks(MemoryCopies(*columns))
+    found = sorted((*row, is_locked) for row, is_locked in zip(cut.T.tolist(), locked, strict=True))
+    assert sorted((target, source, size) for target, source, size, _ in found) == sorted(
+        [
+            *[(50, 0, 10), (120, 1000, 20), (180, 2000, 20), (200, 2020, 30), (400, 4000, 100)],
+            *[(0, 3000, 100), (100, 3100, 100), (200, 3200, 100), (300, 3300, 100)],
+            *[(400, 3400, 100), (500, 3500, 500)],
+        ]
+    )
+    assert {target for target, _, _, is_locked in found if is_locked} == {100, 120, 180, 200, 400}
+
+
+def test_a_copy_by_torch_is_cut_there_too() -> None:
+    bounds = np.array([100, 200, 200, 300], dtype=np.uint64)
+    assert [*cut_at(bounds, 50, 300)] == [(0, 50), (50, 150), (150, 250), (250, 300)]
+    assert [*cut_at(bounds, 100, 100)] == [(0, 100)]
+    assert [*cut_at(bounds, 300, 8)] == [(0, 8)]
+    assert [*cut_at(bounds[:0], 300, 8)] == [(0, 8)]
 
 
 def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +157,36 @@ def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.Monk
 def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = SimpleNamespace(cuMemcpyBatchAsync=SimpleNamespace())
-    monkeypatch.setattr(memory_copies.ctypes, "CDLL", lambda name: driver)
+    library = SimpleNamespace(cuMemcpyDtoHAsync_v2=SimpleNamespace())
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: library)
     for version, there in (("12.8", True), (None, False)):
-        memory_copies._batch_call.cache_clear()
+        driver.driver_call.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", version)
         assert can_copy(torch.device("cuda", 0), on_device=False) is there
-    memory_copies._batch_call.cache_clear()
+    driver.driver_call.cache_clear()
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_an_older_driver_and_unlocked_memory_take_a_call_for_each_copy(
+    has_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def batch(*arguments: Any) -> int:
+        calls.append(("batch", arguments[3]))
+        return 0
+
+    def one(target: int, source: int, size: int, stream: int) -> int:
+        calls.append(("one", (target, source, size)))
+        return 0
+
+    known = {"cuMemcpyBatchAsync": batch if has_batch else None, "cuMemcpyDtoHAsync_v2": one}
+    monkeypatch.setattr(memory_copies, "driver_call", known.get)
+    monkeypatch.setattr(pinned, "_ends", {100: 200})
+    copies = MemoryCopies(*np.array([(100, 1, 50), (300, 2, 8)], dtype=np.uint64).T)
+    memory_copies.enqueue_copies(copies, torch.device("cuda", 0), 7)
+    locked = ("batch", 1) if has_batch else ("one", (100, 1, 50))
+    assert calls == [locked, ("one", (300, 2, 8))]
+    monkeypatch.setitem(known, "cuMemcpyDtoHAsync_v2", lambda *_: 1)
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        memory_copies.enqueue_copies(copies, torch.device("cuda", 0), 7)

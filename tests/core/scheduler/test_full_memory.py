@@ -49,12 +49,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
     tmp_path: Path, pinned: int, image_bytes: int, records_bytes: int, given_up: list[int]
 ) -> None:
     arena = Arena.create(
-        tmp_path / "slot-0.arena",
-        run="run",
-        shard=Shard(0, 1),
-        slot=0,
-        capacity_bytes=4 * EXTENT,
-        page_lock=False,
+        tmp_path / "slot-0.arena", run="run", shard=Shard(0, 1), slot=0, capacity_bytes=4 * EXTENT
     )
     world = rest(superseding())
     world.coordinator._admissions._host = arena

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from benchmarks.accelerator import Accelerator
+from benchmarks.gpu.accelerator import Accelerator
 
 
 class HookClock:

@@ -1,0 +1,217 @@
+"""Several threads hash an image from a device, so that its rate is the bus's; one hashes an image from host memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tests.core.fake_device import FakePlaces, FakeStream
+from tierfall.core.capture import copier
+from tierfall.core.types.errors import CaptureError
+from tierfall.run import saver
+
+CHUNK_S = 0.01
+"""Of the digest of the tests, in which the interpreter's lock is free."""
+
+
+class Digests:
+    """Stands for the digest of a chunk; ``fails`` is raised on any thread but the capture's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.fails: BaseException | None = None
+        self.threads: set[str] = set()
+        self.times: list[float] = []
+        """When each digest began and ended."""
+        self._digest = copier.chunk_digest
+        monkeypatch.setattr(copier, "chunk_digest", self._take)
+
+    def _take(self, chunk: memoryview) -> str:
+        name = threading.current_thread().name
+        self.threads.add(name)
+        self.times.append(time.monotonic())
+        time.sleep(self.seconds)
+        self.times.append(time.monotonic())
+        if self.fails is not None and not name.endswith("-capture"):
+            raise self.fails
+        return self._digest(chunk)
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
+    return Digests(monkeypatch)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePlaces]:
+    """Every state lies on the fake device."""
+    stream = FakeStream()
+    made = FakePlaces(stream)
+    monkeypatch.setattr(saver, "CaptureDevices", made)
+    yield made
+    stream.close()
+
+
+def config_of(make_config: MakeConfig, threads: int | None) -> dict[str, Any]:
+    config = make_config(chunk="4KiB")
+    return config if threads is None else {**config, "capture": {"threads": threads}}
+
+
+def seconds_to_hash(config: dict[str, Any], digests: Digests) -> float:
+    trainer = Trainer()
+    trainer.state["more"] = tierfall.item(torch.zeros(100_000), changes="on_step")
+    with tierfall.open(config) as ckpt:
+        warmed_up(ckpt, trainer)
+        digests.seconds = CHUNK_S
+        digests.times.clear()
+        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
+        digests.seconds = 0.0
+    return max(digests.times) - min(digests.times)
+
+
+def test_two_threads_hash_an_image_in_half_of_the_time(
+    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path
+) -> None:
+    ratios = list[float]()
+    for number in range(3):
+        seconds = []
+        for threads in (1, 2):
+            config = {**config_of(make_config, threads), "run": f"run{number}{threads}"}
+            config["tiers"][-1]["path"] = str(tmp_path / config["run"])
+            digests.threads.clear()
+            seconds.append(seconds_to_hash(config, digests))
+            assert len(digests.threads) == threads
+        ratios.append(seconds[0] / seconds[1])
+    assert max(ratios) >= 1.8
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_image_that_several_threads_hashed_is_the_state(
+    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path, threads: int
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(config_of(make_config, threads)) as ckpt:
+        warmed_up(ckpt, trainer)
+        digests.seconds = 0.001
+        for step in range(2, 6):
+            before = trainer.now()
+            handle = lazy_save(ckpt, trainer, step)
+            trainer.step()
+            handle.wait(timeout=PATIENCE_S)
+            assert_same(saved(tmp_path / "disk", step), before)
+    assert len(digests.threads) == threads
+
+
+def test_one_thread_hashes_an_image_from_host_memory(
+    make_config: MakeConfig, digests: Digests
+) -> None:
+    """The training needs the cores."""
+    trainer = Trainer()
+    with tierfall.open(config_of(make_config, 4)) as ckpt:
+        warmed_up(ckpt, trainer)
+        digests.seconds = 0.001
+        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
+    assert len(digests.threads) == 1
+
+
+def test_threads_that_cannot_be_started_are_done_without(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    digests: Digests,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """As where the limit of a user's processes is reached."""
+    trainer, start, started = Trainer(), threading.Thread.start, list[str]()
+
+    def refused(thread: threading.Thread) -> None:
+        if "-hash-" in thread.name:
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with caplog.at_level(logging.WARNING), tierfall.open(config_of(make_config, 4)) as ckpt:
+        warmed_up(ckpt, trainer)
+        for step in (2, 3):
+            before = trainer.now()
+            handle = lazy_save(ckpt, trainer, step)
+            trainer.step()
+            handle.wait(timeout=PATIENCE_S)
+            assert_same(saved(tmp_path / "disk", step), before)
+    (entry,) = [r.getMessage() for r in caplog.records if "thread" in r.getMessage()]
+    assert "goes on with 2 of 4 threads" in entry
+    assert "can't start new thread" in entry
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
+def test_what_a_thread_raises_fails_the_save_and_not_the_next(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    digests: Digests,
+    tmp_path: Path,
+    error: BaseException,
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(config_of(make_config, 2)) as ckpt:
+        warmed_up(ckpt, trainer)
+        digests.seconds, digests.fails = CHUNK_S, error
+        handle = lazy_save(ckpt, trainer, 2)
+        with pytest.raises(CaptureError, match=r"no room|SystemExit\(3\)"):
+            handle.wait(timeout=PATIENCE_S)
+        digests.seconds, digests.fails = 0.0, None
+        trainer.step()
+        before = trainer.now()
+        ckpt.save(3, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 3), before)
+
+
+def test_a_fork_while_threads_hash_harms_nobody(
+    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(config_of(make_config, 3)) as ckpt:
+        warmed_up(ckpt, trainer)
+        digests.seconds = CHUNK_S
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        child = os.fork()
+        if child == 0:
+            trainer.optimizer.step()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_no_thread_is_left_after_close(
+    make_config: MakeConfig, places: FakePlaces, digests: Digests
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(config_of(make_config, 4)) as ckpt:
+        warmed_up(ckpt, trainer)
+        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while any("-hash-" in each.name for each in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

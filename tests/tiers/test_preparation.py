@@ -1,0 +1,324 @@
+"""Preparation of an arena's memory in the background: open and saves wait for none of it, restores need none of it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.fake_device import FakeLocks
+from tests.steps import wait_until
+from tests.tiers.arena_help import DEVICE, EXTENTS, MIB, RUN, add, create, prepare
+from tierfall.errors import CapacityError
+from tierfall.tiers.arena import arena as arena_module
+from tierfall.tiers.arena import file as file_module
+from tierfall.tiers.arena import preparation
+from tierfall.tiers.arena.arena import Arena
+
+PATIENCE_S = 20.0
+PIECE = MIB
+
+
+@pytest.fixture
+def path(memory: Path) -> Path:
+    return memory / "slot-0.arena"
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 1 MiB: the extents of an arena begin with its third."""
+    for module in (file_module, preparation):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(preparation, "TOUCH_BYTES", PIECE // 4)
+    monkeypatch.setattr(preparation, "BUSY_S", 0.001)
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a file's mappings is in this process's page table."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            inside = line.endswith(str(path))
+        elif inside and first == "Rss:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+# What waits for nothing ------------------------------------------------------------------------------
+
+
+def test_creating_an_arena_touches_no_page_of_its_images(path: Path) -> None:
+    arena = create(path, 64 * MIB)
+    assert resident_bytes(path) < MIB
+    prepare(arena)
+    assert resident_bytes(path) >= 64 * MIB
+    arena.close(keep=False)
+
+
+def test_an_image_of_an_earlier_start_is_read_without_touching_its_pages(path: Path) -> None:
+    first = create(path, 32 * MIB)
+    add(first, b"i" * (24 * MIB))
+    first.close(keep=True)
+    arena = Arena.attach(path, run=RUN)
+    (region,) = arena.regions()
+    view = memoryview(bytearray(24 * MIB))
+    region.read_into(0, view)
+    assert bytes(view[:3]) == b"iii"
+    assert view[-1] == ord("i")
+    assert resident_bytes(path) < MIB
+    del view
+    arena.close(keep=False)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_free_memory_is_prepared_before_that_of_images(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next save takes comes first, in the order in which it will be taken."""
+    arena = create(path, 6 * MIB)
+    add(arena, b"i" * (2 * MIB - 4096), b"m", b"c")
+    touched = list[int]()
+    touch = arena_module.Arena.touch
+
+    def recorded(arena: Arena, span: Any) -> bool:
+        touched.append(span.start)
+        return touch(arena, span)
+
+    monkeypatch.setattr(arena_module.Arena, "touch", recorded)
+    prepare(arena)
+    pieces = [*dict.fromkeys(start // PIECE for start in touched)]
+    extents = EXTENTS // PIECE
+    assert pieces[:4] == [extents + n for n in (2, 3, 4, 5)]
+    assert {extents, extents + 1} <= {*pieces[4:]}
+    arena.close(keep=False)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy to memory that is locked in part is refused by the driver."""
+    locks = FakeLocks(monkeypatch)
+    arena = create(path, 4 * MIB)
+    region = arena.allocate(image_bytes=MIB, records_bytes=100)
+    assert region is not None
+    arena.prepare(DEVICE)
+    wait_until(lambda: len(locks.made) >= 3, "the rest is locked")
+    time.sleep(0.05)
+    assert not arena.is_prepared
+    start = region.tensor().data_ptr()
+    assert not any(
+        lock._address < start + MIB and start < lock._address + lock.length_bytes
+        for lock in locks.made
+    )
+    region.seal(manifest=b"", commit=b"")
+    prepare(arena, DEVICE)
+    assert {lock.length_bytes for lock in locks.made} == {PIECE}
+    del region
+    arena.close(keep=False)
+    assert len(locks.unlocked) == len(locks.made)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_memory_that_grows_is_prepared_in_the_background_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth maps the file again: nothing is locked on the thread that needed the room."""
+    locks = FakeLocks(monkeypatch)
+    arena = create(path, 2 * MIB)
+    prepare(arena, DEVICE)
+    before, here = len(locks.made), threading.current_thread().name
+    threads = list[str]()
+    lock_pages = locks.lock_pages
+
+    def recorded(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return lock_pages(*arguments)
+
+    monkeypatch.setattr(file_module.pinned, "lock_pages", recorded)
+    arena.grow(4 * MIB)
+    wait_until(lambda: arena.is_prepared, "it is prepared")
+    assert len(locks.made) > before
+    assert here not in threads
+    arena.close(keep=False)
+
+
+# Bad days --------------------------------------------------------------------------------------------
+
+
+def test_memory_that_cannot_be_touched_is_reported_once_and_saves_go_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*arguments: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(file_module, "populate", refused)
+    arena = create(path)
+    with caplog.at_level(logging.WARNING):
+        arena.prepare(None)
+        wait_until(lambda: bool(caplog.records), "it is reported")
+    (entry,) = caplog.records
+    assert "Cannot allocate memory; saves go on, slower" in entry.getMessage()
+    add(arena, b"image")
+    arena.close(keep=False)
+
+
+def test_a_thread_that_cannot_be_started_is_done_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the limit of a user's processes is reached."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.endswith("-prepare"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    state = {"x": torch.arange(1000.0)}
+    with caplog.at_level(logging.WARNING), tierfall.open(config_of(folder, "64MiB")) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state).wait()
+    entries = [r.getMessage() for r in caplog.records if "prepared" in r.getMessage()]
+    assert len(entries) == 1
+    assert "can't start new thread; saves go on, slower" in entries[0]
+    assert torch.equal(tierfall.load(folder / "disk", step=3)["x"], state["x"])
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_locked_stays_mapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth maps the file again; else memory of the program could be where the driver believes the old pages."""
+    locks = FakeLocks(monkeypatch)
+    arena = create(path, 4 * MIB)
+    prepare(arena, DEVICE)
+    arena.grow(8 * MIB)
+    prepare(arena, DEVICE)
+    gc.collect()
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            mapped.append([int(each, 16) for each in line.split()[0].split("-")])
+    for lock in locks.made:
+        low, high = lock._address, lock._address + lock.length_bytes
+        assert any(start <= low and high <= end for start, end in mapped)
+    arena.close(keep=False)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pages_are_not_locked_while_they_are_moved(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was removed by others; the driver would go on to copy to the old pages."""
+    locks = FakeLocks(monkeypatch)
+    arena = create(path, 4 * MIB)
+    prepare(arena, DEVICE)
+    path.unlink()
+    assert arena.unlock_pages()
+    made = len(locks.made)
+    arena.prepare(DEVICE)
+    time.sleep(0.05)
+    assert len(locks.made) == made
+    while not arena.file_exists():
+        arena.recreate_file()
+    wait_until(lambda: len(locks.made) >= made + 6, "all is locked again")
+    prepare(arena, DEVICE)
+    arena.close(keep=False)
+
+
+def test_closing_does_not_wait_for_what_is_not_prepared(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "REST_S", PATIENCE_S)
+    arena = create(path, 256 * MIB)
+    arena.prepare(None)
+    began = time.monotonic()
+    arena.close(keep=False)
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+@pytest.fixture
+def folder(memory: Path) -> Path:
+    return memory
+
+
+def config_of(folder: Path, capacity: str) -> dict[str, Any]:
+    memory = {
+        "name": "host",
+        "kind": "host",
+        "capacity": capacity,
+        "folder": str(folder / "memory"),
+    }
+    disk = {"name": "disk", "kind": "file", "path": str(folder / "disk")}
+    return {"run": "prepared", "tiers": [memory, disk]}
+
+
+def test_a_process_killed_while_memory_is_prepared_loses_nothing(folder: Path) -> None:
+    """The next start reads the image, and saves, while memory is prepared again."""
+    config = config_of(folder, "1GiB")
+    program = f"""
+        import os, signal, torch, tierfall
+        from tierfall.tiers.arena import preparation
+        preparation.REST_S = 0.05  # a second and more until all is prepared
+        with tierfall.open({config!r}) as ckpt:
+            ckpt.save(1, {{"x": torch.arange(1000.0)}}).captured()
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    state = {"x": torch.zeros(1000)}
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+        assert report.step == 1
+        assert torch.equal(state["x"], torch.arange(1000.0))
+        state["x"] += 1
+        ckpt.save(2, state).wait()
+    assert torch.equal(tierfall.load(folder / "disk", step=2)["x"], torch.arange(1000.0) + 1)
+
+
+def test_a_start_with_much_memory_opens_at_once(folder: Path) -> None:
+    """Of what an earlier start left there, nothing is touched."""
+    seconds = {}
+    for capacity in ("64MiB", "2GiB"):
+        config = config_of(folder / capacity, capacity)
+        config["tiers"][0]["on_close"] = "keep"
+        with tierfall.open(config) as ckpt:
+            ckpt.save(1, {"x": torch.zeros(10)}).wait()
+        times = list[float]()
+        for _ in range(3):
+            began = time.monotonic()
+            with tierfall.open(config):
+                times.append(time.monotonic() - began)
+        seconds[capacity] = min(times)
+    assert seconds["2GiB"] < 2 * seconds["64MiB"] + 0.2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_memory_that_is_too_small_is_refused_before_training(folder: Path) -> None:
+    place = folder / "small"
+    place.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(place)],
+        check=True,
+        timeout=30,
+    )
+    try:
+        config = config_of(place, "64MiB")
+        with pytest.raises(CapacityError, match="64 MiB"), tierfall.open(config):
+            pass
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
