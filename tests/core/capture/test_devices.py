@@ -914,6 +914,40 @@ def test_a_scaler_is_saved_without_waiting_for_its_numbers(
 # The slab --------------------------------------------------------------------------------------------
 
 
+def test_parts_in_a_slab_begin_at_multiples_of_16_bytes(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel copies 16 bytes at once there, and single bytes from an odd number of bf16 values on otherwise."""
+    targets, copy = list[int](), FakeStream.copy_memory
+
+    def recorded(stream: FakeStream, copies: MemoryCopies) -> None:
+        targets.extend(copies.targets.tolist())
+        copy(stream, copies)
+
+    monkeypatch.setattr(FakeStream, "copy_memory", recorded)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(101).bfloat16()) for _ in range(9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        for step in (1, 2):
+            for parameter in model:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            held.hold()
+            ckpt.save(step, {"model": model, "optimizer": optimizer})
+            targets.clear()
+            optimizer.step()
+            held.free.set()
+            ckpt.wait_captured()
+    low, high = slab._memory.data_ptr(), slab._memory.data_ptr() + SLAB_BYTES
+    inside = [target for target in targets if low <= target < high]
+    assert len(inside) >= 9  # a parameter in two chunks has two parts
+    assert not any(target % 16 for target in inside)
+
+
 def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
     slab = DeviceSlab(torch.zeros(8 * 512, dtype=torch.uint8))
     blocks = [slab.reserve(700) for _ in range(4)]
