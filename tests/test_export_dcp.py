@@ -62,6 +62,18 @@ def test_dcp_loads_model_and_optimizer_by_its_own_names(
 
 
 @pytest.mark.filterwarnings(ALONE)
+def test_dcp_loads_a_scaler_as_it_saves_one(tmp_path: Path, out: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(1))
+    with tierfall.open(config := config_of(tmp_path)) as ckpt:
+        ckpt.save(1, {"scaler": scaler}, block=True)
+    export_from(config, "shared", to=out, format=ExportFormat.DCP)
+    loaded = {"scaler": torch.amp.GradScaler("cpu").state_dict()}
+    dcp.load(loaded, checkpoint_id=out, no_dist=True)
+    assert loaded["scaler"] == scaler.state_dict()
+
+
+@pytest.mark.filterwarnings(ALONE)
 def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: Path) -> None:
     export_from(config, "shared", to=out, format=ExportFormat.DCP)
     dcp_to_torch_save(out, tmp_path / "all.pt")

@@ -44,7 +44,6 @@ from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
 from tierfall.core.state.state_dicts import (
     is_stateful,
-    load_object_state,
     lost_entries,
     state_dict_of,
     type_name,
@@ -401,7 +400,7 @@ def _open_item(holder: Item) -> tuple[Any, Setter]:
 
 def _load(live: Any, built: Any, trail: Trail) -> None:
     try:
-        load_object_state(live, built)
+        live.load_state_dict(built)
     except Exception as error:
         raise RestoreError(
             f"restore: load_state_dict of {names.path(trail)} failed: {error}"

@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
 from tierfall.core.tensors import tensors, value_codec, wrappers
+from tierfall.core.tensors.builtin_codecs import DeviceNumber
 from tierfall.core.tensors.dtensor import local_tensor
 
 OPTIMIZER = "an optimizer"
@@ -22,9 +23,6 @@ _KEYS = {
     "a learning rate scheduler": {"last_epoch", "_step_count"},
     "a gradient scaler": {"scale", "growth_factor", "growth_interval"},
 }
-
-_NUMBERS = ("scale", "_growth_tracker")
-"""What a gradient scaler keeps on its device."""
 
 
 def is_stateful(value: object) -> bool:
@@ -38,24 +36,15 @@ def is_stateful(value: object) -> bool:
 
 def object_state(value: Any) -> Any:
     """What an object's ``state_dict()`` returns. torch's own of a gradient scaler would make the host wait for all work
-    of its device, to read two numbers: they are tensors here."""
+    of its device, to read two numbers."""
     is_scaler = type(value).state_dict is torch.amp.GradScaler.state_dict
     scale = getattr(value, "_scale", None) if is_scaler else None  # a scaler that is off has none
     if scale is None:
         return value.state_dict()
     bare = object.__new__(type(value))
     vars(bare).update(vars(value), _scale=None, _growth_tracker=None)
-    return {**bare.state_dict(), **dict(zip(_NUMBERS, (scale, value._growth_tracker), strict=True))}
-
-
-def load_object_state(value: Any, state: Any) -> None:
-    """Give an object the state that ``object_state`` returned."""
-    if isinstance(value, torch.amp.GradScaler):
-        read = {
-            key: state[key].item() for key in _NUMBERS if isinstance(state.get(key), torch.Tensor)
-        }
-        state = {**state, **read}
-    value.load_state_dict(state)
+    numbers = {"scale": scale, "_growth_tracker": value._growth_tracker}
+    return {**bare.state_dict(), **{key: DeviceNumber(number) for key, number in numbers.items()}}
 
 
 def type_name(value: object) -> str:

@@ -63,6 +63,14 @@ class UnknownValue:
         return hash(self.codec)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceNumber:
+    """A number that its owner keeps on a device, as a 0-dim tensor. It is saved as the tensor, so that nobody waits for
+    the device, and is a Python number to whoever reads it."""
+
+    tensor: Any
+
+
 def codec_of(value: object) -> ValueCodec | None:
     """Return the codec of a value; None if it has none here. Raises NotEncodableError for a class that a restore could
     not find again."""
@@ -189,6 +197,7 @@ _FIXED = (
     _simple(timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
     _simple(timezone, _encode_zone, _decode_zone),
     _simple(ZoneInfo, _encode_zone, _decode_zone),
+    _simple(DeviceNumber, lambda v: v.tensor, lambda tensor: tensor.item()),
 )
 _BY_TYPE = {codec.type: codec for codec in _FIXED}
 _BY_NAME = {codec.name: codec for codec in _FIXED}

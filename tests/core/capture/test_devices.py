@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -909,6 +910,7 @@ def test_a_scaler_is_saved_without_waiting_for_its_numbers(
             ckpt.restore({"scaler": other})
         assert other.state_dict() == expected
         assert type(other.state_dict()["scale"]) is float
+    assert json.dumps(tierfall.load(make_config())["scaler"]) == json.dumps(expected)
 
 
 # The slab --------------------------------------------------------------------------------------------
