@@ -3,6 +3,7 @@ nothing, and are written anew from a good copy."""
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,67 @@ def test_an_image_in_memory_that_is_damaged_is_reported_or_leaves(
         for step in range(3, 60):
             ckpt.save(step, state_of(step), block=True)
         assert all(not info.damage for info in ckpt.checkpoints())
+
+
+RECORDS = {"manifest": b'"structure"', "commit": b'"tags"'}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_damaged_records_of_an_image_in_memory_are_no_first_start(
+    record: str, memory: Path
+) -> None:
+    """They hold up no start, and are never taken for nothing: an older image is restored, and reported, or none."""
+    host = {"name": "host", "kind": "host", "folder": str(memory), "on_close": "keep"}
+    config = {"run": "run", "tiers": [host]}
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).captured()
+    damage_records(memory, RECORDS[record], 2)
+    for _ in range(2):
+        with tierfall.open(config) as ckpt:
+            report = ckpt.restore(blank())
+        assert report is not None
+        assert report.step == 1
+        assert record in str(report.fallbacks), report
+    damage_records(memory, RECORDS[record], 1)
+    for _ in range(2):
+        with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="damaged"):
+            ckpt.restore(blank())
+    with tierfall.open(config, fresh=True) as ckpt:
+        for step in (3, 4, 5):
+            ckpt.save(step, state_of(step)).captured()
+    state = blank()
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state)
+    assert step_in(state) == 5
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_beside_a_good_copy_damaged_records_in_memory_cost_nothing(
+    record: str, make_config: MakeConfig, memory: Path
+) -> None:
+    config = make_config(host={"on_close": "keep"})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    damage_records(memory, RECORDS[record], 1)
+    state = blank()
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+        assert {source.tier for source in report.sources} == {"disk"}
+        ckpt.save(2, state_of(2), block=True)
+    assert step_in(state) == 1
+
+
+def damage_records(memory: Path, word: bytes, step: int) -> None:
+    """Flip a bit of what follows a word in the record of a step's image."""
+    (arena,) = memory.rglob("*.arena")
+    data = arena.read_bytes()
+    found = re.search(rb'"run":"run","step":%d,.{,3000}?%b' % (step, word), data, re.DOTALL)
+    assert found is not None
+    with arena.open("r+b") as file:
+        file.seek(found.end() + 2)
+        file.write(bytes([data[found.end() + 2] ^ 1]))
 
 
 def overwrite(memory: Path, step: int) -> None:

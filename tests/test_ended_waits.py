@@ -21,6 +21,7 @@ from tierfall.core.copies import shard_reader as restoring
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types.errors import (
     AccessDeniedError,
+    CapacityError,
     ConfigError,
     FlushError,
     StepError,
@@ -301,29 +302,54 @@ def test_an_opening_that_fails_late_leaves_nothing_open(
     before = {thread.name for thread in threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(Capturer, "__init__", no_thread)
-        with pytest.raises(RuntimeError, match="new thread"):
+        with pytest.raises(CapacityError, match=r"open: .* another thread.*ulimit -u"):
             tierfall.open(config)
     assert {t.name for t in threading.enumerate()} <= before | {"tierfall-call"}
     with tierfall.open(config) as ckpt:  # the lock is free, and all is well
         ckpt.save(1, state_of(1), block=True)
 
 
+@pytest.mark.parametrize("name", ["disk-1", "status", "memory"])
 def test_a_thread_that_cannot_be_started_leaves_nothing_open(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    name: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("tierfall-run-disk-1"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+    before = {thread.name for thread in threading.enumerate()}
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
+        refuse_threads(patch, f"tierfall-run-{name}")
+        with pytest.raises(CapacityError, match=r"open: .* another thread.*ulimit -u"):
             tierfall.open(make_config())
+    wait_until(
+        lambda: {t.name for t in threading.enumerate()} <= before | {"tierfall-call"}, "all end"
+    )
     with tierfall.open(make_config()) as ckpt:
         ckpt.save(1, state_of(1), block=True)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_restore_reads_by_the_threads_that_there_are(
+    started: int, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    state = blank()
+    with tierfall.open(make_config()) as ckpt, monkeypatch.context() as patch:
+        refuse_threads(patch, "tierfall-work", after=started)
+        assert ckpt.restore(state) is not None
+    assert step_in(state) == 1
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, name: str, after: int = 0) -> None:
+    """As at the limit of a user's processes, for threads whose names begin so, ``after`` so many have started."""
+    start, left = threading.Thread.start, [after]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
 
 
 # Closing ---------------------------------------------------------------------------------------------

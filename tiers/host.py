@@ -148,6 +148,10 @@ class HostTier:
             images[image.commit.lineage.checkpoint] = image
         return images, damaged
 
+    def holds_damaged(self) -> bool:
+        """Whether an image with damaged records is there: no save has released it yet."""
+        return self._arena is not None and len(self._examine()[1]) > len(self._arena.damage)
+
     def release_damaged(self) -> None:
         """Release sealed images whose records are damaged; those of a newer tierfall are kept."""
         good = {id(held.region) for held in self.images().values()}
@@ -166,6 +170,7 @@ class HostTier:
 
     def _image(self, region: Region) -> SealedImage:
         commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
+        region.manifest()  # is compared with its digest
         if commit.lineage.run != self._run:
             raise ConfigError(
                 f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"

@@ -20,7 +20,7 @@ from inspect import currentframe
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
-from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
 
 logger = logging.getLogger("tierfall")
 P = ParamSpec("P")
@@ -43,6 +43,10 @@ _OWN = sys.stdlib_module_names | {
     ),
 }
 """Packages whose frames are not the user's: tierfall, and what it calls."""
+
+
+_NO_THREAD = "can't start new thread"
+"""What Python says then."""
 
 
 def is_within_another() -> bool:
@@ -82,6 +86,13 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
                 raise error
             error.__context__ = error.__cause__ or error.__context__
             raise error from None
+        except RuntimeError as error:
+            if str(error) != _NO_THREAD:
+                raise
+            raise CapacityError(
+                f"{name}: this process cannot start another thread: raise the limit of processes (`ulimit -u`, the "
+                "container's pids limit)"
+            ) from error
         except TypeError as error:
             if around is None and not _takes(function, args, kwargs):
                 error.__traceback__ = None

@@ -136,7 +136,12 @@ class RunLock:
             if _identity_at(path) != identity:
                 os.close(fd)
                 return None
-            owner = _write_owner(fd, run, command)
+            try:
+                owner = _write_owner(fd, run, command)
+            except OSError as error:
+                raise BackendError(
+                    f"lock of run {run}: writing {path} failed: {error}; free space there, or set another `folder`"
+                ) from error
         except BaseException:
             os.close(fd)
             raise

@@ -47,7 +47,16 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
     work = _SharedWork(threads, do, numbers)
     try:
         for number in range(threads):
-            threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True).start()
+            thread = threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True)
+            try:
+                thread.start()
+            except (
+                RuntimeError
+            ):  # the process may have no more: those there are do it, or else this one
+                work.expect_less(threads - max(number, 1))
+                if not number:
+                    work.run()
+                break
         work.wait()
     except BaseException:  # Ctrl-C: what waits is not begun
         work.interrupt()
@@ -98,6 +107,12 @@ class _SharedWork:
                 self._wake.get(timeout=WAKE_S)
             except queue.Empty:  # an interrupt may have taken what was put
                 continue
+
+    def expect_less(self, threads: int) -> None:
+        """So many threads cannot be started."""
+        for _ in range(threads):
+            self._starts.pop()
+            self._running -= 1
 
     def interrupt(self) -> None:
         """End the threads; what they wait for is given up."""

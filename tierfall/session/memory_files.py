@@ -59,10 +59,11 @@ class MemoryFiles:
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, name=f"tierfall-{self._tiers.run}-memory", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         self._closing.set()

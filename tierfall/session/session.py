@@ -372,7 +372,8 @@ class Session:
             self.coordinator.stop(
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
-            keep = keep_memory or not self.memory.are_intact()
+            damaged = self.tiers.host.holds_damaged()  # the next start is to say so too
+            keep = keep_memory or damaged or not self.memory.are_intact()
         finally:
             self.journal.close()
             self.callbacks.close(CLOSE_S)
@@ -436,7 +437,6 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     seen = start.seen & written
     ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
     ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
-    tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
     leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)
     ledger.note_marks(start.marks)

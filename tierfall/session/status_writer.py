@@ -98,10 +98,11 @@ class StatusWriter:
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, name=f"tierfall-{self._tiers.run}-status", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """Stop writing, and remove the status: a process that has closed its run has none."""
