@@ -477,18 +477,8 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (peer_of(copies="two"), 'copies: "two" does not fit; expected a whole number, 1 or more'),
         (peer_of(copies=1.5), "copies: 1.5 does not fit; expected a whole number, 1 or more"),
         (
-            peer_of(parity={"group": 2, "losses": 2}),
-            "parity: losses is not below group: the others rebuild what is lost",
-        ),
-        (peer_of(parity={"losses": 1}), r"parity.group: .*missing"),
-        (peer_of(parity={"group": 4}, copies=2), "copies and parity: parity is in place of copies"),
-        (
-            peer_of(parity={"group": 4}, retain={"last": 2}),
-            "parity and retain: the newest checkpoint is kept there",
-        ),
-        (
-            peer_of(parity={"group": 4}, compress={"codec": "zstd"}),
-            "parity and compress: an image is rebuilt from the others in memory",
+            peer_of(parity={"group": 4, "losses": 1}),
+            r"tiers\[1\].parity: unknown key of a peer tier; a peer tier keeps copies: write copies: N",
         ),
         (peer_of(spread=""), 'spread: "" is not a name|spread: .* is not a usable name'),
         (
@@ -979,7 +969,6 @@ def sections() -> dict[str, dict[str, Any]]:
             "FileTierConfig": "A file tier",
         },
         **{"ObjectTierConfig": "An object tier", "DeviceTierConfig": "A device tier"},
-        "ParitySection": "`parity`",
         "EventsSection": "`events`",
         "MetricsSection": "`metrics`",
     }
@@ -1018,9 +1007,8 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return host_of(**{key: value})
         case "A file tier":
             return tier_of(**{key: value})
-        case "A peer tier" | "`parity`":
-            parity = {"parity": {"group": 4, key: value}}
-            return peer_of(**(parity if heading == "`parity`" else {key: value}))
+        case "A peer tier":
+            return peer_of(**{key: value})
         case "An object tier":
             return config_of(tiers=[HOST, {**stored, key: value}])
         case "A device tier":

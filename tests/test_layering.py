@@ -28,7 +28,6 @@ FOLDERS = (
     "tierfall.core.state",
     "tierfall.backends.posix",
     "tierfall.backends.wrappers",
-    "tierfall.backends.parity",
     "tierfall.backends.peer",
     "tierfall.backends.s3",
     "tierfall.backends.fsspec",

@@ -200,31 +200,6 @@ class CompressSection(Section):
         return self
 
 
-class ParitySection(Section):
-    """Parity in place of copies: what rebuilds the images of lost nodes."""
-
-    group: Count = Field(
-        description="How many nodes keep the parity of each other's images. Nodes that are left over make groups "
-        "larger.",
-        examples=[8],
-    )
-    losses: Count = Field(
-        default=1,
-        description="How many nodes of a group may be lost: parity takes losses / (group - losses) of an image.",
-        examples=[2],
-    )
-
-    @model_validator(mode="after")
-    def _a_node_is_left(self) -> Self:
-        if self.losses >= self.group:
-            raise value_error(
-                "losses is not below group: the others rebuild what is lost; expected fewer losses, or a larger "
-                "group",
-                expected="losses below group, such as {group: 4, losses: 1}",
-            )
-        return self
-
-
 MAX_BYTES_LEAST = 64 << 10
 RANK, RUN = "{rank}", "{run}"
 _EXPECTED_FILE = f"a file such as ./events.jsonl, with {RANK} and {RUN} to be filled in"

@@ -218,7 +218,7 @@ class RunReader:
     """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
     def __init__(self, config: Config, *, run: str | None = None) -> None:
-        self.config = config = seen_by_one(config, reads_images=False)
+        self.config = config = seen_by_one(config)
         self.run = run or config.run
         folder = run_folder(config, self.run)
         self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)

@@ -247,13 +247,8 @@ class Restorer:
 
     def _lost(self, id: CheckpointId, verified: tuple[str, ...]) -> bool:
         """Return whether a node was lost or moved, and the next save is what makes its image, and what it kept for
-        others, again: where this rank's image of ``id`` is not in host memory, and with parity where it was not."""
-        peers = self._config.peers
-        if peers is None:
-            return False
-        is_in_memory = self._session.host.name in verified
-        was_rebuilt = peers.parity is not None and self._session.tiers.recovered == id
-        return was_rebuilt or not is_in_memory
+        others, again: there is peer memory, and this rank's image of ``id`` is not in host memory."""
+        return self._config.peers is not None and self._session.host.name not in verified
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
