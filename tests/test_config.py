@@ -553,6 +553,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         # What people call a tier
         (tier_of(kind="s3"), 'kind: "s3" does not fit; .*did you mean "object"'),
+        (
+            config_of(tiers="tiers://run/step-00000100"),
+            r"tiers\[1\].url: tiers://...: a checkpoint is not saved or loaded by a path; .*TierWriter",
+        ),
         (tier_of(kind="NVMe"), 'kind: "NVMe" does not fit; .*did you mean "file"'),
         (host_of(kind="ram"), 'kind: "ram" does not fit; .*did you mean "host"'),
         (config_of(tiers=["./c"]), r"tiers\[0\]: .* a mapping: \{name: disk, kind: file"),

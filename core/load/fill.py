@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import (
     TENSORS,
     CodecNode,
@@ -103,7 +102,6 @@ def plan_fill(
         raise RestoreError(
             f"restore: state is {with_article(type(state).__name__)}; expected a mapping"
         )
-    refuse_files(header, doing="restore")
     choices = choices or Choices()
     header = renamed(header, choices.rename)
     work = RestoreWork.begin(header, state, choices)

@@ -15,7 +15,7 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.candidates import naming_deletion, states_only
+from tierfall.core.restore.candidates import naming_deletion
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules
@@ -138,7 +138,6 @@ class Restorer:
             if not chosen.candidates:
                 self._warn_of_other_runs()
                 return None
-            where = (chosen.candidates, chosen.listings, request, chosen.open_image, ranks.shard)
             seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
             seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
             return fill_first(
@@ -147,7 +146,7 @@ class Restorer:
                 request,
                 tally,
                 open_image=chosen.open_image,
-                make_plan=states_only(make_plan, *where),
+                make_plan=make_plan,
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,

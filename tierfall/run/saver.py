@@ -27,8 +27,7 @@ from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGive
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.records import Geometry, Lineage
-from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.image.raw_files import ENTRY as FILES_ENTRY
+from tierfall.core.image.layout import Layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
@@ -38,7 +37,6 @@ from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import walk_state as describe_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.units import format_size
@@ -86,13 +84,12 @@ class SaveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedImage:
-    """A state, and where its bytes are in the image. ``settled``: they never change, so that no barrier is needed."""
+    """A state, and where its bytes are in the image."""
 
     view: StateView
     layout: Layout
     header: bytes
-    share: ReplicaShare | None = None
-    settled: bool = False
+    share: ReplicaShare | None
 
 
 class Saver:
@@ -142,20 +139,6 @@ class Saver:
         image = _PlannedImage(view=view, layout=layout, header=header, share=share)
         return self._begin(lineage, call, image)
 
-    def save_files(
-        self, lineage: SavingLineage, step: int, files: Mapping[str, torch.Tensor], began_s: float
-    ) -> SaveHandle:
-        """Begin the capture of files: tensors of bytes, by name, that never change.
-
-        No barrier waits for this capture, and what is known of the training's state for the next save is kept.
-        """
-        view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
-        layout = plan_layout(view)
-        header = layout.header(view)
-        assert header is not None, "a layout without room for the values that it was made for"
-        image = _PlannedImage(view=view, layout=layout, header=header, settled=True)
-        return self._begin(lineage, SaveCall(step=step, began_s=began_s), image)
-
     def _begin(self, lineage: SavingLineage, call: SaveCall, image: _PlannedImage) -> SaveHandle:
         place = replace(self._place(lineage, call.step), at_end=call.at_end)
         id = place.checkpoint
@@ -192,17 +175,13 @@ class Saver:
             return handle
         text = "step %d fits into host memory again: saves are not skipped"
         self._conditions.end("skips", text, call.step)
-        if not image.settled:
-            self._capturer.evidence.reset()
+        self._capturer.evidence.reset()
         with _as_capture_errors(id, region.release), gc_paused():
             snapshot = self._snapshot(region, place, image, handle, call, plan)
         lineage.advance(place)
         try:
             self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-            if image.settled:
-                self._capture_settled(snapshot, call.began_s)
-            else:
-                self._capture(snapshot, call.began_s, lazy=plan.lazy)
+            self._capture(snapshot, call.began_s, lazy=plan.lazy)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
@@ -254,11 +233,11 @@ class Saver:
         """Decide how a state is captured, and read what its image is compared with."""
         view = image.view
         places = self._places.places_of(view.sources)
-        if self._config.device is not None and not (places or image.settled):
+        if self._config.device is not None and not places:
             self._capturer.evidence.warn_once(
                 f"save: goes on without tier {self._config.device.name}: the state is not on a CUDA device"
             )
-        lazy = None if image.settled else self._choose_lazy(view, call)
+        lazy = self._choose_lazy(view, call)
         segments, check = self._cut(image.layout, view, places, lazy)
         sources = TensorSources(view, segments.lazy, segments.on_devices)
         if lazy is None or check is None:
@@ -365,17 +344,10 @@ class Saver:
         if self._config.on_error is OnError.RAISE:
             raise error
 
-    def _capture_settled(self, snapshot: Snapshot, began_s: float) -> None:
-        """Begin the capture of a state that never changes."""
-        self.counts.count(snapshot, lazy=False)
-        self.counts.settled += 1
-        self._capturer.begin_unchanging(snapshot)
-        _report_begun(snapshot, began_s, lazy=False)
-
     def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
         """Return which tensors are captured lazily; None where none is."""
         evidence = self._capturer.evidence
-        first = self.counts.begun == self.counts.settled
+        first = not self.counts.begun
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):

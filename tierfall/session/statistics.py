@@ -32,11 +32,10 @@ SAVES_REMEMBERED = 1000
 
 @dataclass(slots=True)
 class SaveCounts:
-    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily. ``settled``
-    are those of files, ``capture`` is the reason for the last mode."""
+    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily. ``capture``
+    is the reason for the last mode."""
 
     begun: int = 0
-    settled: int = 0
     lazy: int = 0
     bytes: int = 0
     lazy_bytes: int = 0
