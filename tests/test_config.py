@@ -443,6 +443,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
             r'capture.mode: "lzay" does not fit; .*did you mean "lazy"\?',
         ),
         (
+            config_of(capture={"mode": "auto"}),
+            'capture.mode: "auto" does not fit; expected one of lazy, blocking; leave mode out for lazy, the default',
+        ),
+        (
             config_of(capture={"verify": 1}),
             "capture.verify: 1 does not fit; expected one of sample, full, off",
         ),

@@ -79,13 +79,12 @@ class CaptureSection(Section):
 
     mode: Annotated[
         CaptureMode,
-        choice(CaptureMode),
+        choice(CaptureMode, instead={"auto": "; leave mode out for lazy, the default"}),
         any_word(CaptureMode),
     ] = Field(
         default=CaptureMode.LAZY,
         description="lazy: save returns at once, and the state is copied until the optimizer's next "
-        "step. blocking: save returns when the state is copied. auto: whichever costs this run less, "
-        "by measuring both.",
+        "step. blocking: save returns when the state is copied.",
         examples=["blocking"],
     )
     verify: Annotated[

@@ -48,7 +48,7 @@ from tierfall.core.types.values import (
     SaveOutcome,
     Verify,
 )
-from tierfall.policies.defaults import LazyTrial, choose_lazy, tiers_owed
+from tierfall.policies.defaults import tiers_owed
 from tierfall.run.layouts import Layouts
 from tierfall.session.requests import RegionRequest
 from tierfall.session.save_arguments import checked_metrics, checked_tags, records_bytes
@@ -59,7 +59,6 @@ from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
 
-TRIALS_KEPT = 300
 SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
 """The fraction of a training step that digests of whole ranges of the state may take at a save."""
@@ -115,7 +114,6 @@ class Saver:
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
-        self._mode = _LazyMode(config.capture.mode)
         self._conditions = Conditions()
         self.counts = SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
@@ -170,7 +168,6 @@ class Saver:
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None
-            self._mode.skipped()
             self._skip(lineage, handle, no_room)
             return handle
         text = "step %d fits into host memory again: saves are not skipped"
@@ -346,19 +343,18 @@ class Saver:
 
     def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
         """Return which tensors are captured lazily; None where none is."""
-        evidence = self._capturer.evidence
-        first = not self.counts.begun
+        if not call.may_be_lazy or self._config.capture.mode is CaptureMode.BLOCKING:
+            return None
+        evidence, first = self._capturer.evidence, not self.counts.begun
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
             reason = "no tensor of it is known to change only inside an optimizer's step"
-        lazy = self._mode.is_lazy(
-            call.step, call.began_s, may_be=call.may_be_lazy and reason is None
-        )
-        self.counts.capture = self._mode.reason
-        if call.may_be_lazy and reason is not None and not first and self._mode.is_lazy_possible:
+        if reason is None:
+            return chosen
+        if not first:
             evidence.warn_once(f"this save captures blocking: {reason}")
-        return chosen if lazy else None
+        return None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
         self.counts.count(snapshot, lazy=lazy)
@@ -403,36 +399,3 @@ class _CapturePlan:
     sources: TensorSources
     check: ImageCheck | None
     lazy: bool
-
-
-class _LazyMode:
-    """Decides for each save whether it is lazy; in mode auto by the measured cost of earlier saves."""
-
-    def __init__(self, mode: CaptureMode) -> None:
-        self._mode = mode
-        self._trials: list[LazyTrial] = []
-        self._last: tuple[bool, int, float] | None = None
-        self.reason = ""
-
-    @property
-    def is_lazy_possible(self) -> bool:
-        return self._mode is not CaptureMode.BLOCKING
-
-    def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
-        """Return whether a save is lazy. Without ``may_be`` it cannot be, and its cost is not measured."""
-        if self._mode is not CaptureMode.AUTO:
-            return may_be and self.is_lazy_possible
-        if self._last is not None and step > self._last[1]:
-            lazy, last_step, last_s = self._last
-            self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))
-            del self._trials[:-TRIALS_KEPT]
-        self._last = None
-        if not may_be:
-            return False
-        lazy, self.reason = choose_lazy(self._trials)
-        self._last = (lazy, step, began_s)
-        return lazy
-
-    def skipped(self) -> None:
-        """Discard the measurement of the present save: it did not begin."""
-        self._last = None
