@@ -193,7 +193,7 @@ class _Filler:
 
     def _is_of_type(self, live: object, name: str) -> bool:
         """Return whether an object is of the class that was saved; report it where it is not."""
-        stored = (self.work.header.types or {}).get(name)
+        stored = self.work.header.types.get(name)
         if stored is None or stored == type_name(live) or name in self.work.choices.retype:
             return True
         self.report.refuses(

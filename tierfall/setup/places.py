@@ -77,10 +77,10 @@ def seen_by_one(config: Config) -> Config:
 
 
 def folders_of_run(base: Path) -> list[Path]:
-    """Return the folders of host memory of all runs of one name: below ``base``, and ``base`` itself, which an earlier
-    version used. Those of another user are left out. Raises UnreachableError."""
+    """Return the folders of host memory of all runs of one name, which are below ``base``. Those of another user are
+    left out. Raises UnreachableError."""
     try:
-        return [base, *sorted(child for child in base.iterdir() if is_readable_folder(child))]
+        return sorted(child for child in base.iterdir() if is_readable_folder(child))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
