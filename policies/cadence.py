@@ -274,12 +274,6 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
-def availability_s(cost_s: float, mtbf_s: float, restore_s: float) -> float:
-    """Return the time from checkpoint to checkpoint, its own included, with which most of the time is training:
-    T_s + sqrt(2 (T_f + T_r) T_s + T_s^2) (arXiv 2410.18124)."""
-    return cost_s + math.sqrt(2 * (mtbf_s + restore_s) * cost_s + cost_s**2)
-
-
 def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:
     """Return the steps from one checkpoint to the next with which one is through before the next begins:
     max(ceil((T_full - o) / T_iter), 1) (CheckFreq, FAST'21)."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from math import comb, nextafter
 
@@ -33,15 +32,6 @@ class CopyPlacement:
     @property
     def copies(self) -> int:
         return len(self.holders[0]) - 1
-
-    @cached_property
-    def kept_by(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, the nodes whose images it keeps beside its own, ascending."""
-        kept: list[list[int]] = [[] for _ in self.holders]
-        for owner, holders in enumerate(self.holders):
-            for holder in holders[1:]:
-                kept[holder].append(owner)
-        return tuple(map(tuple, kept))
 
     @property
     def node_losses(self) -> NodeLosses:

@@ -16,7 +16,6 @@ from tierfall.policies.cadence import (
     CadenceRules,
     IntervalBound,
     Measured,
-    availability_s,
     checkfreq_steps,
     choose_interval,
     daly_s,
@@ -34,10 +33,9 @@ TIMES = st.floats(1e-3, 1e3)
 # The formulas: what is published, and what a formula means.
 
 
-def test_young_daly_and_availability_give_the_published_intervals() -> None:
+def test_young_and_daly_give_the_published_intervals() -> None:
     assert young_s(60, 11134.8) == pytest.approx(1155.9, abs=0.05)
     assert daly_s(60, 11134.8) == pytest.approx(1116.3, abs=0.05)
-    assert availability_s(60, 11134.8, 600) == pytest.approx(1248.2, abs=0.05)
 
 
 @given(cost_s=COSTS, more=st.floats(20, 1e4))

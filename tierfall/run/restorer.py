@@ -240,14 +240,10 @@ class Restorer:
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
         self._session.call(continue_ledger)
-        self._on_continued(
-            id.step, "peer memory has lost copies" if self._lost(id, verified) else None
-        )
-
-    def _lost(self, id: CheckpointId, verified: tuple[str, ...]) -> bool:
-        """Return whether a node was lost or moved, and the next save is what makes its image, and what it kept for
-        others, again: there is peer memory, and this rank's image of ``id`` is not in host memory."""
-        return self._config.peers is not None and self._session.host.name not in verified
+        # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
+        # for others, again.
+        is_lost = self._config.peers is not None and self._session.host.name not in verified
+        self._on_continued(id.step, "peer memory has lost copies" if is_lost else None)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

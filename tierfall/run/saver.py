@@ -57,8 +57,6 @@ from tierfall.session.statistics import SaveCounts
 from tierfall.setup.lineage import SavingLineage
 from tierfall.tiers.device import DeviceSlab
 
-logger = logging.getLogger("tierfall")
-
 SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
 """The fraction of a training step that digests of whole ranges of the state may take at a save."""
