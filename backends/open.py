@@ -96,8 +96,19 @@ def place_of(url: str) -> str:
     return f"{scheme}://{bare.partition('?')[0]}"
 
 
+def refuse_step_path(path: str) -> None:
+    """Raise ConfigError for ``tiers://RUN/step-STEP``: a checkpoint has no address."""
+    if path.startswith("tiers:/"):
+        raise ConfigError(
+            "tiers://...: a checkpoint is not saved or loaded by a path; use the adapter of your framework "
+            "(tierfall.integrations), torch.distributed.checkpoint with TierWriter and TierReader, or "
+            "Checkpointer.save and restore"
+        )
+
+
 def check_url(url: str) -> None:
     """Raise ConfigError for an invalid URL, one without a bucket, or one with credentials. Makes no request."""
+    refuse_step_path(url)
     found = _URL.fullmatch(url)
     if not found:
         raise ConfigError(

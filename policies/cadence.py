@@ -7,7 +7,6 @@ interval is in training steps, as these are the same on every rank.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -275,12 +274,6 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
-def availability_s(cost_s: float, mtbf_s: float, restore_s: float) -> float:
-    """Return the time from checkpoint to checkpoint, its own included, with which most of the time is training:
-    T_s + sqrt(2 (T_f + T_r) T_s + T_s^2) (arXiv 2410.18124)."""
-    return cost_s + math.sqrt(2 * (mtbf_s + restore_s) * cost_s + cost_s**2)
-
-
 def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:
     """Return the steps from one checkpoint to the next with which one is through before the next begins:
     max(ceil((T_full - o) / T_iter), 1) (CheckFreq, FAST'21)."""
@@ -299,68 +292,5 @@ def pccheck_steps(write_s: float, images: int, slowdown: float, step_s: float) -
     return max(_ceil(write_s / (images * slowdown * step_s)), 1)
 
 
-def expected_ettr(
-    nodes: int, failures_per_node_day: float, *, restart_s: float, interval_s: float, write_s: float
-) -> float:
-    """Return the share of its time in which a run is expected to make progress that is kept:
-    (1 - N r_f (u0 + dt/2)) / (1 + w/dt) ("Revisiting Reliability", HPCA'25). ``write_s`` blocks; nodes have 8 GPUs
-    there."""
-    failures_per_s = nodes * failures_per_node_day / 86400
-    return (1 - failures_per_s * (restart_s + interval_s / 2)) / (1 + write_s / interval_s)
-
-
-def best_ettr_interval_s(nodes: int, failures_per_node_day: float, write_s: float) -> float:
-    """Return the interval with which that share is highest: sqrt(2 w / (N r_f)) (as above)."""
-    return math.sqrt(2 * write_s * 86400 / (nodes * failures_per_node_day))
-
-
 def _ceil(value: float) -> int:
     return math.ceil(value - _SLACK * max(1.0, abs(value)))
-
-
-TRIALS = 3
-
-
-REMEMBERED = 9
-
-
-AGAIN_AFTER = 100
-"""After this many saves of one mode in a row the other mode is tried again: machines change."""
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTrial:
-    """One save, and the seconds and training steps from it to the next."""
-
-    lazy: bool
-    steps: int
-    seconds: float
-
-
-def choose_lazy(trials: Sequence[LazyTrial]) -> tuple[bool, str]:
-    """Choose whether the next save is captured lazily, and why.
-
-    ``trials`` are in the order of the saves. Those with another number of steps than the last do not count.
-    """
-    if not trials:
-        return True, "lazy: nothing is known yet"
-    alike = [trial for trial in trials if trial.steps == trials[-1].steps]
-    lazy, blocking = (
-        [trial.seconds for trial in alike if trial.lazy is kind][-REMEMBERED:]
-        for kind in (True, False)
-    )
-    if min(len(lazy), len(blocking)) < TRIALS:
-        is_lazy = len(lazy) <= len(blocking)
-        return is_lazy, f"{_word(is_lazy)}: {TRIALS} of each are tried"
-    gain_s = statistics.median(blocking) - statistics.median(lazy)
-    is_lazy = gain_s >= 0
-    if all(trial.lazy is is_lazy for trial in alike[-AGAIN_AFTER:]) and len(alike) >= AGAIN_AFTER:
-        return not is_lazy, f"{_word(not is_lazy)}: it is tried again"
-    return (
-        is_lazy,
-        f"{_word(is_lazy)}: from save to save the run takes {abs(gain_s):.3g} s less than {_word(not is_lazy)}",
-    )
-
-
-def _word(is_lazy: bool) -> str:
-    return "lazy" if is_lazy else "blocking"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tierfall.policies.backpressure import plan_relief, plan_superseding
-from tierfall.policies.cadence import LazyTrial, choose_lazy
 from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import lateness, needs_repair, plan_flush, still_owed, tiers_owed
@@ -18,8 +17,6 @@ from tierfall.policies.retention import (
 from tierfall.policies.throttle import least_share, plan_yield
 
 __all__ = [
-    "LazyTrial",
-    "choose_lazy",
     "forecast",
     "keeps_all_live",
     "lateness",

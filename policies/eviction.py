@@ -139,17 +139,6 @@ def reason_to_leave_memory(
     return None
 
 
-def _is_needed_by_a_copy(view: View, checkpoint: CheckpointView) -> bool:
-    """Return whether it is the newest live one, or pinned, on a tier whose copies are of no use without the images in
-    memory."""
-    for tier in view.tiers:
-        if tier.needs_memory and checkpoint.state(tier.name) is CopyState.COMMITTED:
-            there = [c.id for c in view.live if c.state(tier.name) is CopyState.COMMITTED]
-            if checkpoint.pinned or checkpoint.id == max(there, default=None):
-                return True
-    return False
-
-
 def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     """Return whether this image is one of the copies that peer memory counts on. The node that keeps the other copy may
     be the one that is lost.
@@ -158,10 +147,8 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of the newest one
     on too few nodes that may have been reported. None of them counts if another tier has the checkpoint, and survives
     that loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are
-    lost does not count. Parity counts on all images.
+    lost does not count.
     """
-    if _is_needed_by_a_copy(view, checkpoint):
-        return True
     on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
     if not on_peers:
         return False

@@ -41,7 +41,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
     Peer memory is owed the newest one, whether a rule selects it or not, if no tier has it that survives the loss of a
     node: a restore continues from it. Excluded are tiers that have it, and tiers that would delete it at once in view
-    of those to come. Parity is made of new saves only. With ``in_order``, tiers with a newer checkpoint of the lineage
+    of those to come. With ``in_order``, tiers with a newer checkpoint of the lineage
     are excluded too: they had it once, or gave it up, unless their records name it as owed. In any other order a newer
     one proves nothing, and a copy that retention would keep is owed.
     """
@@ -50,7 +50,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     return tuple(
         name
         for name in _selected(view, checkpoint)
-        if not (checkpoint.readable_on(name) or view.tier(name).needs_memory)
+        if not checkpoint.readable_on(name)
         and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
         and (checkpoint.pinned or not _would_be_deleted(view, view.tier(name), checkpoint))
     )
@@ -73,7 +73,7 @@ def _selected(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 def needs_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
     """Return whether the damaged copy of a checkpoint on a tier is rewritten: another tier has it, and the tier's
     retention would keep it."""
-    if not checkpoint.live or view.tier(tier_name).needs_memory:
+    if not checkpoint.live:
         return False
     if not any(checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier_name):
         return False

@@ -1,17 +1,15 @@
-"""Which nodes keep copies, or the parity, of a node's images in their memory, and which losses of nodes these survive.
+"""Which nodes keep copies of a node's images in their memory, and which losses of nodes these survive.
 
 An image has ``copies`` + 1 holders: its own node and those that keep a copy. It is lost when all its holders are. The
 fewer different sets of holders there are, the fewer losses of several nodes cost something, so that nodes form groups
-whose members keep each other's images (Gemini, SOSP 2023). With parity, all nodes of a group keep a share of what
-rebuilds the images of any ``losses`` of them (SCR's XOR sets). Pure.
+whose members keep each other's images (Gemini, SOSP 2023). Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import comb, nextafter
 
@@ -35,15 +33,6 @@ class CopyPlacement:
     def copies(self) -> int:
         return len(self.holders[0]) - 1
 
-    @cached_property
-    def kept_by(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, the nodes whose images it keeps beside its own, ascending."""
-        kept: list[list[int]] = [[] for _ in self.holders]
-        for owner, holders in enumerate(self.holders):
-            for holder in holders[1:]:
-                kept[holder].append(owner)
-        return tuple(map(tuple, kept))
-
     @property
     def node_losses(self) -> NodeLosses:
         """The chances that what is saved by this placement survives; each is computed anew."""
@@ -51,7 +40,14 @@ class CopyPlacement:
         return NodeLosses(whole=self._chances(), copies=others._chances())
 
     def _chances(self) -> tuple[SurvivalChance, ...]:
-        return _chances(self.survival, certain=self.copies, nodes=len(self.holders))
+        """Return the chances of the loss of 1, 2 and so on nodes."""
+        found = []
+        for losses in range(1, min(self.copies + CHANCES_BEYOND, len(self.holders)) + 1):
+            probability, exact = self.survival(losses)
+            if losses > self.copies:  # a loss that is possible is never rounded away
+                probability = min(probability, nextafter(1.0, 0.0))
+            found.append(SurvivalChance(losses=losses, probability=probability, exact=exact))
+        return tuple(found)
 
     def survival(self, losses: int) -> tuple[float, bool]:
         """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
@@ -88,19 +84,6 @@ class CopyPlacement:
                 mask = sum(1 << bit for bit in lost)
                 found[count] += all(mask & held != held for held in sets)
         return tuple(found)
-
-
-def _chances(
-    survival: Callable[[int], tuple[float, bool]], *, certain: int, nodes: int
-) -> tuple[SurvivalChance, ...]:
-    """Return the chances of the loss of 1, 2 and so on nodes, of which any ``certain`` cost nothing."""
-    found = []
-    for losses in range(1, min(certain + CHANCES_BEYOND, nodes) + 1):
-        probability, exact = survival(losses)
-        if losses > certain:  # a loss that is possible is never rounded away
-            probability = min(probability, nextafter(1.0, 0.0))
-        found.append(SurvivalChance(losses=losses, probability=probability, exact=exact))
-    return tuple(found)
 
 
 def place_copies(domains: Sequence[str], copies: int) -> CopyPlacement:
@@ -187,84 +170,3 @@ def _product(one: Sequence[int], other: Sequence[int], degree_max: int) -> list[
         for j, b in enumerate(other[: len(result) - i]):
             result[i + j] += a * b
     return result
-
-
-# Parity -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ParityPlacement:
-    """``groups``: the nodes of each group, each of which survives ``losses`` of its nodes. ``crowded``: the groups that
-    do not survive the loss of one failure domain, since there are too few domains, or one is too large."""
-
-    groups: tuple[tuple[int, ...], ...]
-    losses: int
-    crowded: tuple[int, ...]
-
-    @property
-    def node_losses(self) -> NodeLosses:
-        """The chances that what is saved with this parity survives; without the images in memory it does not."""
-        nodes = sum(map(len, self.groups))
-        whole = _chances(self.survival, certain=self.losses, nodes=nodes)
-        gone = tuple(replace(chance, probability=0.0, exact=True) for chance in whole)
-        return NodeLosses(whole=whole, copies=gone)
-
-    def of(self, node: int) -> tuple[int, ...]:
-        """Return the group of a node."""
-        return next(group for group in self.groups if node in group)
-
-    @property
-    def documents(self) -> CopyPlacement:
-        """Who keeps copies of the documents of each node: as many members of its group, after it, as may be lost."""
-        holders: dict[int, tuple[int, ...]] = {}
-        for group in self.groups:
-            for at, node in enumerate(group):
-                steps = range(self.losses + 1)
-                holders[node] = tuple(group[(at + step) % len(group)] for step in steps)
-        return CopyPlacement(holders=tuple(holders[node] for node in sorted(holders)), crowded=())
-
-    def survival(self, losses: int) -> tuple[float, bool]:
-        """Return the probability that every image can be read or rebuilt after the loss of so many nodes, any with the
-        same chance; and whether that is exact, which it always is."""
-        nodes = sum(map(len, self.groups))
-        if losses <= self.losses:
-            return 1.0, True
-        if losses > self.losses * len(self.groups):
-            return 0.0, True
-        survived = [1] + [0] * losses  # losses that cost nothing, by their number
-        for group in self.groups:
-            ways = [comb(len(group), lost) for lost in range(self.losses + 1)]
-            survived = [
-                sum(way * survived[total - lost] for lost, way in enumerate(ways[: total + 1]))
-                for total in range(losses + 1)
-            ]
-        return survived[losses] / comb(nodes, losses), True
-
-
-def place_parity(domains: Sequence[str], group: int, losses: int) -> ParityPlacement:
-    """Divide the nodes into groups of ``group``, or more where that does not divide them: sizes differ by one at most.
-    ``domains`` has the failure domain of each node.
-
-    A group has as few nodes of one domain as any division allows: one, where no domain has more nodes than there are
-    groups. Raises ValueError where ``group`` is larger than the number of nodes, or ``losses`` is not between 1 and
-    ``group`` less one.
-    """
-    nodes = len(domains)
-    if not 1 <= losses < group:
-        raise ValueError(
-            f"parity for {losses} losses in groups of {group}; expected 1 to {group - 1} losses"
-        )
-    if group > nodes:
-        raise ValueError(
-            f"parity in groups of {group}, and {nodes} nodes; expected groups of {nodes} at most"
-        )
-    sizes = Counter(domains)
-    order = sorted(range(nodes), key=lambda node: (-sizes[domains[node]], domains[node], node))
-    count = nodes // group
-    groups = tuple(tuple(order[first::count]) for first in range(count))
-    crowded = tuple(
-        at
-        for at, members in enumerate(groups)
-        if max(Counter(domains[node] for node in members).values()) > losses
-    )
-    return ParityPlacement(groups=groups, losses=losses, crowded=crowded)

@@ -39,8 +39,8 @@ def reason_to_keep(
 
 
 def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
-    """Return the tiers whose owed copy has no other source. A copy that needs the images in memory is none."""
-    others = [t.name for t in view.tiers if t.name != tier.name and not t.needs_memory]
+    """Return the tiers whose owed copy has no other source."""
+    others = [t.name for t in view.tiers if t.name != tier.name]
     if any(checkpoint.readable_on(name) for name in others):
         return ()
     return tuple(t.name for t in view.tiers if t.name in checkpoint.owed)

@@ -443,6 +443,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
             r'capture.mode: "lzay" does not fit; .*did you mean "lazy"\?',
         ),
         (
+            config_of(capture={"mode": "auto"}),
+            'capture.mode: "auto" does not fit; expected one of lazy, blocking; leave mode out for lazy, the default',
+        ),
+        (
             config_of(capture={"verify": 1}),
             "capture.verify: 1 does not fit; expected one of sample, full, off",
         ),
@@ -477,18 +481,8 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (peer_of(copies="two"), 'copies: "two" does not fit; expected a whole number, 1 or more'),
         (peer_of(copies=1.5), "copies: 1.5 does not fit; expected a whole number, 1 or more"),
         (
-            peer_of(parity={"group": 2, "losses": 2}),
-            "parity: losses is not below group: the others rebuild what is lost",
-        ),
-        (peer_of(parity={"losses": 1}), r"parity.group: .*missing"),
-        (peer_of(parity={"group": 4}, copies=2), "copies and parity: parity is in place of copies"),
-        (
-            peer_of(parity={"group": 4}, retain={"last": 2}),
-            "parity and retain: the newest checkpoint is kept there",
-        ),
-        (
-            peer_of(parity={"group": 4}, compress={"codec": "zstd"}),
-            "parity and compress: an image is rebuilt from the others in memory",
+            peer_of(parity={"group": 4, "losses": 1}),
+            r"tiers\[1\].parity: unknown key of a peer tier; a peer tier keeps copies: write copies: N",
         ),
         (peer_of(spread=""), 'spread: "" is not a name|spread: .* is not a usable name'),
         (
@@ -563,6 +557,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         # What people call a tier
         (tier_of(kind="s3"), 'kind: "s3" does not fit; .*did you mean "object"'),
+        (
+            config_of(tiers="tiers://run/step-00000100"),
+            r"tiers\[1\].url: tiers://...: a checkpoint is not saved or loaded by a path; .*TierWriter",
+        ),
         (tier_of(kind="NVMe"), 'kind: "NVMe" does not fit; .*did you mean "file"'),
         (host_of(kind="ram"), 'kind: "ram" does not fit; .*did you mean "host"'),
         (config_of(tiers=["./c"]), r"tiers\[0\]: .* a mapping: \{name: disk, kind: file"),
@@ -979,7 +977,6 @@ def sections() -> dict[str, dict[str, Any]]:
             "FileTierConfig": "A file tier",
         },
         **{"ObjectTierConfig": "An object tier", "DeviceTierConfig": "A device tier"},
-        "ParitySection": "`parity`",
         "EventsSection": "`events`",
         "MetricsSection": "`metrics`",
     }
@@ -1018,9 +1015,8 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return host_of(**{key: value})
         case "A file tier":
             return tier_of(**{key: value})
-        case "A peer tier" | "`parity`":
-            parity = {"parity": {"group": 4, key: value}}
-            return peer_of(**(parity if heading == "`parity`" else {key: value}))
+        case "A peer tier":
+            return peer_of(**{key: value})
         case "An object tier":
             return config_of(tiers=[HOST, {**stored, key: value}])
         case "A device tier":

@@ -31,6 +31,7 @@ from tests.crafted_records import (
 )
 from tests.steps import blank, step_in
 from tierfall.core.format import documents
+from tierfall.core.image.layout import table_digest
 from tierfall.core.types.errors import RestoreError
 
 # Commit records and manifests ----------------------------------------------------------------------
@@ -236,8 +237,12 @@ def test_a_restore_into_a_state_reads_no_stranger_either(
 
     def transpose(header: Members) -> None:
         _tensor(header).update(shape=[200, 100])
-        layout = json.loads(header["__metadata__"]["tierfall"])  # without the table's digest
-        layout.pop("table")
+        layout = json.loads(header["__metadata__"]["tierfall"])
+        layout["table"] = table_digest(
+            (name, entry["dtype"], entry["shape"], *entry["data_offsets"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
         header["__metadata__"]["tierfall"] = json.dumps(layout)
 
     change_header(newest, transpose)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tierfall
+from tests.event_lines import last_events
 from tests.steps import state_of, step_in
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId
@@ -25,7 +26,7 @@ from tierfall.demo.process import Act, DemoError, Line, Trainer, kill_leftovers
 from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.training import SMALL, Training, train
-from tierfall.telemetry.event_log import LogTail, last_events
+from tierfall.telemetry.event_log import LogTail
 
 
 def step_line(step: int, loss: float) -> Line:

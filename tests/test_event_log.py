@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.event_lines import last_events
 from tests.steps import wait_until
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import event_log
-from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, last_events, older_half
+from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, older_half
 
 MAX_BYTES = 64 << 10
 

@@ -18,13 +18,11 @@ from tests.rank_kit import config_of, save_on_ranks
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
-from tierfall.core.format.commit_files import without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.tensor_index import store as index_store
-from tierfall.core.tensor_index import store as reading
 from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import open_index
+from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -289,30 +287,6 @@ def test_a_copy_has_one(tmp_path: Path, cli: Cli) -> None:
 # Reading it ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["good", "missing", "short", "flipped", "unnamed"])
-def test_readers_take_it_or_the_manifests(
-    config: Config,
-    tmp_path: Path,
-    how: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    save_on_ranks(config, 2, [1], state)
-    commit = commit_of(config, "shared", 1)
-    if how == "unnamed":
-        commit = without_index(commit)
-    elif how != "good":
-        damage(folder(tmp_path, 1) / "index.zst", how)
-    made: list[int] = []
-    real = reading.build_index
-    monkeypatch.setattr(reading, "build_index", lambda *words: (made.append(1), real(*words))[1])
-    with RunReader(config) as reader:
-        index = open_index(reader.stores["shared"], commit)
-    assert [block.rank for block in index.find("w")[0].blocks] == [0, 1]
-    assert len(made) == (how != "good")
-    assert ("the manifests are read instead" in caplog.text) == (how not in ("good", "unnamed"))
-
-
 def test_a_manifest_that_is_another_makes_no_index(config: Config, tmp_path: Path) -> None:
     save_on_ranks(config, 2, [1, 2], state)
     manifest = "rank-00001-of-00002.json"
@@ -321,4 +295,4 @@ def test_a_manifest_that_is_another_makes_no_index(config: Config, tmp_path: Pat
     with RunReader(config) as reader:
         store = reader.stores["shared"]
         with pytest.raises(tierfall.errors.IntegrityError, match="not the manifest"):
-            open_index(store, store.read_commit(ONE))
+            build_index(store, store.read_commit(ONE))

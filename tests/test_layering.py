@@ -28,7 +28,6 @@ FOLDERS = (
     "tierfall.core.state",
     "tierfall.backends.posix",
     "tierfall.backends.wrappers",
-    "tierfall.backends.parity",
     "tierfall.backends.peer",
     "tierfall.backends.s3",
     "tierfall.backends.fsspec",
@@ -60,7 +59,6 @@ FOLDERS = (
     "tierfall.run",
     "tierfall.export",
     "tierfall.integrations.dcp",
-    "tierfall.integrations.path",
     "tierfall.integrations",
     "tierfall.integrations.lightning",
     "tierfall.imports",
@@ -88,7 +86,6 @@ MAY_USE_PRIVATE = {
 Checkpointer. Lightning, accelerate and pickle have no public names for these; that of torch warns."""
 
 MAY_IMPORT_THE_PACKAGE = (
-    "tierfall.integrations.path",
     "tierfall.integrations",
     "tierfall.integrations.lightning",
     "tierfall.demo",

@@ -189,6 +189,12 @@ def test_a_path_that_leads_to_no_checkpoint_says_what_was_expected(
         tierfall.load(tmp_path / path)
 
 
+@pytest.mark.parametrize("path", ["tiers://run/step-00000003", "tiers://run.yaml"])
+def test_a_path_of_a_step_is_answered_with_what_loads_one(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"not saved or loaded by a path; .*TierReader"):
+        tierfall.load(path)
+
+
 @pytest.mark.parametrize("place", ["sc/step-00000003-a0001", "run/step-00000009-a0001", "my copy"])
 def test_a_copied_step_says_where_it_belongs_and_loads_there(
     place: str, config: dict[str, Any], tmp_path: Path

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tierfall.backends.open import refuse_step_path
 from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage
@@ -138,6 +139,7 @@ def load(
     )
     check_device(map_location)
     if isinstance(config_or_path, str | os.PathLike):
+        refuse_step_path(os.fspath(config_or_path))
         path = Path(config_or_path).expanduser()
         if (pointer := find_pointer(path)) is not None:
             return _load_pointer(path, pointer, request, plan)

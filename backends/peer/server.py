@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tierfall.backends.parity.store import ParityStore
 from tierfall.backends.peer.kept import MappedWriter
 from tierfall.backends.peer.wire import (
     BUFFER_BYTES,
@@ -65,7 +64,6 @@ class PeerServer:
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
     and ``close`` closes it. ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
-    ``parity`` keeps the parity of this node's group, if it has one; the caller closes it after the server.
     """
 
     def __init__(
@@ -76,9 +74,7 @@ class PeerServer:
         storage: Callable[[str], Backend],
         listener: socket.socket,
         idle_s: float = 60.0,
-        parity: ParityStore | None = None,
     ) -> None:
-        self._parity = parity
         self._secret = secret
         self._run = run
         self._storage = storage
@@ -178,7 +174,7 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            talk = _RequestHandler(connection, own, self._lock, self._parity, idle_s=self._idle_s)
+            talk = _RequestHandler(connection, own, self._lock, idle_s=self._idle_s)
             talk.run()
         finally:
             self._leave(sender, session)
@@ -211,14 +207,12 @@ class _RequestHandler:
         connection: Connection,
         session: _Session,
         lock: threading.Lock,
-        parity: ParityStore | None,
         *,
         idle_s: float,
     ) -> None:
         self._connection = connection
         self._session = session
         self._lock = lock
-        self._parity = parity
         self._idle_s = idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._listing: tuple[str, str, Iterator[StoredObject]] | None = None
@@ -232,7 +226,6 @@ class _RequestHandler:
             "delete": self._delete,
             "delete_some": self._delete_some,
             "discard": self._discard,
-            **({} if parity is None else parity.operations),
         }
 
     def run(self) -> None:
@@ -252,8 +245,6 @@ class _RequestHandler:
         operation = head.get("do")
         if operation == "write":
             return self._write(head, length), None
-        if operation == "parity_fold":
-            return self._fold(head, length), None
         if length:
             raise WireError(f"{operation!r} comes with bytes")
         if operation == "read":
@@ -305,15 +296,6 @@ class _RequestHandler:
         failure = self._connection.take(length, self._buffer, use)
         if failure is not None:
             raise failure
-        return {"value": None}
-
-    def _fold(self, head: Head, length: int) -> Head:
-        """Add a block to parity. It is added whole, after its digest was compared: it could not be taken out again."""
-        if self._parity is None or length > BUFFER_BYTES:
-            raise WireError(f"a block of parity of {length} bytes")
-        block = self._buffer[:length]
-        self._connection.fill(block)
-        self._parity.fold(head, block)
         return {"value": None}
 
     def _publish(self, head: Head) -> None:

@@ -38,8 +38,8 @@ sooner. An image that no barrier has passed is sealed then."""
 
 
 class Capturer:
-    """Captures one snapshot after another. Only the training thread calls ``begin`` and the waits; any thread may call
-    ``begin_unchanging``. ``checked``: images are compared with the state at save."""
+    """Captures one snapshot after another. Only the training thread calls ``begin`` and the waits. ``checked``: images
+    are compared with the state at save."""
 
     def __init__(
         self,
@@ -96,10 +96,6 @@ class Capturer:
             self._queue.put(snapshot)
         if not lazy:
             self.wait_copied(self._max_wait_s)
-
-    def begin_unchanging(self, snapshot: Snapshot) -> None:
-        """Start the capture of sources in host memory that never change: no barrier waits for it."""
-        self._queue.put(snapshot)
 
     def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         """Give up a snapshot whose save failed after it was announced, unless it is already complete."""

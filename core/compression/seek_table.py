@@ -15,8 +15,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierfall.core.types.errors import IntegrityError
-
 FRAMES_MAX = 0x8000000
 FOOTER_BYTES = 9
 
@@ -55,30 +53,3 @@ def write_table(lengths: Sequence[FrameLength]) -> bytes:
             _FOOTER.pack(len(lengths), 0, _SEEKABLE_MAGIC),
         )
     )
-
-
-def read_footer(footer: bytes, *, stored_bytes: int, what: str) -> int:
-    """Size of the table, from the last ``FOOTER_BYTES`` bytes of a file of ``stored_bytes``."""
-    if len(footer) != FOOTER_BYTES:
-        raise IntegrityError(f"{what}: too short for a seek table")
-    frames, descriptor, magic = _FOOTER.unpack(footer)
-    if magic != _SEEKABLE_MAGIC or descriptor or frames > FRAMES_MAX:
-        raise IntegrityError(f"{what}: does not end in a seek table that tierfall writes")
-    if table_bytes(frames) > stored_bytes:
-        raise IntegrityError(f"{what}: its seek table is longer than the file")
-    return table_bytes(frames)
-
-
-def read_table(data: bytes, *, stored_bytes: int, what: str) -> tuple[FrameLength, ...]:
-    """Parse the table from the last bytes of a file of ``stored_bytes``, which frames and table fill completely."""
-    length = read_footer(data[-FOOTER_BYTES:], stored_bytes=stored_bytes, what=what)
-    if len(data) != length or _HEADER.unpack_from(data) != (
-        _SKIPPABLE_MAGIC,
-        length - _HEADER.size,
-    ):
-        raise IntegrityError(f"{what}: its seek table is damaged or cut short")
-    entries = data[_HEADER.size : -FOOTER_BYTES]
-    table = tuple(map(FrameLength._make, struct.iter_unpack("<II", entries)))
-    if sum(entry.packed for entry in table) + length != stored_bytes:
-        raise IntegrityError(f"{what}: the frames of its seek table do not fill the file")
-    return table

@@ -1,7 +1,7 @@
 """Manifest, commit record, attempt record and mark, and how each is parsed from untrusted bytes.
 
 Each is a document (``documents``). Parsing checks every member's type and range. A wrong member is damage
-(IntegrityError), and so is a missing one, but for those that older versions did not write.
+(IntegrityError), and so is a missing one, but for those that are written only if there is something to say.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
 
 
 def _owed(reader: JsonFields, what: str) -> tuple[CheckpointId, ...]:
-    found = reader.list_of("owed", dict) if reader.has("owed") else []  # absent in older records
+    found = reader.list_of("owed", dict) if reader.has("owed") else []
     return tuple(_checkpoint(JsonFields(each, f"{what}: owed")) for each in found)
 
 

@@ -81,8 +81,8 @@ class StoredTensor:
 class ImageHeader:
     """The content of an image. ``tensors`` are in image order; the tree's positions are indices into them.
 
-    ``types`` are the classes of optimizers and other objects, by name; None in an image of a version that recorded
-    neither types nor strides. ``merged``: the header was merged from those of several ranks, and its tensors are whole.
+    ``types`` are the classes of optimizers and other objects, by name. ``merged``: the header was merged from those of
+    several ranks, and its tensors are whole.
     ``complete``: each tensor of the rank's state is in the tree as one block; otherwise, only the headers of all ranks
     together describe the state.
     """
@@ -93,7 +93,7 @@ class ImageHeader:
     tensors: tuple[StoredTensor, ...]
     tree: MapNode = field(repr=False)
     values: tuple[Coded, ...] = field(repr=False)
-    types: Mapping[str, str] | None = field(default=None, repr=False)
+    types: Mapping[str, str] = field(default_factory=dict, repr=False)
     merged: bool = False
     complete: bool = True
 
@@ -136,7 +136,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
-    if static.get("table") not in (None, _digest_of(table)):
+    if static.get("table") != _digest_of(table):
         raise ValueError(
             "its tensors are not those that tierfall wrote: another program has changed the file. Write it without its "
             "metadata, and import it: the tensors come by name"
@@ -145,8 +145,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         tensors += _written_by_others(_list(static, ELSEWHERE), tensors, image_bytes - data_start)
     if "sharded" in static:
         tensors = _with_pieces(tensors, _list(static, "sharded"))
-    if "strides" in static:
-        tensors = _with_strides(tensors, _list(static, "strides"))
+    tensors = _with_strides(tensors, _list(static, "strides"))
     values = _parse(_text(metadata, VALUES_MEMBER))
     if not isinstance(values, list):
         raise ValueError(f"{VALUES_MEMBER} is not a list")
@@ -314,11 +313,8 @@ def _tensor_at(position: Any, list_name: str, tensors: list[StoredTensor]) -> St
     return tensors[position]
 
 
-def _types(static: dict[str, Any]) -> dict[str, str] | None:
-    types = static.get("types")
-    if types is None:
-        return None
-    found = _object(types, "types")
+def _types(static: dict[str, Any]) -> dict[str, str]:
+    found = _object(static.get("types"), "types")
     if not all(isinstance(name, str) for name in found.values()):
         raise ValueError("a class name in types is not a string")
     return found

@@ -131,12 +131,10 @@ class _Merger:
         )
         return MergedHeader(header=header, blocks=tuple(blocks), replicas=replicas)
 
-    def _types(self) -> dict[str, str] | None:
-        """The classes of all ranks' objects; None if a rank's image does not record them."""
+    def _types(self) -> dict[str, str]:
+        """The classes of all ranks' objects."""
         found: dict[str, str] = {}
         for header in self._headers.values():
-            if header.types is None:
-                return None
             found = {**header.types, **found}
         return found
 

@@ -140,10 +140,10 @@ def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Select
                 f"{_nearest(pattern, both)}"
             )
     for name in choices.retype:
-        if header.types is not None and name not in header.types:
+        if name not in header.types:
             raise RestoreError(
                 f"restore: retype={name!r} names no optimizer or object of {header.what}; it has "
-                f"{', '.join(sorted(header.types or {})) or 'none'}"
+                f"{', '.join(sorted(header.types)) or 'none'}"
             )
     return Selection(choices.only, choices.skip)
 
@@ -248,9 +248,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
             f"restore: rename={{{old!r}: {rules[old]!r}}}: {old!r} is part of a plain value, or of an object's state, "
             "which is restored as a whole; rename that, or change the key after the restore"
         )
-    types = header.types
-    if types is not None:
-        types = {renaming.name(name): kind for name, kind in types.items()}
+    types = {renaming.name(name): kind for name, kind in header.types.items()}
     return replace(header, tree=tree, types=types)
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import (
     TENSORS,
     CodecNode,
@@ -102,7 +101,6 @@ def plan_fill(
         raise RestoreError(
             f"restore: state is {with_article(type(state).__name__)}; expected a mapping"
         )
-    refuse_files(header, doing="restore")
     choices = choices or Choices()
     header = renamed(header, choices.rename)
     work = RestoreWork.begin(header, state, choices)
@@ -194,7 +192,7 @@ class _Filler:
 
     def _is_of_type(self, live: object, name: str) -> bool:
         """Return whether an object is of the class that was saved; report it where it is not."""
-        stored = (self.work.header.types or {}).get(name)
+        stored = self.work.header.types.get(name)
         if stored is None or stored == type_name(live) or name in self.work.choices.retype:
             return True
         self.report.refuses(

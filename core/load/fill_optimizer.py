@@ -413,14 +413,14 @@ class OptimizerFiller:
         """Return whether state was saved with the strides of its parameter, as optimizers create it.
 
         Fused optimizers iterate over both in memory order, so that such state gets the strides of the live parameter.
-        True also where the image lacks strides, or the parameter.
+        True also if the image lacks the parameter.
         """
         if not isinstance(node, TensorNode):
             return False
         stored = self._builder.header.tensors[node.position]
         if stored.piece is not None:
             return False
-        if self._builder.header.types is None or parameter is None:
+        if parameter is None:
             return True
         return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
 from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
 from tierfall.core.load.choices import Choices, Selection, select
@@ -86,7 +85,6 @@ def plan_load(
     Allocates every tensor. A value whose class or codec is not there becomes an ``UnknownValue``, which is logged.
     Raises RestoreError where a tensor is only a block and ``whole`` is set: the images of all ranks have to be merged.
     """
-    refuse_files(header, doing="load")
     device = CPU if map_location is None else torch.device(map_location)
     tree = header.tree
     if choices is not None and choices.only is not None:

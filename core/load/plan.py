@@ -195,7 +195,7 @@ class RestoreWork:
                 return stored.dtype, stored.whole_shape
             case ValueNode() | CodecNode():
                 return None
-        return (self.header.types or {}).get(name, leaf)
+        return self.header.types.get(name, leaf)
 
 
 def _live_content(part: Any) -> object:

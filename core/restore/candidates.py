@@ -6,18 +6,14 @@ That no tier holds a checkpoint is reported only when every tier answered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE, OpenImage, ShardReader, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.raw_files import are_files, refuse_files
-from tierfall.core.restore.reshard import MakePlan, RestorePlan
 from tierfall.core.types.errors import RestoreError, TierfallError
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -173,57 +169,3 @@ def _deleted_by(request: RestoreRequest, before: Sequence[Listing], now: Sequenc
     if new := there - was:
         return f"the rules of its trainer (retain, evict), which has committed {max(new)} since"
     return "the rules of its trainer (retain, evict), or a person ('tierfall rm', 'tierfall prune')"
-
-
-def states_only(
-    make_plan: MakePlan,
-    candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[Listing],
-    request: RestoreRequest,
-    open_image: OpenImage,
-    shard: Shard,
-) -> MakePlan:
-    """Return a ``make_plan`` that raises RestoreError for a checkpoint that was saved by path. The error names the step
-    to restore instead."""
-
-    def instead() -> str:
-        return step_instead(candidates, listings, request, open_image, shard)
-
-    def plan(header: ImageHeader) -> RestorePlan:
-        refuse_files(header, doing=request.operation, instead=instead)
-        return make_plan(header)
-
-    return plan
-
-
-def step_instead(
-    candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[Listing],
-    request: RestoreRequest,
-    open_image: OpenImage,
-    shard: Shard,
-) -> str:
-    """Return, for an error message, the newest of ``candidates`` that holds a state, as far as this rank, ``shard``,
-    can read them; empty where there is none."""
-    for checkpoint in candidates:
-        tiers = [x.tier for x in listings if x.tier in checkpoint.copies]
-        read = [tier for tier in tiers if request.tier in (None, tier)]
-        header = _header(checkpoint, read, open_image, shard)
-        if header is not None and not are_files(header):
-            return f"; the newest step that holds a state is {checkpoint.id}: name it by step={checkpoint.id.step}"
-    return ""
-
-
-def _header(
-    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage, shard: Shard
-) -> ImageHeader | None:
-    """Read the header of one rank's image: each of them tells whether the checkpoint is a state."""
-    saved = shard.world_size if checkpoint.commit is None else checkpoint.commit.world_size
-    one = shard if saved == shard.world_size else Shard(0, saved)
-    tally = ReadTally()
-    try:
-        images, manifest = find_images(checkpoint, tiers, open_image, one, tally)
-        with ShardReader(images, manifest, tally, None, 1) as job:
-            return job.read_header()
-    except PASSABLE:
-        return None

@@ -21,9 +21,7 @@ from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
-    BackendError,
     IntegrityError,
-    NotSupportedError,
     TierfallError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
@@ -49,17 +47,6 @@ class IndexedStore(IndexStore, Protocol):
     """A stored tier that an index can be written to."""
 
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
-
-
-def open_index(store: IndexStore, commit: Commit) -> Index:
-    """The index of a checkpoint that is committed on a tier: the one that its record names or, if that is missing or
-    damaged, one built from the manifests. Raises as ``build_index`` does."""
-    if commit.file(keys.INDEX_NAME) is not None:
-        try:
-            return read_named_index(store, commit)
-        except (BackendError, IntegrityError, NotSupportedError) as error:
-            logger.warning("%s; the manifests are read instead", error)
-    return read_index(build_index(store, commit), what=_what(store, commit))
 
 
 def read_named_index(store: IndexStore, commit: Commit) -> Index:

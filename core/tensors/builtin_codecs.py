@@ -125,7 +125,7 @@ def not_found(name: str, what: str) -> str:
     """Return why a class is not found, which should be ``what``, and what to do."""
     title = class_title(name)
     module, _, script = f"{name}::".split(":")[:3]
-    if not script and module in _MAINS:  # of an earlier version, which did not note the script
+    if not script and module in _MAINS:  # of a notebook
         return f"{title} is not there as {what}: import the class into the script that runs"
     return f"{title} is not there as {what}: import {script or module} first; for a command, name it in plugins"
 

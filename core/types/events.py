@@ -229,30 +229,6 @@ class EventsLost(Event):
     count: int
 
 
-KINDS: tuple[type[Event], ...] = (
-    Opened,
-    SaveBegun,
-    Captured,
-    SaveEnded,
-    FlushBegun,
-    FlushDone,
-    FlushStalled,
-    FlushFailed,
-    FlushGivenUp,
-    SetAside,
-    Committed,
-    Evicted,
-    Dropped,
-    DropFailed,
-    TierFailing,
-    TierRecovered,
-    StateRestored,
-    OperationFailed,
-    EventsLost,
-    Closed,
-)
-"""All kinds, in the order of ``docs/event-log.md``."""
-
 Notify = Callable[[Event], None]
 """Called with each event, on the thread that emits it; must neither block nor raise."""
 
@@ -282,12 +258,6 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 found[each.name] = value
     del found["at_s"]
     return found
-
-
-def member_names(kind: type[Event]) -> tuple[str, ...]:
-    """Names of the members that ``event_to_json`` writes for a kind, without ``kind``."""
-    own = (each.name for each in fields(kind) if each.name != "at_s")
-    return tuple(n for name in own for n in (("step", "attempt") if name == "id" else (name,)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -151,10 +151,6 @@ def is_damage_mark(name: str) -> bool:
     return _DAMAGE_MARK.match(name) is not None
 
 
-def tag_mark(tag: str) -> str:
-    return f"tag-{tag}"
-
-
 def is_tierfall_name(name: str) -> bool:
     """Whether tierfall writes a file of this name, relative to a step folder."""
     folder, slash, leaf = name.rpartition("/")

@@ -135,7 +135,6 @@ class CaptureMode(StrEnum):
 
     LAZY = "lazy"
     BLOCKING = "blocking"
-    AUTO = "auto"
 
 
 class Verify(StrEnum):

@@ -28,8 +28,7 @@ class TierRules:
     ``when_full`` applies where images that wait for this tier fill the tiers above (None: that of the host tier, whose
     default is to wait); ``max_wait_s`` bounds how long a save waits for it (None: the default bound).
     ``yields``: writes slow down when training's steps take longer. ``bandwidth_share`` is the fraction of the tier's
-    measured rate to write at (None: all of it). ``needs_memory``: copies there are of no use without the images in
-    memory that they were made of.
+    measured rate to write at (None: all of it).
     """
 
     name: str
@@ -47,7 +46,6 @@ class TierRules:
     max_wait_s: float | None = None
     yields: bool = False
     bandwidth_share: float | None = None
-    needs_memory: bool = False
 
     @property
     def in_order(self) -> bool:

@@ -207,22 +207,6 @@ def test_check_counts_every_copy_of_peer_memory(config: dict[str, Any], tmp_path
     assert forecast["copy_s"] == 2 * 1024 / 16
 
 
-def test_check_counts_the_share_of_parity(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    host, peers, disk = config["tiers"]
-    host = {**host, "capacity": "8GiB"}
-    peers = {**peers, "parity": {"group": 6, "losses": 2}, "bandwidth": "16MiB/s"}
-    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
-    too_few = cli(*FORECAST, "--nodes", "5").out.splitlines()
-    assert (
-        "peers: left out, with 5 nodes and parity.group: 6; --nodes has how many train" in too_few
-    )
-    found = cli.json(*FORECAST, "--nodes", "6")["forecast"]
-    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
-    assert found["peer_memory"]["sent_bytes"] == 2 << 30
-    assert found["peer_memory"]["kept_bytes_max"] == forecast["bytes_max"] // 2
-
-
 @pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])
 def test_a_command_names_who_may_change_what_is_kept_for_others(
     kept: tuple[Cli, Path], command: str

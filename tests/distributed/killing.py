@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierfall.backends.peer.backend import PeerBackend, PeerWriter
-from tierfall.backends.peer.parity import ParityWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.session.opened_tiers import OpenedTiers
@@ -60,7 +59,6 @@ PEER_POINTS = {
     "seal": POINTS["seal"],
     "sealed": POINTS["sealed"],
     "transfer": Point(PeerWriter, "write", of=_is_of_checkpoint),
-    "parity transfer": Point(ParityWriter, "write"),
     "request": Point(PeerBackend, "request"),
     "published": POINTS["published"],
     "documents": Point(StoredTier, "write_manifest", after=True, of=_is_peers),

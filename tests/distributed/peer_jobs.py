@@ -1,4 +1,4 @@
-"""What tests of copies and of parity in peer memory share: a job of four nodes that is killed, and started again."""
+"""What tests of peer memory share: a job of four nodes that is killed, and started again."""
 
 from __future__ import annotations
 
@@ -37,21 +37,16 @@ def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
     return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
 
 
-def invoked(folder: Path, *words: str, node: int = 0, **peers: Any) -> Any:
-    """Call a command on a node."""
+def shown(folder: Path, *words: str, node: int = 0) -> str:
+    """Call a command on a node; return what it prints."""
     tiers = [
         {"name": "host", "kind": "host", "folder": str(folder / f"memory-{node}")},
-        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{node}"), **peers},
+        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{node}")},
         {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
     ]
     (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))
     command, *rest = words
-    return CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
-
-
-def shown(folder: Path, *words: str, node: int = 0, **peers: Any) -> str:
-    """What a command prints on a node."""
-    answer = invoked(folder, *words, node=node, **peers)
+    answer = CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
     assert answer.exit_code == 0, answer.output
     return str(answer.stdout)
 

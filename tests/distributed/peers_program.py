@@ -19,13 +19,9 @@ import tierfall
 from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
-from tierfall.backends.peer.parity import ParityWriter
 from tierfall.backends.toolkit.base import WriterBase
 from tierfall.errors import FlushError
 from tierfall.setup import peers
-
-BLOCK_BYTES = 4 << 10
-"""Of parity: so small that an image has blocks in many stripes."""
 
 
 def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
@@ -34,7 +30,6 @@ def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def _config(folder: str, **changes: Any) -> dict[str, Any]:
-    peers.BLOCK_BYTES = BLOCK_BYTES
     root = Path(folder)
     peer = changes.pop("peers", {})
     if "domains" in peer:
@@ -94,7 +89,7 @@ def train(
             time.sleep(600)
         publish(writer)
 
-    PeerWriter.publish = ParityWriter.publish = stick  # type: ignore[method-assign, assignment]
+    PeerWriter.publish = stick  # type: ignore[method-assign, assignment]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.restore(make_state(0))
         first = ckpt.statistics().peer_survival
@@ -187,11 +182,10 @@ def bring_back(
     call: int = 1,
     victims: Sequence[int] = (),
     late: bool = False,
-    saves: bool = False,
     **changes: Any,
 ) -> None:
-    """Restore, and wait until peer memory has that checkpoint on all nodes again, or with ``saves`` the next one; that
-    is noted. The ``victims`` are killed at a point of this start, ``late``: of the restore; else wait to be killed."""
+    """Restore, and wait until peer memory has that checkpoint on all nodes again, which is noted. The ``victims``
+    are killed at a point of this start, ``late``: of the restore; else wait to be killed."""
     dist.init_process_group("gloo")
 
     def arm() -> None:
@@ -207,13 +201,8 @@ def bring_back(
         restored = ckpt.restore(state)
         assert restored is not None
         assert same(state, make_state(restored.step))
-        if saves:
-            handle = ckpt.save(restored.step + 1, make_state(restored.step + 1))
-            ckpt.wait_captured()
-            handle.wait("peers", 30)
-        else:
-            wait_until(lambda: has_again(ckpt, restored.step))
-        note(folder, restored.step + saves, "again")
+        wait_until(lambda: has_again(ckpt, restored.step))
+        note(folder, restored.step, "again")
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
 
@@ -268,8 +257,7 @@ def note(folder: str, step: int, name: str = "durable") -> None:
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""
-    own = ParityWriter if "parity" in changes.get("peers", {}) else PeerWriter
-    write: Any = own.write
+    write: Any = PeerWriter.write
     sending, behind = Path(folder, "sending"), Path(folder, "behind")
 
     def hold_up(writer: Any, offset: int, view: memoryview) -> None:
@@ -278,7 +266,7 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
             time.sleep(1.0)  # the other node is stopped meanwhile
         write(writer, offset, view)
 
-    own.write = hold_up  # type: ignore[method-assign]
+    PeerWriter.write = hold_up  # type: ignore[method-assign]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tierfall
 from tests.distributed.job import Job
 from tierfall.cli.app import app
-from tierfall.core.tensor_index.store import open_index
+from tierfall.core.tensor_index.store import read_named_index
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import RunReader
 
@@ -88,7 +88,7 @@ def test_the_index_has_the_blocks_of_fsdp_by_rank(
         store = reader.stores["pfs"]
         commit = store.read_commit(CheckpointId(2, 1))
         assert commit.file("index.zst") is not None
-        index = open_index(store, commit)
+        index = read_named_index(store, commit)
     (weight,) = index.find("model.0.weight")
     assert weight.shape == (26, 16)
     assert [(b.rank, b.offset, b.lengths) for b in weight.blocks] == [

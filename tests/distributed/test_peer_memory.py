@@ -178,40 +178,32 @@ def test_with_one_node_the_tier_is_left_out(make_job: Callable[..., Job], tmp_pa
     assert not (tmp_path / "peers-0").exists()
 
 
-@pytest.mark.parametrize(
-    "peers", [{}, pytest.param({"parity": {"group": 2, "losses": 1}}, marks=LONG)]
-)
 def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
-    make_job: Callable[..., Job], tmp_path: Path, peers: dict[str, Any]
+    make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make_job(2, [0, 1], program=PROGRAM)
-    job.start("train", steps=[1, 2], wait="pfs", pfs={"flush": {"every": 2}}, peers=peers)
+    job.start("train", steps=[1, 2], wait="pfs", pfs={"flush": {"every": 2}})
     job.wait_ready()
     job.kill()
     shutil.rmtree(tmp_path / "pfs")
     for node in (0, 1):
-        answer = shown(tmp_path, "forget", "pfs", node=node, **peers)
+        answer = shown(tmp_path, "forget", "pfs", node=node)
         assert "pfs is forgotten by peers, this machine" in answer
-    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume", peers=peers), step=2)
+    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=2)
 
 
-@pytest.mark.parametrize(
-    "peers", [{}, pytest.param({"parity": {"group": 3, "losses": 1}}, marks=LONG)]
-)
-def test_one_node_alone_does_not_begin_anew(
-    make_job: Callable[..., Job], tmp_path: Path, peers: dict[str, Any]
-) -> None:
+def test_one_node_alone_does_not_begin_anew(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """It has a part of the newest checkpoint: to begin anew would abandon that, and the other nodes may come back."""
     job = make_job(3, [0, 1, 2], program=PROGRAM)
-    job.start("train", steps=[1, 2], peers=peers).wait_ready()
+    job.start("train", steps=[1, 2]).wait_ready()
     job.kill()
-    (answer,) = make_job(1, [0], program=PROGRAM).run("finish", steps=[1, 2], peers=peers)
+    (answer,) = make_job(1, [0], program=PROGRAM).run("finish", steps=[1, 2])
     assert answer["error"] == "RestoreError", answer
     assert "Bring back the machines or tiers that hold the rest" in answer["text"]
     log = (tmp_path / "rank-0.log").read_text()
     assert "there is one node, so tier peers is only read" in log
     assert "a restart begins anew" not in log
-    answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume", peers=peers)
+    answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume")
     check_resumed(answers, step=2)
 
 

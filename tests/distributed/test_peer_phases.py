@@ -1,6 +1,6 @@
 """A node is lost in each phase of a job with peer memory, and all start again.
 
-What is promised, for ``copies: N`` or parity of N losses:
+What is promised, for ``copies: N``:
 
 * A step that any rank reported in peer memory is restored, or a newer one, after N nodes are lost at once: bit for bit,
   and with no byte read from storage.
@@ -31,15 +31,13 @@ ON_STORAGE = 2
 KEPT: dict[str, dict[str, Any]] = {
     "one copy": {"copies": 1},
     "two copies": {"copies": 2},
-    "parity": {"parity": {"group": 4, "losses": 1}},
 }
 HOLDERS = {
     "one copy": [{0, 2}, {1, 3}],
     "two copies": [{0, 1, 2}, {1, 2, 3}, {2, 3, 0}, {3, 0, 1}],
-    "parity": [{one, other} for one in NODES for other in NODES if one < other],
 }
 """Sets of nodes whose loss, of all in one, costs an image."""
-LOSSES = {"one copy": 1, "two copies": 2, "parity": 1}
+LOSSES = {"one copy": 1, "two copies": 2}
 
 SAVING = [
     "capture",
@@ -83,8 +81,7 @@ class Case:
 
     @property
     def point(self) -> str:
-        name = NAMES.get(self.phase, self.phase.removeprefix("top-up "))
-        return "parity transfer" if name == "transfer" and self.kept == "parity" else name
+        return NAMES.get(self.phase, self.phase.removeprefix("top-up "))
 
     @property
     def call(self) -> int:
@@ -92,7 +89,7 @@ class Case:
         return (
             self.random.randint(1, 40)
             if self.point == "request"
-            else 1 + ("transfer" in self.point)
+            else 1 + (self.point == "transfer")
         )
 
     @property
@@ -220,14 +217,13 @@ def bring_back(
     assert case.before is not None
     lose(folder, case.before)
     job = make_job(4, NODES, program=PROGRAM)
-    again = {"saves": case.kept == "parity", **given}
     if case.phase == "topped up":
-        job.start("bring_back", **again).wait_ready()
+        job.start("bring_back", **given).wait_ready()
     else:
         victims = NODES if case.phase.startswith("top-up") else [case.before]
         victims = [case.node] if case.phase == "restore" else victims
         at = {"point": case.point, "call": case.call, "victims": victims}
-        job.start("bring_back", late=case.phase == "restore", **at, **again)
+        job.start("bring_back", late=case.phase == "restore", **at, **given)
         assert job.wait_for_one() in victims, job.log(case.node)
         time.sleep(case.delay_s)
     job.kill()

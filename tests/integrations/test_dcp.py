@@ -375,38 +375,6 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(make_config: MakeConfig) -
     assert caught.match("have the same name 'a.b' in DCP")
 
 
-def test_a_step_of_dcps_own_files_is_refused_and_the_step_to_name_is_reported(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    state = {"w": torch.ones(1)}
-    with tierfall.open(make_config()) as ckpt:
-        dcp.save(state, checkpoint_id="tiers://run/step-00000001")
-        with pytest.raises(CheckpointException, match="has saved this step by path") as alone:
-            dcp.load(state, storage_reader=TierReader(ckpt))
-        assert "by step=" not in str(alone.value), "there is none to name"
-        for step in (2, 3):
-            writer = TierWriter(ckpt, step=step, until="disk")
-            dcp.save({"w": torch.tensor([float(step)])}, storage_writer=writer)
-        dcp.save(state, checkpoint_id="tiers://run/step-00000004")
-        dcp.save(state, checkpoint_id="tiers://run/step-00000005")
-        with pytest.raises(CheckpointException, match=_instead(5, 3)):
-            dcp.load(state, storage_reader=TierReader(ckpt))
-        with pytest.raises(CheckpointException, match="has saved this step by path") as named:
-            dcp.load(state, storage_reader=TierReader(ckpt, step=4))
-        assert "by step=" not in str(named.value), "a step was named"
-    _damage_header(tmp_path / "disk", 3)
-    with tierfall.open(make_config()) as ckpt:
-        with pytest.raises(CheckpointException, match=_instead(5, 2)):
-            dcp.load(state, storage_reader=TierReader(ckpt))
-        assert state["w"].item() == 1
-        dcp.load(state, storage_reader=TierReader(ckpt, step=2))
-        assert state["w"].item() == 2
-
-
-def _instead(newest: int, state: int) -> str:
-    return f"{newest}@1 of .* has saved this step by path.* a state is {state}@1: name it by step={state}"
-
-
 def test_what_is_opened_stays_on_its_tier_until_it_was_read(make_config: MakeConfig) -> None:
     """Between DCP's two calls other saves may go on, in threads of DCP's own."""
 

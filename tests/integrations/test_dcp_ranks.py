@@ -22,12 +22,11 @@ from tests.core.capture.lazy_help import Trainer
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
 from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
-from tests.test_path_saving import commit, write
 from tests.test_replicated_tensors import close_all, open_all
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensor_index.index import Index
-from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, opening
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -237,28 +236,6 @@ def test_replicas_that_save_divided_are_read_by_as_many_ranks_and_by_one(tmp_pat
     assert not common, "each is there once"
     with job(tmp_path, 1) as (one,):
         assert same(one.load(emptied(expected)), expected)
-
-
-@pytest.mark.parametrize("readers", [2, 1])
-def test_what_several_ranks_saved_by_path_is_refused_and_the_step_to_name_is_reported(
-    tmp_path: Path, readers: int
-) -> None:
-    state = {"w": torch.ones(5)}
-    with job(tmp_path, 2) as pair:
-        on(pair, lambda rank: rank.save({**state, "own": rank.number}, 1))
-        first, second = (open_run_of(rank.ckpt).by_path for rank in pair)
-        write(second, 2, "__1_0.distcp", b"of rank 1 alone")
-        commit(first, 2)
-    with job(tmp_path, readers) as ranks:
-        for answer in on(ranks, lambda rank: rank.load(emptied(state))):
-            assert isinstance(answer, CheckpointException)
-            assert "has saved this step by path" in str(answer)
-            assert "the newest step that holds a state is 1@1: name it by step=1" in str(answer)
-        for answer in on(ranks, lambda rank: rank.ckpt.restore(emptied(state))):
-            assert isinstance(answer, RestoreError)
-            assert "name it by step=1" in str(answer)
-        found = on(ranks, lambda rank: rank.load(emptied(state), step=1))
-        assert all(same(one, state) for one in found)
 
 
 def test_what_all_ranks_have_opened_stays_until_they_have_read_it(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     ## title of the case
     now SECONDS
     tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
-        [newest_first | scattered] [when_full=WORD] [parity]
+        [newest_first | scattered] [when_full=WORD]
     retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
     many-ranks
     read TIER=BYTES-PER-SECOND ...      how fast tiers were seen to be read
@@ -272,7 +272,6 @@ def _tier(words: list[str]) -> TierRules:
         within_s=float(options["within"]) if "within" in options else None,
         when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
         flush_order=next((FLUSH_ORDERS[word] for word in words if word in FLUSH_ORDERS), None),
-        needs_memory="parity" in words,
     )
 
 

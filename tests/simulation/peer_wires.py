@@ -79,7 +79,7 @@ class Wire:
         side = cast(Connection, SimpleNamespace(
             set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
         ))  # fmt: skip
-        self._handler = _RequestHandler(side, server.join(session), server.lock, None, idle_s=1.0)
+        self._handler = _RequestHandler(side, server.join(session), server.lock, idle_s=1.0)
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")
         self._answer: tuple[Head, memoryview | None] | None = None

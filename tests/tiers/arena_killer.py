@@ -23,6 +23,7 @@ from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import Shard
 from tierfall.tiers.arena import layout as layout
 from tierfall.tiers.arena.arena import Arena, Region
+from tierfall.tiers.arena.layout import SLOT_COUNT
 
 RUN = "killed"
 CAPACITY = 512 << 10
@@ -226,7 +227,7 @@ def identify(region: Region, seed: int, expected: Expected) -> int:
 def fill_the_rest(arena: Arena) -> None:
     """Whatever is free can be used, and using it changes no sealed image."""
     before = {region: region.image.tobytes() for region in arena.regions()}
-    while arena.largest_free_bytes and arena.free_slots:
+    while arena.largest_free_bytes and len(arena.regions()) < SLOT_COUNT:
         region = arena.allocate(image_bytes=arena.largest_free_bytes, records_bytes=0)
         assert region is not None
         region.image[:] = b"\xaa" * region.image_bytes

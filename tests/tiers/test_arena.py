@@ -54,7 +54,7 @@ def test_sealed_image_is_adopted_bit_for_bit_with_records_and_marks(path: Path) 
     assert found.image == image
     assert (found.manifest(), found.commit()) == (b"m" * 3000, b"c" * 2000)
     assert found.marks() == (b"pin", b"")
-    assert (found.shard, found.replica, found.sealed) == (SHARD, False, True)
+    assert (found.shard, found.sealed) == (SHARD, True)
     assert (again.shard, again.slot, again.run, again.path) == (SHARD, 0, RUN, path)
     assert again.damage == ()
     found.add_mark(b"unpin")
@@ -63,15 +63,15 @@ def test_sealed_image_is_adopted_bit_for_bit_with_records_and_marks(path: Path) 
     assert not path.exists()
 
 
-def test_region_of_another_rank_and_a_replica_keeps_its_names(path: Path) -> None:
+def test_region_of_another_rank_keeps_its_name(path: Path) -> None:
     arena = create(path)
-    region = arena.allocate(image_bytes=10, records_bytes=0, shard=Shard(7, 9), replica=True)
+    region = arena.allocate(image_bytes=10, records_bytes=0, shard=Shard(7, 9))
     assert region is not None
     region.seal(manifest=b"", commit=b"")
     arena.close(keep=True)
     again = Arena.attach(path, run=RUN)
     (found,) = again.regions()
-    assert (found.shard, found.replica) == (Shard(7, 9), True)
+    assert found.shard == Shard(7, 9)
     assert (found.manifest(), found.commit()) == (b"", b"")
     again.close(keep=False)
 
@@ -169,7 +169,6 @@ def test_table_of_slots_has_an_end(path: Path) -> None:
         region.seal(manifest=b"", commit=b"")
         regions.append(region)
     assert len(regions) == 63
-    assert arena.free_slots == 0
     assert arena.largest_free_bytes > PAGE
     arena.close(keep=True)
     again = Arena.attach(path, run=RUN)

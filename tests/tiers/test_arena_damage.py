@@ -147,7 +147,6 @@ def forge(path: Path, slot: int, **changes: Any) -> None:
     members: dict[str, Any] = {
         "rank": 0,
         "world_size": 1,
-        "replica": False,
         "offset": EXTENTS,
         "bytes": 2 * PAGE,
         "image_bytes": 100,
@@ -198,7 +197,6 @@ def test_the_forged_seal_is_believed_where_it_is_possible(path: Path) -> None:
         {"image_bytes": 1.5},
         {"rank": 1},
         {"world_size": 0},
-        {"replica": 1},
         {"manifest": None},
         {"manifest": record(EXTENTS, 8)},
         {"manifest": record(0, 8)},

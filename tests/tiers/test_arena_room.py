@@ -417,9 +417,6 @@ def test_default_capacity_follows_the_first_image_and_the_free_memory() -> None:
     assert room(1000 * MIB, None).default_capacity_bytes(
         image_bytes=400 * MIB, extent_bytes=401 * MIB
     ) == (500 * MIB)
-    assert plenty.default_capacity_bytes(
-        image_bytes=100 * MIB, extent_bytes=101 * MIB, ranks=4
-    ) == (125 * MIB)
 
 
 def test_default_capacity_that_holds_no_image_is_refused() -> None:

@@ -310,7 +310,7 @@ def report_day(
         answer.show("", NO_FORECAST)
         return
     peers = settings.peers
-    if peers is not None and load.nodes < peers.nodes_min:
+    if peers is not None and load.nodes <= peers.copies:
         settings = settings.without(peers.name)
     rates = _rates(settings, tiers)
     chain = SimulatedChain(
@@ -344,16 +344,14 @@ def _report_peers(
     found = next((each for each in made.tiers if each.name == tier.name), None)
     if found is None:
         few = f"{nodes} and copies: {tier.copies}" if tier.copies > 1 else nodes
-        if tier.parity is not None:
-            few = f"{nodes} and parity.group: {tier.parity.group}"
         answer.show(f"{tier.name}: left out, with {few}; --nodes has how many train")
         return
-    sent, kept = found.copy_bytes * tier.losses, tier.kept_bytes(found.bytes_max)
+    sent, kept = found.copy_bytes * tier.copies, found.bytes_max * tier.copies
     of_node = {"sent_bytes": sent, "kept_bytes_max": kept}
     answer.document["forecast"]["peer_memory"] = {"tier": tier.name, **of_node}
     answer.show(
         f"{tier.name}: each of {nodes} sends {format_size(sent)} of a checkpoint to "
-        f"{counted(tier.losses, 'other', 'others')} and receives as much, and keeps {format_size(kept)} at most in its "
+        f"{counted(tier.copies, 'other', 'others')} and receives as much, and keeps {format_size(kept)} at most in its "
         "memory"
     )
 

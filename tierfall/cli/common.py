@@ -77,7 +77,7 @@ _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Config:
     """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
     invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
-    return seen_by_one(load_settings_of_all(config, run, doing=doing), reads_images=False)
+    return seen_by_one(load_settings_of_all(config, run, doing=doing))
 
 
 def load_settings_if_any(

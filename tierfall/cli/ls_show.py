@@ -205,7 +205,7 @@ def _steps(
             head = [str(id), age, format_size(checkpoint.bytes)]
             values = checkpoint.metrics
             tail = [f"{values[name]:.6g}" if name in values else "" for name in shown]
-            tail.append(", ".join(_remarks(facts, checkpoint)))
+            tail.append(", ".join(_remarks(checkpoint)))
         rows.append((head, {tier: state(id, tier) for tier in tiers}, tail))
     return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
 
@@ -215,7 +215,7 @@ def _age(facts: RunFacts, checkpoint: KnownCheckpoint) -> str:
     return "" if age_s is None else format_duration(round(age_s))
 
 
-def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
+def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
         yield "pinned"
@@ -295,7 +295,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("size", format_size(checkpoint.bytes))
     if checkpoint.metrics:
         made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in checkpoint.metrics.items()))
-    if remarks := list(_remarks(facts, checkpoint)):
+    if remarks := list(_remarks(checkpoint)):
         made.add_row("remarks", ", ".join(remarks))
     if owed := facts.owed(checkpoint.id):
         made.add_row("still owed to", ", ".join(owed))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from signal import Signals
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
@@ -71,14 +72,16 @@ def show(value: object) -> str:
             return f"a value of type {type(value).__name__}"
 
 
-def choice(words: type[StrEnum]) -> BeforeValidator:
-    """Parse one word of a closed set."""
+def choice(
+    words: type[StrEnum], *, instead: Mapping[str, str] = MappingProxyType({})
+) -> BeforeValidator:
+    """Parse one word of a closed set. ``instead``: of words that are not of it, what to write in place of them."""
     expected = f"one of {', '.join(words)}"
 
     def read(value: object) -> object:
         if isinstance(value, str) and value in set(words):
             return words(value)
-        near = hint_at(value, words) if isinstance(value, str) else ""
+        near = instead.get(value) or hint_at(value, words) if isinstance(value, str) else ""
         raise value_error(
             f"{show(value)} does not fit; expected {expected}{near}", expected=expected
         )

@@ -53,6 +53,10 @@ _MAIN = {
 """The key that a value alone in place of a section stands for."""
 _NAMES = ("codec", "mode", "order")
 """Those whose value is a name; that of the others begins with a digit."""
+_REPLACED = {
+    "parity": "; a peer tier keeps copies: write copies: N in its place, and any N nodes may be lost",
+}
+"""Of keys that tierfall had once: what to write instead."""
 
 
 def hint_kind(word: str) -> str:
@@ -67,7 +71,12 @@ def hint_key(location: Place) -> str:
     """Return what is wrong with a key that its section does not have, and where it belongs."""
     model, key = _model_at(location[:-1]), str(location[-1])
     known = list(_fields(model))
-    near = _belongs(key, model) or hint_at(key, known) or f"; expected one of {', '.join(known)}"
+    near = (
+        _REPLACED.get(key)
+        or _belongs(key, model)
+        or hint_at(key, known)
+        or f"; expected one of {', '.join(known)}"
+    )
     kind = (
         f" of {with_article(str(location[2]))} tier"
         if len(location) == 4 and location[0] == "tiers"

@@ -229,7 +229,7 @@ class Config(Section):
     def peer_copies(self) -> dict[str, int]:
         """How many other nodes keep each image, by the tier that has them do so."""
         peers = self.peers
-        return {} if peers is None or peers.parity is not None else {peers.name: peers.copies}
+        return {} if peers is None else {peers.name: peers.copies}
 
     def without(self, name: str) -> Self:
         """Return a copy without the tier of this name."""

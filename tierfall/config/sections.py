@@ -79,13 +79,12 @@ class CaptureSection(Section):
 
     mode: Annotated[
         CaptureMode,
-        choice(CaptureMode),
+        choice(CaptureMode, instead={"auto": "; leave mode out for lazy, the default"}),
         any_word(CaptureMode),
     ] = Field(
         default=CaptureMode.LAZY,
         description="lazy: save returns at once, and the state is copied until the optimizer's next "
-        "step. blocking: save returns when the state is copied. auto: whichever costs this run less, "
-        "by measuring both.",
+        "step. blocking: save returns when the state is copied.",
         examples=["blocking"],
     )
     verify: Annotated[
@@ -196,31 +195,6 @@ class CompressSection(Section):
             raise value_error(
                 "a level without a codec; expected {codec: zstd, level: 3}, or no level",
                 expected="{codec: zstd, level: 3}",
-            )
-        return self
-
-
-class ParitySection(Section):
-    """Parity in place of copies: what rebuilds the images of lost nodes."""
-
-    group: Count = Field(
-        description="How many nodes keep the parity of each other's images. Nodes that are left over make groups "
-        "larger.",
-        examples=[8],
-    )
-    losses: Count = Field(
-        default=1,
-        description="How many nodes of a group may be lost: parity takes losses / (group - losses) of an image.",
-        examples=[2],
-    )
-
-    @model_validator(mode="after")
-    def _a_node_is_left(self) -> Self:
-        if self.losses >= self.group:
-            raise value_error(
-                "losses is not below group: the others rebuild what is lost; expected fewer losses, or a larger "
-                "group",
-                expected="losses below group, such as {group: 4, losses: 1}",
             )
         return self
 

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import yaml
 
+from tierfall.backends.open import refuse_step_path
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import hide_address
 
@@ -110,6 +111,7 @@ def _compose(text: str) -> tuple[yaml.Node | None, tuple[Problem, ...], object]:
 
 
 def _read_text(path: Path) -> str:
+    refuse_step_path(str(path))
     try:
         with path.open("rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)

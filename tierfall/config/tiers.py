@@ -32,10 +32,9 @@ from tierfall.config.sections import (
     CompressSection,
     FlushSection,
     OnClose,
-    ParitySection,
     Section,
 )
-from tierfall.core.types.values import Codec, Driver, TierKind, WhenFull
+from tierfall.core.types.values import Driver, TierKind, WhenFull
 from tierfall.tiers.arena.folder import default_folder
 
 PEER_FOLDER = ".peers"
@@ -244,12 +243,6 @@ class PeerTierConfig(FileTierConfig):
         description="How many other nodes keep each image. There must be more nodes than that.",
         examples=[2],
     )
-    parity: ParitySection | None = Field(
-        default=None,
-        description="Keep parity of the images in place of copies; absent: copies. The images in host memory are "
-        "needed for it: they are kept until a newer checkpoint is there.",
-        examples=[{"group": 4, "losses": 1}],
-    )
     spread: Name = Field(
         default=NODE_SPREAD,
         description="What no two copies of an image share, its own node's included. node: the node. Another word, such "
@@ -273,49 +266,10 @@ class PeerTierConfig(FileTierConfig):
     )
 
     @property
-    def losses(self) -> int:
-        """How many nodes may be lost, whichever they are; each byte of an image is sent to as many."""
-        return self.copies if self.parity is None else self.parity.losses
-
-    @property
-    def nodes_min(self) -> int:
-        """With fewer nodes it cannot be."""
-        return self.copies + 1 if self.parity is None else self.parity.group
-
-    def kept_bytes(self, saved: int) -> int:
-        """How much a node keeps for others where each node saves so many bytes."""
-        if self.parity is None:
-            return saved * self.copies
-        return saved * self.losses // (self.parity.group - self.losses)
-
-    @property
     def bandwidth_bytes_per_s(self) -> int | None:
         """The most of an image that may be sent per second: each byte is sent to every node that keeps a copy."""
         limit = super().bandwidth_bytes_per_s
-        return None if limit is None else max(1, limit // self.losses)
-
-    @model_validator(mode="after")
-    def _parity_is_of_raw_images(self) -> Self:
-        if self.parity is None:
-            return self
-        if "copies" in self.model_fields_set:
-            raise value_error(
-                "copies and parity: parity is in place of copies; remove one of them",
-                expected="copies or parity",
-            )
-        if self.retain != RetainSection(last=1):
-            raise value_error(
-                "parity and retain: the newest checkpoint is kept there, since the images in memory are needed, too; "
-                "remove retain",
-                expected="parity without retain",
-            )
-        if self.compress.codec is not Codec.NONE:
-            raise value_error(
-                "parity and compress: an image is rebuilt from the others in memory, which are not compressed; remove "
-                "compress",
-                expected="parity without compress",
-            )
-        return self
+        return None if limit is None else max(1, limit // self.copies)
 
 
 class ObjectTierConfig(StoredTierConfig):

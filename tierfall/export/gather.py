@@ -22,7 +22,6 @@ from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.restore.reshard_reads import plan_block_reads
@@ -227,8 +226,6 @@ def gather(
     parts = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
     images = RankImages(parts, commit.world_size)
     found = images.headers()
-    for header in found.values():
-        refuse_files(header, doing="export")
     headers, own = separate_per_rank(found, lambda rank, pairs: _differing(images, rank, pairs))
     of = f" of {commit.world_size} ranks" if commit.world_size > 1 else ""
     merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)

@@ -36,6 +36,7 @@ from tierfall.ops.commands import Progress, Watch, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
+from tierfall.run.restorer import log_abandoned
 
 _MODEL = "model"
 """The entry of the state that a bare state_dict becomes."""
@@ -171,7 +172,7 @@ def import_state(
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         check_step(run.session.listings, step, config.run, run.session.stores)  # by now
-        run.by_path.continue_from_newest(step)
+        _continue_from_newest(run, step)
         request = direct_write(run, step, metrics={}, tags=())
         # All tiers get it, whatever their flush rules are.
         request = replace(request, lineage=replace(request.lineage, at_end=True))
@@ -194,6 +195,27 @@ def import_state(
         left=tuple(name for name in names if copies.get(name) != "committed"),
         notes=_notes(read),
     )
+
+
+def _continue_from_newest(run: OpenRun, step: int) -> None:
+    """Continue the lineage of a run that has checkpoints from its newest live one. Raises StepError if it may have
+    some, and none was found."""
+    if run.lineage.begun:
+        return
+    live = [
+        known.commit
+        for known in run.session.known_by_all()
+        if known.commit is not None and not (known.abandoned or known.tombstoned)
+    ]
+    if not live:
+        run.lineage.check_begun(step)
+        return
+    commit, attempt = live[-1], run.lineage.attempt
+    id = commit.lineage.checkpoint
+    run.lineage.continue_from(commit, attempt)
+    log_abandoned(run.run, run.session.known(), id)
+    ledger = run.session.coordinator.ledger
+    run.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
 
 
 def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progress) -> None:

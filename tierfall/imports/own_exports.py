@@ -19,7 +19,6 @@ import torch
 from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
 from tierfall.core.image.layout import DATA_ALIGNMENT_BYTES, LENGTH_BYTES
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import MapNode, ValueNode
 from tierfall.core.load.choices import renamed
 from tierfall.core.state.view import StateView
@@ -93,7 +92,6 @@ def read_own_dcp(folder: Path, dcp: DcpFolder, entry: str | None) -> StateView |
 
 def _view(header: ImageHeader, data: torch.Tensor, find: Find, entry: str | None) -> StateView:
     """Return the state of an image whose tensors are in ``data``, or found; a single entry is named ``entry``."""
-    refuse_files(header, doing="import")
     places = _value(header, PLACES) or []
     tops = {k: node for k, node in header.tree.entries if k not in (PLACES, WRITTEN_WITH)}
     others = [position for position, t in enumerate(header.tensors) if t.written_by is not None]

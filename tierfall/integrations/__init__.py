@@ -1,15 +1,8 @@
-"""Integrations: tierfall as the storage of other checkpoint libraries.
-
-``path`` provides ``tiers://`` to any library that accepts an fsspec path. Importing this package registers it; fsspec
-also finds it as an entry point of the installed package. Adapters of training frameworks are named as the framework.
-"""
+"""Integrations: tierfall as the storage of other checkpoint libraries. Adapters of training frameworks are named as the
+framework."""
 
 import sys
 from typing import Any
-
-from fsspec import register_implementation  # type: ignore[import-untyped]
-
-register_implementation("tiers", "tierfall.integrations.path.TierFileSystem", clobber=True)
 
 
 def lightning_callbacks() -> list[Any]:

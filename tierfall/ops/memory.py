@@ -49,7 +49,7 @@ class HeldMemory:
         settings = load_config(self.file, run=self.run)
         if run_folder(settings, self.run) != self.folder:
             raise ConfigError(f"{self.file} has other tiers now")
-        return seen_by_one(settings, reads_images=False)
+        return seen_by_one(settings)
 
     def discard(self) -> None:
         """Free all of it, once another command that holds it has ended, within ``max_wait``. Raises LockError where a

@@ -217,9 +217,9 @@ def _folders_in(folder: Path) -> list[Path]:
 class RunReader:
     """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
-    def __init__(self, config: Config, *, run: str | None = None) -> None:
-        self.config = config = seen_by_one(config, reads_images=False)
-        self.run = run or config.run
+    def __init__(self, config: Config) -> None:
+        self.config = config = seen_by_one(config)
+        self.run = config.run
         folder = run_folder(config, self.run)
         self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
         self._calls = BoundedCalls()

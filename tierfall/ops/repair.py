@@ -29,7 +29,6 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.findings import NEWER
 from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import (
-    OnBytes,
     discard_unfinished,
     mark_of,
     open_source,
@@ -65,13 +64,10 @@ class Repairer:
         self,
         reader: RunReader,
         listings: Sequence[Listing],
-        on_bytes: OnBytes = lambda count: None,
     ) -> None:
-        """``on_bytes`` is called with each count of image bytes written."""
         self._reader = reader
         self._listings = listings
         self._known = {c.id: c for c in merge(listings)}
-        self._on_bytes = on_bytes
         self.repairs: list[RepairResult] = []
 
     # Copies ------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ class Repairer:
         )
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)
-        commit = write_files(store, limits, source, self._on_bytes)
+        commit = write_files(store, limits, source, lambda count: None)
         store.check_fence(attempt)
         # what this tier was owed then is only in its own record
         if copy.commit is not None:

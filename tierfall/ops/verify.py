@@ -49,10 +49,6 @@ class RunReport:
     unread: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
-    @property
-    def all_intact(self) -> bool:
-        return not self.findings and not self.unread
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyScope:

@@ -23,7 +23,6 @@ from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name
 
-logger = logging.getLogger("tierfall")
 LIST_EVERY_S = 10.0
 """How often tiers are listed where no trainer is alive: an object store charges for listings."""
 EVENTS_MAX = 10

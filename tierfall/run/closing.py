@@ -74,16 +74,15 @@ def agree_on_end(
     *,
     changed: str,
     failed: str,
-    by_path: bool,
     timeout_s: float,
 ) -> tuple[ClosingPlan, float]:
     """Return whether all ranks save the last step; and how many seconds to wait for the other ranks at each later
     meeting. Log what keeps the step from being saved, and flush it where it is saved.
 
-    The saves after the last that all ranks have begun are given up: no rank begins one any more. If a rank saves
-    ``by_path``, on a thread of its own, they are kept. ``changed`` is how the state differs from that of the last step,
-    ``failed`` how the training ended early; each is empty where that is not so. A rank whose training failed waits for
-    the others only until its copies are finished, which takes none of their training threads.
+    The saves after the last that all ranks have begun are given up: no rank begins one any more. ``changed`` is how the
+    state differs from that of the last step, ``failed`` how the training ended early; each is empty where that is not
+    so. A rank whose training failed waits for the others only until its copies are finished, which takes none of their
+    training threads.
     """
     copied, gone = _copied(session) if failed and session.ranks.many else (None, False)
     step = None if last is None else last.step
@@ -93,7 +92,7 @@ def agree_on_end(
         changed=changed,
         failed=failed,
         gone=gone,
-        reached=None if by_path else -1 if lineage.last_step is None else lineage.last_step,
+        reached=-1 if lineage.last_step is None else lineage.last_step,
     )
     try:
         decision = session.ranks.agree(
@@ -113,7 +112,7 @@ def agree_on_end(
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)
     coordinator, attempt = session.coordinator, lineage.attempt.number
-    if decision.plan is not ClosingPlan.SAVE and decision.reached is not None:
+    if decision.plan is not ClosingPlan.SAVE:
         reached = CheckpointId(decision.reached, attempt)
         session.call_soon(partial(coordinator.group.end_saves, reached))
     if step is not None and decision.plan is ClosingPlan.FLUSH:
@@ -137,36 +136,35 @@ def _copied(session: Session) -> tuple[InterruptibleEvent, bool]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStepReport(Message):
     """What one rank knows of the last step; see ``agree_on_end``. ``reached`` is the last step that it began to save,
-    or restored, -1 without one; None if it may begin to save another. A rank that is ``gone`` waits for no other."""
+    or restored, -1 without one. A rank that is ``gone`` waits for no other."""
 
     step: int | None
     saved: bool
     changed: str
     failed: str
     gone: bool = False
-    reached: int | None
+    reached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosingDecision(Message):
     """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank; ``gone``: one is gone.
-    ``reached`` is the lowest of all ranks; None if one may begin to save another step."""
+    ``reached`` is the lowest of all ranks."""
 
     plan: ClosingPlan = ClosingPlan.NOTHING
     reason: str = ""
     failed: bool = False
     gone: bool = False
-    reached: int | None = None
+    reached: int = -1
 
 
 def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
     """Return what follows from the reports of all ranks."""
-    reached = [report.reached for report in reports.values() if report.reached is not None]
     return replace(
         _decide_plan(reports),
         failed=any(report.failed for report in reports.values()),
         gone=any(report.gone for report in reports.values()),
-        reached=min(reached) if len(reached) == len(reports) else None,
+        reached=min(report.reached for report in reports.values()),
     )
 
 

@@ -21,7 +21,6 @@ from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.chunk_reader import FoundDamage
-from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.sampling.fingerprint import Fingerprint
@@ -31,9 +30,8 @@ from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, OnError, Verify
-from tierfall.run import announced_steps, by_path, closing, drain_on_signal, group_commands
+from tierfall.run import announced_steps, closing, drain_on_signal, group_commands
 from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.by_path import PathSaves
 from tierfall.run.cadence import cadence_of
 from tierfall.run.drain_on_signal import DrainOnSignal
 from tierfall.run.restorer import Restorer, log_abandoned
@@ -124,10 +122,7 @@ class OpenRun:
                 )
                 undo.callback(self.capturer.close, ABANDON_S)
                 self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)
-                self.by_path = PathSaves(
-                    config, self.session, self.saver, self.lineage, check=self.check_saving
-                )
-                listeners: dict[str | int, Listener] = {by_path.TOPIC: self.by_path.on_message}
+                listeners: dict[str | int, Listener] = {}
                 announced = None
                 if ranks.many:
                     announced = AnnouncedSteps(
@@ -170,7 +165,6 @@ class OpenRun:
         at_end: bool = False,
     ) -> SaveHandle:
         """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
-        check_no_files(state)
         omitted: list[str] = []
 
         def walk(cache: WalkCache) -> StateView:
@@ -359,7 +353,6 @@ class OpenRun:
             try:
                 failure = self._save_last(failed, left_s() / 2)
                 self._end_saves(left_s() / 2)
-                self.by_path.close(left_s())
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
@@ -416,7 +409,6 @@ class OpenRun:
             last,
             changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
             failed=failed,
-            by_path=self.by_path.is_used,
             timeout_s=min(timeout_s, self._meets_s),
         )
         if last is None or plan is not closing.ClosingPlan.SAVE:
@@ -430,11 +422,6 @@ class OpenRun:
 
 
 # The open runs of this process -----------------------------------------------------------------------
-
-
-def opened_runs() -> list[PathSaves]:
-    """Return, for each run that is open in this process, what saves to it by path."""
-    return [one.by_path for one in open_runs()]
 
 
 def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
@@ -488,8 +475,7 @@ def _check_first(config: Config, run: str) -> None:
 def _close_open_runs() -> None:
     """Close what a script has left open: nothing that it saved is lost."""
     for one in open_runs():
-        if not one.by_path.opened_by_path:  # else a path has opened it, and no code could close it
-            logger.warning("run %s: the program ends and did not close it: closing", one.run)
+        logger.warning("run %s: the program ends and did not close it: closing", one.run)
         try:
             one.close("the program ends, and did not close the run")
         except Exception:

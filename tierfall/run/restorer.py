@@ -15,7 +15,7 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.candidates import naming_deletion, states_only
+from tierfall.core.restore.candidates import naming_deletion
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules
@@ -138,7 +138,6 @@ class Restorer:
             if not chosen.candidates:
                 self._warn_of_other_runs()
                 return None
-            where = (chosen.candidates, chosen.listings, request, chosen.open_image, ranks.shard)
             seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
             seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
             return fill_first(
@@ -147,7 +146,7 @@ class Restorer:
                 request,
                 tally,
                 open_image=chosen.open_image,
-                make_plan=states_only(make_plan, *where),
+                make_plan=make_plan,
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,
@@ -241,19 +240,10 @@ class Restorer:
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
         self._session.call(continue_ledger)
-        self._on_continued(
-            id.step, "peer memory has lost copies" if self._lost(id, verified) else None
-        )
-
-    def _lost(self, id: CheckpointId, verified: tuple[str, ...]) -> bool:
-        """Return whether a node was lost or moved, and the next save is what makes its image, and what it kept for
-        others, again: where this rank's image of ``id`` is not in host memory, and with parity where it was not."""
-        peers = self._config.peers
-        if peers is None:
-            return False
-        is_in_memory = self._session.host.name in verified
-        was_rebuilt = peers.parity is not None and self._session.tiers.recovered == id
-        return was_rebuilt or not is_in_memory
+        # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
+        # for others, again.
+        is_lost = self._config.peers is not None and self._session.host.name not in verified
+        self._on_continued(id.step, "peer memory has lost copies" if is_lost else None)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

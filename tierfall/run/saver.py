@@ -27,8 +27,7 @@ from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGive
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.records import Geometry, Lineage
-from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.image.raw_files import ENTRY as FILES_ENTRY
+from tierfall.core.image.layout import Layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
@@ -38,7 +37,6 @@ from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import walk_state as describe_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.units import format_size
@@ -50,7 +48,7 @@ from tierfall.core.types.values import (
     SaveOutcome,
     Verify,
 )
-from tierfall.policies.defaults import LazyTrial, choose_lazy, tiers_owed
+from tierfall.policies.defaults import tiers_owed
 from tierfall.run.layouts import Layouts
 from tierfall.session.requests import RegionRequest
 from tierfall.session.save_arguments import checked_metrics, checked_tags, records_bytes
@@ -59,9 +57,6 @@ from tierfall.session.statistics import SaveCounts
 from tierfall.setup.lineage import SavingLineage
 from tierfall.tiers.device import DeviceSlab
 
-logger = logging.getLogger("tierfall")
-
-TRIALS_KEPT = 300
 SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
 """The fraction of a training step that digests of whole ranges of the state may take at a save."""
@@ -86,13 +81,12 @@ class SaveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedImage:
-    """A state, and where its bytes are in the image. ``settled``: they never change, so that no barrier is needed."""
+    """A state, and where its bytes are in the image."""
 
     view: StateView
     layout: Layout
     header: bytes
-    share: ReplicaShare | None = None
-    settled: bool = False
+    share: ReplicaShare | None
 
 
 class Saver:
@@ -118,7 +112,6 @@ class Saver:
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
-        self._mode = _LazyMode(config.capture.mode)
         self._conditions = Conditions()
         self.counts = SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
@@ -141,20 +134,6 @@ class Saver:
         self._capturer.barrier.gradients.on_save(call.step, view.parameters)
         image = _PlannedImage(view=view, layout=layout, header=header, share=share)
         return self._begin(lineage, call, image)
-
-    def save_files(
-        self, lineage: SavingLineage, step: int, files: Mapping[str, torch.Tensor], began_s: float
-    ) -> SaveHandle:
-        """Begin the capture of files: tensors of bytes, by name, that never change.
-
-        No barrier waits for this capture, and what is known of the training's state for the next save is kept.
-        """
-        view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
-        layout = plan_layout(view)
-        header = layout.header(view)
-        assert header is not None, "a layout without room for the values that it was made for"
-        image = _PlannedImage(view=view, layout=layout, header=header, settled=True)
-        return self._begin(lineage, SaveCall(step=step, began_s=began_s), image)
 
     def _begin(self, lineage: SavingLineage, call: SaveCall, image: _PlannedImage) -> SaveHandle:
         place = replace(self._place(lineage, call.step), at_end=call.at_end)
@@ -187,22 +166,17 @@ class Saver:
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None
-            self._mode.skipped()
             self._skip(lineage, handle, no_room)
             return handle
         text = "step %d fits into host memory again: saves are not skipped"
         self._conditions.end("skips", text, call.step)
-        if not image.settled:
-            self._capturer.evidence.reset()
+        self._capturer.evidence.reset()
         with _as_capture_errors(id, region.release), gc_paused():
             snapshot = self._snapshot(region, place, image, handle, call, plan)
         lineage.advance(place)
         try:
             self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-            if image.settled:
-                self._capture_settled(snapshot, call.began_s)
-            else:
-                self._capture(snapshot, call.began_s, lazy=plan.lazy)
+            self._capture(snapshot, call.began_s, lazy=plan.lazy)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
@@ -255,11 +229,11 @@ class Saver:
         """Decide how a state is captured, and read what its image is compared with."""
         view = image.view
         places = self._places.places_of(view.sources)
-        if self._config.device is not None and not (places or image.settled):
+        if self._config.device is not None and not places:
             self._capturer.evidence.warn_once(
                 f"save: goes on without tier {self._config.device.name}: the state is not on a CUDA device"
             )
-        lazy = None if image.settled else self._choose_lazy(view, call)
+        lazy = self._choose_lazy(view, call)
         segments, check = self._cut(image.layout, view, places, lazy)
         sources = TensorSources(view, segments.lazy, segments.on_devices)
         if lazy is None or check is None:
@@ -366,28 +340,20 @@ class Saver:
         if self._config.on_error is OnError.RAISE:
             raise error
 
-    def _capture_settled(self, snapshot: Snapshot, began_s: float) -> None:
-        """Begin the capture of a state that never changes."""
-        self.counts.count(snapshot, lazy=False)
-        self.counts.settled += 1
-        self._capturer.begin_unchanging(snapshot)
-        _report_begun(snapshot, began_s, lazy=False)
-
     def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
         """Return which tensors are captured lazily; None where none is."""
-        evidence = self._capturer.evidence
-        first = self.counts.begun == self.counts.settled
+        if not call.may_be_lazy or self._config.capture.mode is CaptureMode.BLOCKING:
+            return None
+        evidence, first = self._capturer.evidence, not self.counts.begun
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
             reason = "no tensor of it is known to change only inside an optimizer's step"
-        lazy = self._mode.is_lazy(
-            call.step, call.began_s, may_be=call.may_be_lazy and reason is None
-        )
-        self.counts.capture = self._mode.reason
-        if call.may_be_lazy and reason is not None and not first and self._mode.is_lazy_possible:
+        if reason is None:
+            return chosen
+        if not first:
             evidence.warn_once(f"this save captures blocking: {reason}")
-        return chosen if lazy else None
+        return None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
         self.counts.count(snapshot, lazy=lazy)
@@ -432,36 +398,3 @@ class _CapturePlan:
     sources: TensorSources
     check: ImageCheck | None
     lazy: bool
-
-
-class _LazyMode:
-    """Decides for each save whether it is lazy; in mode auto by the measured cost of earlier saves."""
-
-    def __init__(self, mode: CaptureMode) -> None:
-        self._mode = mode
-        self._trials: list[LazyTrial] = []
-        self._last: tuple[bool, int, float] | None = None
-        self.reason = ""
-
-    @property
-    def is_lazy_possible(self) -> bool:
-        return self._mode is not CaptureMode.BLOCKING
-
-    def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
-        """Return whether a save is lazy. Without ``may_be`` it cannot be, and its cost is not measured."""
-        if self._mode is not CaptureMode.AUTO:
-            return may_be and self.is_lazy_possible
-        if self._last is not None and step > self._last[1]:
-            lazy, last_step, last_s = self._last
-            self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))
-            del self._trials[:-TRIALS_KEPT]
-        self._last = None
-        if not may_be:
-            return False
-        lazy, self.reason = choose_lazy(self._trials)
-        self._last = (lazy, step, began_s)
-        return lazy
-
-    def skipped(self) -> None:
-        """Discard the measurement of the present save: it did not begin."""
-        self._last = None

@@ -77,9 +77,8 @@ class OpenedTiers:
 
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
-    tier is read-only that is not configured so. ``recovered``: the checkpoint whose image other nodes had, and host
-    memory has again. ``agrees``: the start and its restores must be consistent with other ranks, or with the images
-    that other ranks of an earlier start left in memory.
+    tier is read-only that is not configured so. ``agrees``: the start and its restores must be
+    consistent with other ranks, or with the images that other ranks of an earlier start left in memory.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class OpenedTiers:
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
-        self.recovered: CheckpointId | None = None
         self.found_read_only: dict[str, str] = {}
         self.warned_starts: set[Key] = set()
         self.stores: dict[str, StoredTier] = {}
@@ -168,7 +166,7 @@ class OpenedTiers:
             )
             if peers is not None and not fresh:
                 known, wait_s = partial(is_ours, self.stores, self.listings), patience_s(config) / 2
-                self.recovered = peers.recover_image(self.host, self.listings, known, wait_s)
+                peers.recover_image(self.host, self.listings, known, wait_s)
                 self.listings = self.with_memory(self.listings, self.hosts())
         except BaseException:
             self.close(keep=True)

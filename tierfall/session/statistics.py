@@ -32,16 +32,13 @@ SAVES_REMEMBERED = 1000
 
 @dataclass(slots=True)
 class SaveCounts:
-    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily. ``settled``
-    are those of files, ``capture`` is the reason for the last mode."""
+    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily."""
 
     begun: int = 0
-    settled: int = 0
     lazy: int = 0
     bytes: int = 0
     lazy_bytes: int = 0
     skipped: int = 0
-    capture: str = ""
     handles: list[SaveHandle] = field(default_factory=list)
     steps: StepTimer = field(default_factory=StepTimer)
 
@@ -159,7 +156,6 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         host_capacity_bytes=session.host.capacity_bytes,
         newest=newest_surviving(bounds),
         loss_bound=bounds,
-        capture=counts.capture,
         lost_events=session.journal.lost,
         compression={
             name: Compression(

@@ -107,14 +107,10 @@ class SavingLineage:
 
     def continue_from(self, commit: Commit, attempt: Attempt) -> None:
         """Continue from a restored checkpoint, as ``attempt``."""
-        self.continue_at(commit.lineage.checkpoint, commit.lineage.ordinal, attempt)
-
-    def continue_at(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
-        """Continue from a checkpoint that is the ``ordinal``th of its lineage, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False
         self.half_filled.clear()
-        self.started_from = checkpoint
-        self.last_step = checkpoint.step
-        self.ordinal = ordinal
+        self.started_from = commit.lineage.checkpoint
+        self.last_step = commit.lineage.checkpoint.step
+        self.ordinal = commit.lineage.ordinal
         self.begun = True

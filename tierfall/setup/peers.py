@@ -9,16 +9,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from tierfall.backends.parity.rebuild import NodeMemory
-from tierfall.backends.parity.store import ParityStore
-from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
-from tierfall.backends.peer.parity import BLOCK_BYTES, GroupMember, ParityBackend, ParityGroup
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
@@ -41,22 +35,19 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import NodeLosses
-from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
-from tierfall.setup.nodes.kept import keeps_any, kept_folders, parity_folder
+from tierfall.setup.nodes.kept import keeps_any, kept_folders
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
     PeerMeeting,
     check_apart,
-    group_nodes,
     place_on_nodes,
     warn_of_placement,
 )
 from tierfall.setup.nodes.recover import recover_image
-from tierfall.setup.places import run_folder, with_own_peers
+from tierfall.setup.places import with_own_peers
 from tierfall.tiers.arena.folder import (
     is_in_memory,
     prepare_folder,
@@ -64,7 +55,6 @@ from tierfall.tiers.arena.folder import (
     sized,
 )
 from tierfall.tiers.host import HostTier
-from tierfall.tiers.originals import HostOriginals
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -75,8 +65,6 @@ REQUESTS_IN_MAX_WAIT = 4
 """A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
-PARITY, ORIGINALS = "parity", "originals"
-"""Names of senders that read what a node has: no node is called so."""
 _ID_NAME = "memory-id"
 
 CallTiers = Callable[
@@ -95,20 +83,14 @@ class PeerMemory:
         run: str,
         ranks: Ranks,
         *,
-        originals: Path,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Meet the other ranks; all make this call. ``originals``: the folder of this node's images in host memory.
-        ``timeout_s``: how long another node may be silent in a request. Raises RanksError, and ConfigError where the
-        copies cannot be placed."""
+        """Meet the other ranks; all make this call. ``timeout_s``: how long another node may be silent in a request.
+        Raises RanksError, and ConfigError if the copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
-        self._originals = HostOriginals(originals, run)
-        self._parity: ParityStore | None = None
         listener = socket.create_server(("", 0), backlog=128)
         try:
             mine = _describe_self(tier, listener.getsockname()[1])
-            if tier.parity is not None and not mine.error:
-                mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
                 mine = reachable(mine, other)
@@ -116,17 +98,12 @@ class PeerMemory:
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
             check_apart(tier, leaders)
-            self.groups = group_nodes(tier, leaders, topology) if tier.parity is not None else None
-            self.placement: CopyPlacement = (
-                place_on_nodes(tier, leaders) if self.groups is None else self.groups.documents
-            )
+            self.placement = place_on_nodes(tier, leaders)
             if topology.is_root:
-                warn_of_placement(tier, leaders, self.placement, self.groups)
-            self._kept = [prepare_folder(tier.path / str(n)) for n in range(tier.losses + 1)]
+                warn_of_placement(tier, leaders, self.placement)
+            self._kept = [prepare_folder(tier.path / str(n)) for n in range(tier.copies + 1)]
         except BaseException:
             listener.close()
-            if self._parity is not None:
-                self._parity.close()
             raise
         self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
         self._node, self._local_index = topology.node, ranks.local_index
@@ -146,13 +123,12 @@ class PeerMemory:
             run=run,
             storage=self._open_kept_for,
             listener=listener,
-            parity=self._parity,
         )
 
     @property
     def node_losses(self) -> NodeLosses:
         """The chances that what is saved in this start survives the loss of nodes."""
-        return (self.groups or self.placement).node_losses
+        return self.placement.node_losses
 
     def _rank_of(self, node: int) -> PeerAddress:
         """Return the rank of a node that has this rank's place there."""
@@ -160,63 +136,23 @@ class PeerMemory:
         return ranks[self._local_index % len(ranks)]
 
     def _open_kept_for(self, sender: str) -> Backend:
-        """Open the folder of what a node sends: that of the number of its copy, which no other node has in a start. Or
-        what any node may read: parity, and the images of this node."""
-        if self._parity is not None and sender == PARITY:
-            return PosixBackend(parity_folder(self._tier), direct_io=False)
-        if self._parity is not None and sender == ORIGINALS:
-            return self._originals
+        """Open the folder of what a node sends: that of the number of its copy, which no other node has in a
+        start."""
         copy = self._copy_of.get(sender)
         if copy is None:
             raise BackendError(f"no copy of what {sender} saves is placed here")
         return RoomCheck(_open_kept(self._kept[copy]))
 
-    def open_backend(self) -> PeerView | ParityBackend:
+    def open_backend(self) -> PeerView:
         """Open what this node sees of the tier."""
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
-        documents = PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
-        if self.groups is None:
-            return documents
-        return self._with_parity(
-            documents, PosixBackend(parity_folder(self._tier), direct_io=False)
-        )
+        return PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
 
     def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
-        """Open, to read it until ``until_s``, what each node that keeps copies, or documents, of this node sees of the
+        """Open, to read it until ``until_s``, what each node that keeps copies of this node's images sees of the
         tier."""
         for keeper in self._keepers:
-            documents = PeerView([self._connect(keeper, self._sender, until_s)], ())
-            if self.groups is None:
-                yield documents
-            else:
-                yield self._with_parity(documents, self._connect(keeper, PARITY, until_s), until_s)
-
-    def _with_parity(
-        self, documents: PeerView, kept: Backend, until_s: float = math.inf
-    ) -> ParityBackend:
-        """``kept`` has the parity that a node keeps."""
-        assert self.groups is not None
-        ranks = [self._rank_of(node) for node in range(len(self._nodes))]
-        parity = [self._connect(rank, PARITY, until_s) for rank in ranks]
-        nodes = {
-            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS, until_s))
-            for rank, one in zip(ranks, parity, strict=True)
-        }
-        group = self.groups.of(self._node)
-        members = [
-            GroupMember(ranks[node].memory_id, ranks[node].store, parity[node]) for node in group
-        ]
-        return ParityBackend(
-            documents,
-            ParityGroup(
-                tuple(members),
-                group.index(self._node),
-                f"{self._local_index:05d}",
-                ParityGeometry(len(group), self._tier.losses, BLOCK_BYTES),
-            ),
-            kept=kept,
-            nodes=nodes,
-        )
+            yield PeerView([self._connect(keeper, self._sender, until_s)], ())
 
     def recover_image(
         self,
@@ -224,18 +160,16 @@ class PeerMemory:
         listings: Sequence[Listing],
         is_ours: Callable[[Commit], bool],
         timeout_s: float,
-    ) -> CheckpointId | None:
+    ) -> None:
         """Bring this rank's image back into ``host`` if that has none, from the first node that has it, and has it
         whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
         if not host.is_empty():
-            return None
+            return
         for seen in self._open_on_keepers(time.monotonic() + timeout_s):
             tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
             with closing(tier) as keeper:
-                id = recover_image(host, keeper, self._shard, listings, is_ours)
-                if id is not None:
-                    return id
-        return None
+                if recover_image(host, keeper, self._shard, listings, is_ours) is not None:
+                    return
 
     def _connect(self, rank: PeerAddress, sender: str, until_s: float = math.inf) -> PeerBackend:
         return PeerBackend(
@@ -250,9 +184,6 @@ class PeerMemory:
     def close(self) -> None:
         """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
-        self._originals.close()  # or memory that is given back would stay mapped
-        if self._parity is not None:
-            self._parity.close()
 
     def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
         """Delete what this node has written to other nodes' memory, and what it keeps of earlier attempts: all is
@@ -314,17 +245,10 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if tier is None:
         return config, None
     nodes = len(ranks.topology.nodes)
-    if nodes >= tier.nodes_min:
+    if nodes > tier.copies:
         bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
         timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
-        folder = run_folder(config, run)
-        peers = PeerMemory(tier, run, ranks, originals=folder, timeout_s=timeout_s)
-        return config, peers
-    if nodes > 1 and tier.parity is not None:
-        raise ConfigError(
-            f"open: tier {tier.name}: parity.group is {tier.parity.group}, and there are {nodes} nodes. Start on at "
-            f"least {tier.parity.group} nodes, or set parity.group to {nodes} or less"
-        )
+        return config, PeerMemory(tier, run, ranks, timeout_s=timeout_s)
     if nodes > 1:
         raise ConfigError(
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
@@ -366,7 +290,7 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     # After a kill a file may have two names.
     kept = {status.st_ino: status.st_size for status in files}
     there = room_for_arena(tier.path).free_bytes + sum(kept.values())
-    return max(0, tier.kept_bytes(tier.capacity_bytes) - there)
+    return max(0, tier.capacity_bytes * tier.copies - there)
 
 
 def _open_kept(path: Path) -> Backend:
@@ -381,18 +305,6 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
             raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
     return PeerMeeting(addresses=addresses, secret=secrets.token_hex(SECRET_BYTES))
-
-
-def _begin_parity(
-    tier: PeerTierConfig, mine: PeerAddress
-) -> tuple[PeerAddress, ParityStore | None]:
-    """Begin to keep parity; return the address with the store's id, or with the error that prevents it."""
-    try:
-        folder = prepare_folder(parity_folder(tier))
-        store = ParityStore(folder, check_room=partial(_check_room, folder))
-    except TierfallError as error:
-        return PeerAddress(error=f"tier {tier.name}: {error}"), None
-    return replace(mine, store=store.id), store
 
 
 def _memory_id(folder: Path) -> str:

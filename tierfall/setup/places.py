@@ -64,23 +64,23 @@ def with_own_peers(config: Config, run: str) -> Config:
     return config.model_copy(update={"tiers": tuple(own if t is tier else t for t in config.tiers)})
 
 
-def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
+def seen_by_one(config: Config) -> Config:
     """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
-    keeps, if anything. Of parity it reads no images."""
+    keeps, if anything."""
     config = with_own_peers(config, config.run)
     tier = config.peers
     if tier is None:
         return config
-    if tier.path.exists() and not (reads_images and tier.parity is not None):
+    if tier.path.exists():
         return config.reading_only([tier.name])
     return config.without(tier.name)
 
 
 def folders_of_run(base: Path) -> list[Path]:
-    """Return the folders of host memory of all runs of one name: below ``base``, and ``base`` itself, which an earlier
-    version used. Those of another user are left out. Raises UnreachableError."""
+    """Return the folders of host memory of all runs of one name, which are below ``base``. Those of another user are
+    left out. Raises UnreachableError."""
     try:
-        return [base, *sorted(child for child in base.iterdir() if is_readable_folder(child))]
+        return sorted(child for child in base.iterdir() if is_readable_folder(child))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -88,7 +88,6 @@ def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ..
                 max_wait_s=stored.max_wait_s if stored else None,
                 yields=stored.flush.yields if stored else False,
                 bandwidth_share=stored.bandwidth_share if stored else None,
-                needs_memory=isinstance(tier, PeerTierConfig) and tier.parity is not None,
             )
         )
     return tuple(rules)

@@ -323,15 +323,6 @@ class LogTail:
         return found
 
 
-def last_events(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last ``count`` events of a log, oldest first; none where there is no log."""
-    tail = LogTail(path)
-    try:
-        return list(deque(tail.read(), count))
-    finally:
-        tail.close()
-
-
 def _opened(path: Path) -> int | None:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -107,7 +107,6 @@ def describe_statistics(found: Statistics) -> str:
             {tier: f"{one.ratio:.2f} times smaller" for tier, one in found.compression.items()}
         ),
         "cadence": "" if found.cadence is None else found.cadence.reason,
-        "capture": found.capture,
         "progress": "" if found.ettr is None else f"{format_share(found.ettr)} of the time (ETTR)",
         "trouble": ", ".join(
             _counted(

@@ -178,7 +178,7 @@ class Statistics:
       such a failure would cost now.
     * ``peer_survival`` is which losses of nodes the newest checkpoint in peer memory survives. None without a peer
       tier, and after a start until it has committed a checkpoint there: nodes that kept older ones may be lost.
-    * ``capture`` is how the last save in mode auto was captured, and why. ``cadence`` is when ``maybe_save`` saves.
+    * ``cadence`` is when ``maybe_save`` saves.
     * ``ettr`` is the share of the time since open in which training made progress that is kept, timed by the calls of
       ``maybe_save``. The cost of saves, restores and steps that were trained again do not count as progress. Earlier
       processes are not included. None before the first call.
@@ -209,7 +209,6 @@ class Statistics:
     host_capacity_bytes: int
     newest: Mapping[LossClass, int | None]
     compression: Mapping[str, Compression] = field(default_factory=dict)
-    capture: str = ""
     cadence: CadenceReport | None = None
     ettr: float | None = None
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)

@@ -160,11 +160,6 @@ class Arena:
         """The largest extent that ``allocate`` would find now."""
         return max((gap.length for gap in self._gaps(self.regions())), default=0)
 
-    @property
-    def free_slots(self) -> int:
-        """The number of free control slots: so many further regions can be allocated."""
-        return SLOT_COUNT - len(self._shared.regions)
-
     def regions(self) -> tuple[Region, ...]:
         """Return the allocated regions, filling and sealed, by offset."""
         with self._shared.guard:
@@ -178,13 +173,11 @@ class Arena:
         image_bytes: int,
         records_bytes: int,
         shard: Shard | None = None,
-        replica: bool = False,
     ) -> Region | None:
         """Allocate an extent for an image and at most ``records_bytes`` of manifest and commit record; None where no
         gap or control slot is free.
 
-        ``shard`` is the image's (by default the arena's); ``replica``: another node has the original. The bytes of the
-        image are not cleared.
+        ``shard`` is the image's (by default the arena's). The bytes of the image are not cleared.
         """
         if image_bytes < 1 or records_bytes < 0:
             raise ValueError(
@@ -205,7 +198,6 @@ class Arena:
                 extent=ByteRange(start=start, end=start + length),
                 image_bytes=image_bytes,
                 shard=self.shard if shard is None else shard,
-                replica=replica,
             )
             self._shared.regions[slot] = region
             return region

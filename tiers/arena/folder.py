@@ -159,23 +159,22 @@ class RoomReport:
         return self.file_system_free_bytes
 
     def default_capacity_bytes(
-        self, *, image_bytes: int, extent_bytes: int, ranks: int = 1, images: int = 2
+        self, *, image_bytes: int, extent_bytes: int, images: int = 2
     ) -> int:
-        """Choose a capacity: 2.2 images, or as much more as ``images`` says, at least so many extents, at most a rank's
-        share of half the free memory.
+        """Choose a capacity: 2.2 images, or as much more as ``images`` says, at least so many extents, at most half
+        the free memory.
 
-        ``extent_bytes`` is the size of one image with its records, ``ranks`` the number of ranks of this node that
-        choose at the same time. Raises CapacityError where one extent does not fit.
+        ``extent_bytes`` is the size of one image with its records. Raises CapacityError where one extent does not fit.
         """
         free = (
             self.free_bytes
             if self.memory_free_bytes is None
             else min(self.free_bytes, self.memory_free_bytes)
         )
-        share = free // (2 * ranks)
+        share = free // 2
         if extent_bytes > share:
             helps = MORE_ROOM
-            if extent_bytes + EXTENTS_START <= free // ranks:
+            if extent_bytes + EXTENTS_START <= free:
                 helps = (
                     f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
                 )

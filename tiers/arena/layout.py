@@ -200,7 +200,6 @@ class Seal:
     """The control page of a sealed region: the image's shard and byte ranges, and the digests of its records."""
 
     shard: Shard
-    replica: bool
     extent: ByteRange
     image_bytes: int
     manifest: RecordRange
@@ -211,7 +210,6 @@ class Seal:
             {
                 "rank": self.shard.rank,
                 "world_size": self.shard.world_size,
-                "replica": self.replica,
                 "offset": self.extent.start,
                 "bytes": self.extent.length,
                 "image_bytes": self.image_bytes,
@@ -260,13 +258,9 @@ class ControlBlock:
 def _read_seal(document: dict[str, Any], what: str) -> Seal:
     end = EXTENTS_START + CAPACITY_BYTES_MAX
     world_size = _number(document, "world_size", 1, 10**9, what)
-    replica = document.get("replica")
-    if not isinstance(replica, bool):
-        raise IntegrityError(f"{what}: member 'replica' is missing or of a wrong type")
     start = _number(document, "offset", EXTENTS_START, end, what)
     return Seal(
         shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
-        replica=replica,
         extent=ByteRange(start=start, end=start + _number(document, "bytes", 1, end, what)),
         image_bytes=_number(document, "image_bytes", 1, IMAGE_BYTES_MAX, what),
         manifest=_read_record(document, "manifest", what),

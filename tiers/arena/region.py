@@ -51,7 +51,7 @@ class ArenaState:
 class Region:
     """One extent of an arena: filling, then sealed, perhaps unsealed, then released.
 
-    ``extent`` is its byte range in the file, ``shard`` the image's; ``replica``: another node has the original.
+    ``extent`` is its byte range in the file, ``shard`` the image's.
     """
 
     def __init__(
@@ -62,12 +62,10 @@ class Region:
         extent: ByteRange,
         image_bytes: int,
         shard: Shard,
-        replica: bool,
     ) -> None:
         self.extent = extent
         self.image_bytes = image_bytes
         self.shard = shard
-        self.replica = replica
         self._shared = shared
         self._slot = slot
         self._seal: Seal | None = None
@@ -84,7 +82,6 @@ class Region:
             extent=seal.extent,
             image_bytes=seal.image_bytes,
             shard=seal.shard,
-            replica=seal.replica,
         )
         region._seal = seal
         return region
@@ -148,7 +145,6 @@ class Region:
             layout.store(self._view, between - self.extent.start, commit)
             seal = Seal(
                 shard=self.shard,
-                replica=self.replica,
                 extent=self.extent,
                 image_bytes=self.image_bytes,
                 manifest=_record(start, manifest),

@@ -6,7 +6,6 @@ tag. Every wait is bounded, and one that fails ends the group: the ranks that wa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -15,8 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from tierfall.core.types.errors import TierfallError
-
-logger = logging.getLogger("tierfall")
 
 
 class LostError(TierfallError):

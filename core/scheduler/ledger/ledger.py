@@ -176,10 +176,6 @@ class Ledger:
         """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
         return self._overview.open()
 
-    def has_whole_copy_on(self, tier: str) -> bool:
-        """Return whether a tier has a whole copy."""
-        return self.count_on(tier) > 0
-
     def count_on(self, tier: str) -> int:
         """Return the number of whole copies on a tier."""
         return self._overview.whole_copies_on(tier)

@@ -396,28 +396,7 @@ def test_a_hook_that_fails_never_breaks_the_step(
         assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
 
 
-# Mode and pace ---------------------------------------------------------------------------------------
-
-
-def test_auto_tries_both_and_says_what_it_chose(make_config: MakeConfig) -> None:
-    trainer = Trainer()
-    with tierfall.open({**make_config(), "capture": {"mode": "auto"}}) as ckpt:
-        warmed_up(ckpt, trainer)
-        assert ckpt.statistics().capture == ""
-        modes = []
-        for step in range(2, 12):
-            modes.append(ckpt.save(step, trainer.state, block=True).stats.lazy)
-            trainer.step()
-        assert modes[:6] == [True, False] * 3
-        assert "from save to save the run takes" in ckpt.statistics().capture
-
-
-def test_auto_is_blocking_where_lazy_is_not_safe(make_config: MakeConfig) -> None:
-    trainer = Trainer()
-    with tierfall.open({**make_config(), "capture": {"mode": "auto"}}) as ckpt:
-        trainer.step()
-        for step in range(1, 5):  # no optimizer step in between
-            assert not ckpt.save(step, trainer.state, block=True).stats.lazy
+# Pace ------------------------------------------------------------------------------------------------
 
 
 def test_a_lazy_capture_keeps_to_its_bandwidth_until_it_is_waited_for(

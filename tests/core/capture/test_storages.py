@@ -322,7 +322,7 @@ def test_torch_is_as_it_was_after_a_close_that_was_interrupted(
     def interrupted(timeout_s: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_run_of(ckpt).by_path, "close", interrupted)
+    monkeypatch.setattr(open_run_of(ckpt), "finish_capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert methods() == before

@@ -26,7 +26,6 @@ def test_names_are_those_of_the_format() -> None:
     assert keys.shard_name(shard, Codec.ZSTD) == "rank-00000-of-00004.safetensors.zst"
     assert keys.shard_name(shard, Codec.PLANES) == "rank-00000-of-00004.safetensors.tfz"
     assert keys.stored_name(shard) == "rank-00000-of-00004.stored.json"
-    assert keys.tag_mark("best") == "tag-best"
 
 
 @given(steps, attempts)

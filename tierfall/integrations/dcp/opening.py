@@ -13,9 +13,8 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
-from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.restore.agreement import make_barrier
-from tierfall.core.restore.candidates import RestoreRequest, step_instead, unread_text
+from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_images
 from tierfall.core.tensor_index.as_header import merge_with_index
@@ -58,9 +57,6 @@ def open_checkpoint(
     ranks = run.session.ranks
     exchange_failures = make_barrier(ranks, timeout_s=run.restorer.patience_s)
 
-    def instead() -> str:
-        return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
-
     left = list(candidates)
     while left:
         checkpoint = left.pop(0)
@@ -69,7 +65,6 @@ def open_checkpoint(
         parts = _parts(run, checkpoint, listings, request, tally)
         try:
             opened = _open(run, parts, values_of)
-            refuse_files(opened.entries.merged.header, doing=request.operation, instead=instead)
         except Exception as failure:
             error = _error_to_raise(failure, checkpoint, request)
             if isinstance(failure, PASSABLE) and not failure.is_damage:

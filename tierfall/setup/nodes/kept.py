@@ -6,14 +6,11 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 
-from tierfall.backends.peer.kept_parity import KeptParity
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import PeerTierConfig
 from tierfall.core.types.errors import BackendError
 from tierfall.tiers.stored import StoredTier
-
-_PARITY_FOLDER = "parity"
 
 
 def kept_folders(path: Path) -> list[Path]:
@@ -25,18 +22,12 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptParity:
+def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView:
     """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
     to write documents of no checkpoint, too."""
     folders = kept_folders(tier.path) or [tier.path]
     kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
-    documents = PeerView(kept, (), place=str(tier.path), tends=tends)
-    if tier.parity is None:
-        return documents
-    parity = parity_folder(tier)
-    return KeptParity(
-        documents, PosixBackend(parity if parity.exists() else tier.path, read_only=True)
-    )
+    return PeerView(kept, (), place=str(tier.path), tends=tends)
 
 
 def keeps_any(tier: PeerTierConfig, run: str) -> bool:
@@ -66,7 +57,3 @@ def discard_kept(path: Path, run: str) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error
-
-
-def parity_folder(tier: PeerTierConfig) -> Path:
-    return tier.path / _PARITY_FOLDER

@@ -1,5 +1,4 @@
-"""Placing copies, or parity, on the nodes of a start, by what each node reports; and what cannot be placed, or lacks
-memory."""
+"""Placing copies on the nodes of a start, by what each node reports; and what cannot be placed, or lacks memory."""
 
 from __future__ import annotations
 
@@ -13,25 +12,24 @@ from tierfall.config import PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
 from tierfall.core.ranks.domains import VARIABLE
 from tierfall.core.ranks.messages import Message
-from tierfall.core.ranks.topology import Topology
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
-from tierfall.policies.placement import CopyPlacement, ParityPlacement, place_copies, place_parity
+from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.tiers.arena.folder import sized
 
 logger = logging.getLogger("tierfall")
 
 HELPS = (
     "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
-    "larger file system in memory, or have fewer copies, or parity"
+    "larger file system in memory, or have fewer copies"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress(Message):
     """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
-    how much of the tier's ``capacity`` has no room there, in bytes; and the id of the node's memory. With parity, that
-    of the store that keeps it, too. Or the ``error`` that keeps it from serving."""
+    how much of the tier's ``capacity`` has no room there, in bytes; and the id of the node's memory. Or the ``error``
+    that keeps it from serving."""
 
     host: str = ""
     port: int = 0
@@ -40,7 +38,6 @@ class PeerAddress(Message):
     source: str = ""
     lacks_bytes: int = 0
     memory_id: str = ""
-    store: str = ""
     error: str = ""
 
 
@@ -61,31 +58,6 @@ def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:
             f"open: tier {tier.name}: {_named(same, leaders)} have one folder for what they keep, {tier.path}: set the "
             "tier's path to a folder in the memory of each node, such as one below /dev/shm"
         )
-
-
-def group_nodes(
-    tier: PeerTierConfig, leaders: Sequence[PeerAddress], topology: Topology
-) -> ParityPlacement:
-    """Form the groups of parity. Raises ConfigError, the same on all ranks."""
-    assert tier.parity is not None
-    sizes = {len(node): number for number, node in enumerate(topology.nodes)}
-    if len(sizes) > 1:
-        (one, first), (other, second), *_ = sizes.items()
-        raise ConfigError(
-            f"open: tier {tier.name}: parity needs as many ranks on each node: {_named([first], leaders)} has {one}, "
-            f"and {_named([second], leaders)} has {other}"
-        )
-    domains = _domains(tier, leaders)
-    placed = place_parity(domains, tier.parity.group, tier.losses)
-    needed = -(-tier.parity.group // tier.losses)
-    if len(set(domains)) < needed:
-        raise ConfigError(
-            f"open: tier {tier.name}: spread is {tier.spread}, parity is for {tier.losses} lost nodes of "
-            f"{tier.parity.group}, and the nodes are in {len(set(domains))} "
-            f"({format_some(sorted(set(domains)))}): one of them has more nodes of a group than that. Start in at "
-            f"least {needed}, set parity.group to less, or spread to node"
-        )
-    return placed
 
 
 def place_on_nodes(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> CopyPlacement:
@@ -123,7 +95,6 @@ def warn_of_placement(
     tier: PeerTierConfig,
     leaders: Sequence[PeerAddress],
     placement: CopyPlacement,
-    groups: ParityPlacement | None,
 ) -> None:
     """Log what the placement does not give, and where memory is short."""
     unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
@@ -140,19 +111,12 @@ def warn_of_placement(
             tier.name, _named(placement.crowded, leaders), tier.spread, count, len(leaders), largest, tier.copies,
             tier.spread, len(leaders) // (tier.copies + 1),
         )  # fmt: skip
-    if groups is not None and groups.crowded:
-        crowded = [node for at in groups.crowded for node in groups.groups[at]]
-        logger.warning(
-            "open: tier %s: in the groups of %s a %s has more nodes than the %d that may be lost, so that its loss "
-            "costs what is there", tier.name, _named(crowded, leaders), tier.spread, tier.losses,
-        )  # fmt: skip
-    kept = f"copies: {tier.copies}" if tier.parity is None else "parity"
     for node, leader in enumerate(leaders):
         if leader.lacks_bytes and tier.capacity_bytes is not None:
             logger.warning(
-                "open: tier %s: %s lacks memory: its capacity needs %s there (%s), of which %s are not free: "
+                "open: tier %s: %s lacks memory: its capacity needs %s there (copies: %d), of which %s are not free: "
                 "saves go on, but copies may be refused: %s",
-                tier.name, _named([node], leaders), sized(tier.kept_bytes(tier.capacity_bytes)), kept,
+                tier.name, _named([node], leaders), sized(tier.capacity_bytes * tier.copies), tier.copies,
                 sized(leader.lacks_bytes), HELPS,
             )  # fmt: skip
 
