@@ -1,4 +1,4 @@
-"""The events that a run writes, and that docs/event-log.md describes them."""
+"""The events that a run writes, and that docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierfall.core.types import events
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
 from tierfall.telemetry.event_log import last_events
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "event-log.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MakeConfig = Callable[..., dict[str, Any]]
 
 
@@ -37,7 +37,7 @@ def only(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def documented() -> dict[str, tuple[str, ...]]:
     """The table of kinds: the members of each."""
-    table = PAGE.read_text().partition("\n## Kinds\n")[2].partition("|---|")[2]
+    table = PAGE.read_text().partition("\n### Kinds\n")[2].partition("|---|")[2]
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", table, flags=re.MULTILINE)
     return {kind: tuple(re.findall(r"`(\w+)`", names)) for kind, names in rows}
 
@@ -65,7 +65,7 @@ def test_a_line_has_the_members_that_the_page_names_and_no_others(
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)
         ckpt.restore(blank())
-    general = re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition("## What each")[2], re.M)
+    general = re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition("### What each line")[2], re.M)
     general = general[: general.index("kind") + 1]
     seen = last_events(log, 10_000)
     for event in seen:
