@@ -92,7 +92,7 @@ LINES = {
     ("tierfall/integrations",): 4_180,
     ("tierfall/imports", "tierfall/export"): 2_978,
     ("tierfall/plan",): 199,
-    ("tierfall/demo",): 600,
+    ("tierfall/demo",): 598,
     ("tierfall", "core"): 396,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""

@@ -49,9 +49,9 @@ def draw(trainers: Sequence[Trainer]) -> Figure:
         axes.barh(0, life_s, left=trainer.began_s - zero_s, color=LIGHT_GREY)
         axes.vlines(times, -0.28, 0.28, color=GREY, linewidth=0.6)
         for tier, what, begin_s, end_s in bars_of(trainer):
-            edge = RED if what == CUT else COLORS[what]
-            look = {"height": 0.56, "color": COLORS[what], "edgecolor": edge}
-            axes.barh(names.index(tier), end_s - begin_s, left=begin_s - zero_s, **look)
+            lane, left_s, color = names.index(tier), begin_s - zero_s, COLORS[what]
+            edge = RED if what == CUT else color
+            axes.barh(lane, end_s - begin_s, 0.56, left_s, color=color, edgecolor=edge)
     first, _, damaged, elsewhere = trainers
     when = {
         "SIGKILL": first.over_s,

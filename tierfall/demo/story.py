@@ -154,9 +154,6 @@ class Demo:
         """Print lines of rich's markup."""
         self.console.print(*lines, sep="\n", soft_wrap=True)
 
-    def head(self, number: int, text: str) -> None:
-        self.say(f"\n[bold]{number}. {text}[/bold]")
-
     def start(self, name: str, *, saves: bool = True) -> Trainer:
         """Start a trainer process; ``name`` names its logs. Without ``saves`` it trains without tierfall."""
         config, pace_s = (str(self.config), APART_S / self.every) if saves else (None, 0.0)
@@ -173,7 +170,8 @@ class Demo:
                 case "captured" | "committed":
                     self.holds[tier] = f"{line['step']:>3}"
                 case "flush_begun":
-                    self.holds[tier] += f" [yellow]({line['step']} arriving)[/yellow]"
+                    held = self.holds[tier].partition(" [")[0]
+                    self.holds[tier] = f"{held} [yellow]({line['step']} arriving)[/yellow]"
                 case "step" if line["step"] % self.every == self.every // 2:
                     tiers = "  ".join(f"[bold]{name}[/bold] {self.holds[name]}" for name in TIERS)
                     loss = float.fromhex(line["loss"])
@@ -199,16 +197,16 @@ class Demo:
         """Play all acts, and draw the picture; return what came of them."""
         self.say(f"A small GPT learns Python's help texts in {self.steps} steps, with these tiers:")
         self.say(indent(escape(self.config.read_text().rstrip()), "    "))
-        self.head(1, f"Train, saving every {self.every} steps")
+        self.say(f"\n[bold]1. Train, saving every {self.every} steps[/bold]")
         first, cut = self.train_and_kill()
-        self.head(3, "What each tier holds now")
+        self.say("\n[bold]3. What each tier holds now[/bold]")
         self.show_tiers()
         self.say(f"  {STORE} has no commit record of {cut}: the bytes that arrived do not count")
-        self.head(4, "Start it again")
+        self.say("\n[bold]4. Start it again[/bold]")
         again = self.restart(name_of(first.of("captured")[-1]), cut)
         # It needs a core and touches no tier: it trains while the next two processes start and restore.
         alone = self.start("alone", saves=False)
-        self.head(5, "Damage the nearest copy, and restore in a fresh process")
+        self.say("\n[bold]5. Damage the nearest copy, and restore in a fresh process[/bold]")
         self.show_tiers()
         shard = max((self.folder / FAST / "demo").glob("step-*/*.safetensors"))
         data = bytearray(shard.read_bytes())
@@ -216,14 +214,14 @@ class Demo:
         shard.write_bytes(data)
         self.say(f"  byte {len(data) // 2} of {shard.relative_to(self.folder)} is flipped")
         damaged = self.restore("damaged", again, FAST, STORE)
-        self.head(6, "Lose the node, and restore in a fresh process")
-        shutil.rmtree(load_config(self.config).host.folder)
+        self.say("\n[bold]6. Lose the node, and restore in a fresh process[/bold]")
+        shutil.rmtree(str(load_config(self.config).host.folder))
         shutil.rmtree(self.folder / FAST)
         self.say(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
         elsewhere = self.restore("elsewhere", again, STORE)
-        self.head(7, "The same training without tierfall and without a kill")
+        self.say("\n[bold]7. The same training without tierfall and without a kill[/bold]")
         losses = self.compare(first, again, alone)
-        self.head(8, "Summary")
+        self.say("\n[bold]8. Summary[/bold]")
         return {
             "steps": self.steps,
             "killed": {"after_step": first.of("step")[-1]["step"], "copying": cut, "to": STORE},
@@ -246,7 +244,7 @@ class Demo:
             if copy is not None and line["step"] < copy["step"] + self.every:
                 trainer.kill()
                 since = format_duration(trainer.over_s - copy["wall_time_s"])
-                self.head(2, "Kill it in the middle of a flush")
+                self.say("\n[bold]2. Kill it in the middle of a flush[/bold]")
                 self.say(
                     f"  step {line['step']}: checkpoint {copy['step']} has been arriving on {STORE} for {since}. "
                     f"[bold red]SIGKILL[/bold red] to process {trainer.process.pid}"

@@ -105,7 +105,7 @@ def train(*, config: str | None, steps: int, pace_s: float) -> None:
             loss = train_step(state)
             if ckpt:
                 ckpt.maybe_save(step, state, metrics={"loss": loss})
-            exact = loss.item().hex()
+            exact = float(loss.item()).hex()
             report("step", step=step, loss=exact, seconds=time.monotonic() - began)
             time.sleep(max(0.0, began + pace_s - time.monotonic()))
         if ckpt:
