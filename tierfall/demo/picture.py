@@ -48,7 +48,8 @@ def draw(trainers: Sequence[Trainer]) -> Figure:
         life_s = trainer.over_s - trainer.began_s
         axes.barh(0, life_s, left=trainer.began_s - zero_s, color=LIGHT_GREY)
         axes.vlines(times, -0.28, 0.28, color=GREY, linewidth=0.6)
-        for tier, what, begin_s, end_s in bars_of(trainer):
+        bars = sorted(bars_of(trainer), key=lambda bar: bar[1] == "restore")  # these above others
+        for tier, what, begin_s, end_s in bars:
             lane, left_s, color = names.index(tier), begin_s - zero_s, COLORS[what]
             edge = RED if what == CUT else color
             axes.barh(lane, end_s - begin_s, 0.56, left_s, color=color, edgecolor=edge)
