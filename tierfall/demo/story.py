@@ -38,7 +38,7 @@ APART_S = 0.5
 """A trainer takes so long at least from save to save: a flush to the object tier, at its bandwidth, takes about one and
 a half times as long, so that there is one to interrupt."""
 UNDER_WAY = (0.2, 0.6)
-"""Between these shares of the time that the flush before it took, a flush is plainly under way and not at its end."""
+"""Between these shares of the time that the quickest took, a flush is plainly under way, and not at its end."""
 BUCKET, REGION = "tierfall-demo", "us-east-1"
 START_S, POLL_S = 60.0, 0.01
 CHAIN = """\
@@ -91,7 +91,8 @@ class Trainer:
             self.process = subprocess.Popen(command, stdout=lines, stderr=errors)
 
     def follow(self) -> Iterator[Line]:
-        """Yield lines as they are written, until the process ends; DemoError if it fails and was not killed."""
+        """Yield lines as they are written, and one of kind ``waited`` in between, until the process ends; DemoError if
+        it fails and was not killed."""
         code = None
         while code is None:
             time.sleep(POLL_S)
@@ -99,6 +100,7 @@ class Trainer:
             for line in (line for tail in self._tails for line in tail.read()):
                 self.lines.append(line)
                 yield line
+            yield {"kind": "waited"}
         self.over_s = self.over_s or time.time()
         failed = f"a trainer ended with code {code}; the end of {self._log}:\n"
         expect(code == 0 or self.was_killed, failed + self._log.read_text()[-1000:])
@@ -112,16 +114,6 @@ class Trainer:
     def of(self, kind: str, tier: str | None = None) -> list[Line]:
         """Return its lines of a kind, and, with ``tier``, about that tier."""
         return [x for x in self.lines if x["kind"] == kind and tier in (None, x.get("tier"))]
-
-
-def flush_under_way(trainer: Trainer, now_s: float) -> Line | None:
-    """Return the event of the flush to the object tier that is plainly under way, of an image that survives a kill."""
-    begun, done = trainer.of("flush_begun", STORE), trainer.of("flush_done", STORE)
-    if not done or len(begun) == len(done):
-        return None
-    share = (now_s - begun[-1]["wall_time_s"]) / done[-1]["seconds"]
-    is_sealed = trainer.of("captured")[-1]["step"] == begun[-1]["step"]
-    return begun[-1] if is_sealed and UNDER_WAY[0] < share < UNDER_WAY[1] else None
 
 
 def check_restored(trainer: Trainer, newest: str, *tiers: str) -> Line:
@@ -236,24 +228,32 @@ class Demo:
     def train_and_kill(self) -> tuple[Trainer, str]:
         """Train until a copy is arriving on the object tier, then kill the trainer; return that copy's checkpoint."""
         trainer = self.start("first")
-        for line in self.follow(trainer):
-            if line["kind"] != "step" or line["step"] < self.steps / 2:
-                continue
-            copy = flush_under_way(trainer, time.time())
-            # A kill loses events of its last tenth of a second: none of a newer save.
-            if copy is not None and line["step"] < copy["step"] + self.every:
+        for _ in self.follow(trainer):
+            if (copy := self.flush_under_way(trainer)) is not None:
                 trainer.kill()
-                since = format_duration(trainer.over_s - copy["wall_time_s"])
-                self.say("\n[bold]2. Kill it in the middle of a flush[/bold]")
+                step, since_s = trainer.of("step")[-1]["step"], trainer.over_s - copy["wall_time_s"]
                 self.say(
-                    f"  step {line['step']}: checkpoint {copy['step']} has been arriving on {STORE} for {since}. "
-                    f"[bold red]SIGKILL[/bold red] to process {trainer.process.pid}"
+                    "\n[bold]2. Kill it in the middle of a flush[/bold]",
+                    f"  step {step}: checkpoint {copy['step']} has been arriving on {STORE} for "
+                    f"{format_duration(since_s)}. [bold red]SIGKILL[/bold red] to process {trainer.process.pid}",
                 )
                 return trainer, name_of(copy)
         raise DemoError(
             f"no copy was found arriving on {STORE}, though a copy takes longer than the time between saves: run the "
             "demo with more --steps, and with no other load"
         )
+
+    def flush_under_way(self, trainer: Trainer) -> Line | None:
+        """Return the event of a flush to the object tier that is plainly under way, and survives a kill."""
+        begun, done = trainer.of("flush_begun", STORE), trainer.of("flush_done", STORE)
+        if not done or len(begun) == len(done):
+            return None
+        copy, step = begun[-1], trainer.of("step")[-1]["step"]
+        share = (time.time() - copy["wall_time_s"]) / min(line["seconds"] for line in done)
+        is_sealed = trainer.of("captured")[-1]["step"] == copy["step"]
+        # A kill loses events of its last tenth of a second: none of a newer save.
+        is_right = self.steps / 2 <= step < copy["step"] + self.every - 1
+        return copy if is_sealed and is_right and UNDER_WAY[0] < share < UNDER_WAY[1] else None
 
     def restart(self, newest: str, cut: str) -> Trainer:
         """Start the trainer again: it restores, finishes the interrupted copy, and trains to the end."""
