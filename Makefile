@@ -11,13 +11,14 @@ PEER_SEEDS ?= 100
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test test-quick test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
+.PHONY: help demo test test-quick test-benchmarks test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
 	@echo "make test     run all tests (about 15 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
+	@echo "make test-benchmarks  run the tests of the benchmarks (4 minutes)"
 	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (20 minutes)"
 	@echo "make test-frameworks-quick  a part of these: Hugging Face and Lightning (a minute)"
 	@echo "make check    lint, types and tests"
@@ -42,6 +43,10 @@ QUICK := tests/core/types tests/core/format tests/core/image tests/core/compress
 
 test-quick: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(QUICK)
+
+test-benchmarks: .venv/.installed-dev
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile -m 'benchmarks and not torture' \
+	    tests/test_benchmarks*.py
 
 # In an environment of its own: what the frameworks need changes nothing there. Hub access is not needed.
 # TorchTitan needs an older fsspec than the others: it has an environment of its own, .venv-torchtitan.

@@ -22,11 +22,11 @@ from benchmarks.figures import Results, ratio
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
+from tests.object_store import SeaweedFS
 from tierfall.config import load_config
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.runtime.pinned import synchronize
 from tierfall.core.types.values import CheckpointId
-from tierfall.demo.s3_server import running
 from tierfall.ops.reader import RunReader
 
 BUCKET = "bench"
@@ -52,9 +52,13 @@ class Objects:
 
     def run(self) -> None:
         if "objects" in self._plan.only:
-            folder = self._plan.folder / "server"
-            with running(folder, BUCKET) as server:
+            server = SeaweedFS(self._plan.folder / "server")
+            try:
+                server.start()
+                server.make_bucket(BUCKET)
                 self._transfers(server)
+            finally:
+                server.kill()
         if "throttled" in self._plan.only:
             self._throttled()
 
@@ -77,7 +81,7 @@ class Objects:
 
     # The server --------------------------------------------------------------------------------------
 
-    def _transfers(self, server: Any) -> None:
+    def _transfers(self, server: SeaweedFS) -> None:
         work = self._workload(min(self._plan.size_bytes, SIZE_MAX_BYTES))
         self._results.facts["object_state_bytes"] = bytes_of(work.tensors())
         store = server.store(BUCKET)

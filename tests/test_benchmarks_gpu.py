@@ -31,6 +31,8 @@ from tierfall.core.types.errors import CapacityError
 from tierfall.run import saver
 from tierfall.tiers.device import DeviceSlab
 
+pytestmark = pytest.mark.benchmarks
+
 PARAMETERS = 1_100_000
 LAYERS = large.LAYERS
 HOST_ROWS = {

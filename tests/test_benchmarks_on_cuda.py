@@ -21,6 +21,8 @@ from benchmarks.plan import Plan
 from tests.tiny_plan import tiny_plan
 from tierfall.core.runtime.pinned import PageLock
 
+pytestmark = pytest.mark.benchmarks
+
 
 class Made(Exception):
     """Where a part makes its state; nothing is measured."""

@@ -36,6 +36,8 @@ from benchmarks.workload import Workload, shape_for
 from tests import forked
 from tests.tiny_plan import tiny_plan
 
+pytestmark = pytest.mark.benchmarks
+
 IN_PROCESS = [Tierfall, Bare, TorchSave, Safetensors, Dcp, DcpThread]
 alone = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 

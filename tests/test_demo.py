@@ -1,15 +1,14 @@
-"""The demo as a user runs it: its report and picture match what its processes wrote, and failures are reported."""
+"""The demo as a user runs it: its report and picture match what its processes reported, and failures are named."""
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import re
 import struct
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,21 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
 
-from tierfall.demo import chain as chains
-from tierfall.demo import command, story, timeline
-from tierfall.demo.__main__ import demo
-from tierfall.demo.process import DemoError
-from tierfall.demo.story import Stage
-from tierfall.demo.timeline import Bar, Kind, Timeline
+from tests.steps import wait_until
+from tierfall.demo import picture, story
+from tierfall.demo.story import Demo, DemoError, Line, Trainer, play
 
-STEPS = 96
+EVERY = 8
+STEPS = EVERY * story.SAVES
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def raw_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def raw_losses(path: Path) -> dict[int, str]:
-    return {e["step"]: e["loss"] for e in raw_lines(path) if e["kind"] == "step"}
+def run(folder: Path | None, **options: Any) -> None:
+    play(folder, **{"every": 1, "s3": False, "picture": None, "as_json": False, **options})
 
 
 def memory_folder(folder: Path) -> Path:
@@ -44,31 +40,30 @@ def memory_folder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Shown:
-    """A whole demo: the folder that it kept, what it told and reported, and what it drew."""
+    """A whole demo: the folder that it kept, what it told and reported, its trainers, and what it drew."""
 
     folder: Path
     told: str
     document: dict[str, Any]
-    timeline: Timeline
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return raw_lines(self.folder / "logs" / f"{name}.jsonl")
+    trainers: list[Trainer]
+    figure: Figure
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    folder = tmp_path_factory.mktemp("demo") / "kept"
-    drawn: list[Timeline] = []
+    folder = tmp_path_factory.mktemp("demo") / 'it\'s #1: "kept"'
+    drawn: list[tuple[list[Trainer], Figure]] = []
+    draw = picture.draw
 
-    def draw_picture(screen: Any, made: Timeline, path: Path) -> Path | None:
-        drawn.append(made)
-        return timeline.draw_picture(screen, made, path)
+    def keep(trainers: list[Trainer]) -> Figure:
+        drawn.append((trainers, draw(trainers)))
+        return drawn[0][1]
 
     out, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
-        patch.setattr(command, "draw_picture", draw_picture)
-        demo(folder, steps=STEPS, as_json=True, small=True)
-    return Shown(folder, told.getvalue(), json.loads(out.getvalue()), drawn[0])
+        patch.setattr(picture, "draw", keep)
+        run(folder, every=EVERY, as_json=True)
+    return Shown(folder, told.getvalue(), json.loads(out.getvalue()), *drawn[0])
 
 
 # What it shows ----------------------------------------------------------------------------------------
@@ -78,31 +73,28 @@ def test_demo_kills_in_mid_flush_and_finishes_it_by_adoption(shown: Shown) -> No
     told, document = shown.told, shown.document
     killed = re.search(r"checkpoint (\d+) has been arriving on store for .* SIGKILL", told)
     assert killed, told
-    cut = int(killed[1])
-    assert re.search(rf"^  {cut} .* interrupted$", told, re.MULTILINE)
-    assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
-    assert f"store is still owed checkpoint {cut}@1 by the process that was killed" in told
-    assert f"finished by adoption: checkpoint {cut}@1 is committed on store" in told
-    assert document["ok"]
-    assert document["steps"] == STEPS
-    assert document["killed"]["copying"] == f"{cut}@1"
-    assert {tier for _, tier, _ in document["restored"]["sources"]} == {"host"}
-    assert "ended" not in {line["kind"] for line in shown.lines("first")}
+    cut = f"{killed[1]}@1"
+    assert f"store has no commit record of {cut}" in told
+    assert f"finished by adoption: {cut} is committed on store" in told
+    assert (document["ok"], document["problems"], document["steps"]) == (True, [], STEPS)
+    assert document["killed"] == {
+        "after_step": shown.trainers[0].of("step")[-1]["step"],
+        "copying": cut,
+        "to": "store",
+    }
+    assert list(document["restored"]["sources"]) == ["host"]
+    assert shown.trainers[0].of("ended") == []
 
 
 def test_demo_goes_on_with_the_same_losses(shown: Shown) -> None:
-    """Compared here once more, from what the processes wrote."""
-    logs = shown.folder / "logs"
-    first, again = (raw_losses(logs / f"{name}.jsonl") for name in ("first", "again"))
-    undisturbed = raw_losses(logs / "undisturbed.jsonl")
-    assert sorted(undisturbed) == list(range(1, STEPS + 1))
-    assert max(first) < STEPS == max(again)
-    assert first.items() | again.items() == undisturbed.items()
     assert "equal to the last bit" in shown.told
-    restored = shown.document["restored"]["step"]
+    first, again = ({x["step"] for x in trainer.of("step")} for trainer in shown.trainers[:2])
+    assert first | again == set(range(1, STEPS + 1))
+    assert max(first) < STEPS == max(again)
+    assert min(again) == shown.document["restored"]["step"] + 1
     assert shown.document["equal_losses"] == {
         "before_the_kill": len(first),
-        "after_the_restore": STEPS - restored,
+        "after_the_restore": len(again),
     }
 
 
@@ -110,21 +102,16 @@ def test_demo_reads_what_is_damaged_from_the_next_tier(shown: Shown) -> None:
     fall = shown.told.partition("is flipped")[2]
     assert re.search(rf"skipped: chunk \d+ of {STEPS}@2 on fast", fall)
     assert "the same bytes as were saved" in fall
-    assert {tier for _, tier, _ in shown.document["beside_damage"]["sources"]} == {"fast", "store"}
+    assert sorted(shown.document["beside_damage"]["sources"]) == ["fast", "store"]
 
 
 def test_demo_restores_from_the_object_tier_alone_when_the_node_is_lost(shown: Shown) -> None:
     lost = shown.told.partition("Lose the node")[2]
-    assert re.search(rf"restored step {STEPS} .*\n  rank-\S+: .* from store\n", lost)
+    assert re.search(rf"restored step {STEPS} .*\n  .* from store\n", lost)
     assert "the same bytes as were saved" in lost.partition("7. ")[0]
     after = shown.document["after_node_loss"]
-    assert [(tier, count) for _, tier, count in after["sources"]] == [
-        ("store", shown.document["image_bytes"])
-    ]
-    assert after["fallbacks"] == []
-    ready, ended = shown.lines("elsewhere")[0], shown.lines("undisturbed")[-1]
-    assert [ready["kind"], ended["kind"]] == ["ready", "ended"]
-    assert ready["fingerprint"] == ended["fingerprint"]
+    image_bytes = shown.trainers[0].of("captured")[0]["bytes"]
+    assert (after["sources"], after["fallbacks"]) == ({"store": image_bytes}, [])
     assert not memory_folder(shown.folder).exists()
 
 
@@ -134,49 +121,62 @@ def test_demo_tells_how_far_the_object_tier_packs(shown: Shown) -> None:
     assert ratio > 1.05
     assert re.search(rf"store packed .* into .*: {ratio:.3g} to 1", shown.told)
     step = shown.folder / "store" / "demo" / f"step-{STEPS:08d}-a0002"
-    stored = (step / "rank-00000-of-00001.safetensors.tfz").stat().st_size
-    image_bytes = shown.document["image_bytes"]
-    assert 1.05 < image_bytes / stored < 2
+    assert (step / "rank-00000-of-00001.safetensors.tfz").exists()
     assert (step / "commit.json").exists()
 
 
 # What it draws ----------------------------------------------------------------------------------------
 
 
-def bars(shown: Shown, tier: str, kind: Kind) -> list[Bar]:
-    return [bar for bar in shown.timeline.bars if (bar.tier, bar.kind) == (tier, kind)]
+def line(at_s: float, kind: str, step: int = 1, tier: str | None = None, **more: Any) -> Line:
+    where = {} if tier is None else {"tier": tier}
+    return {"wall_time_s": at_s, "kind": kind, "step": step, "attempt": 1, **where, **more}
+
+
+def trainer_of(*lines: Line, killed_s: float = 0.0) -> Trainer:
+    trainer = Trainer.__new__(Trainer)
+    trainer.lines, trainer.was_killed = list(lines), killed_s > 0
+    trainer.began_s, trainer.over_s = 100.0, killed_s or 200.0
+    return trainer
+
+
+def test_a_bar_goes_from_the_beginning_of_a_capture_or_flush_to_its_end_or_the_kill() -> None:
+    lines = [
+        line(101, "save_begun"),
+        line(101.5, "flush_begun", tier="store"),
+        line(102, "captured"),
+        line(103, "committed", tier="store"),
+        line(104, "flush_begun", 2, tier="fast"),
+        line(106, "restored", 7, seconds=0.5, sources={"fast": 9, "store": 1}),
+    ]
+    whole = [
+        ("host", "capture", 101, 102),
+        ("store", "flush", 101.5, 103),
+        ("fast", "restore", 105.5, 106),
+        ("store", "restore", 105.5, 106),
+    ]
+    assert list(picture.bars_of(trainer_of(*lines))) == whole
+    cut = ("fast", picture.CUT, 104, 107)
+    assert list(picture.bars_of(trainer_of(*lines, killed_s=107))) == [*whole, cut]
 
 
 def test_picture_has_every_save_flush_and_restore_of_the_run(shown: Shown) -> None:
-    every = STEPS // command.SAVES
-    restored, cut = shown.document["restored"]["step"], shown.document["killed"]["copying"]
-    saved = [step for step in range(every, STEPS + 1, every)]
-    assert shown.timeline.tiers == ("host", "fast", "store")
-    assert [bar.step for bar in bars(shown, "host", Kind.CAPTURE)] == saved
-    assert [bar.step for bar in bars(shown, "store", Kind.CUT)] == [int(cut.partition("@")[0])]
-    arrived = [bar.step for bar in bars(shown, "store", Kind.FLUSH)]
-    assert arrived == [step for step in saved if step % (2 * every) == 0]
-    assert {
-        tier: [bar.step for bar in bars(shown, tier, Kind.RESTORE)] for tier in chains.TIERS
-    } == {
-        "host": [restored],
-        "fast": [STEPS],
-        "store": [STEPS, STEPS],
-    }
+    bars = [(tier, what) for each in shown.trainers for tier, what, *_ in picture.bars_of(each)]
+    counts = {bar: bars.count(bar) for bar in bars}
+    assert counts[("host", "capture")] == story.SAVES
+    assert counts[("store", "flush")] == story.SAVES / 2
+    assert counts[("store", picture.CUT)] == 1
+    restores = {tier: counts[(tier, "restore")] for tier in story.TIERS}
+    assert restores == {"host": 1, "fast": 1, "store": 2}
 
 
-def test_picture_shows_each_step_of_each_process_and_what_befell_them(shown: Shown) -> None:
-    lives = shown.timeline.processes
-    for name, life in zip(("first", "again", "damaged", "elsewhere"), lives, strict=True):
-        losses = raw_losses(shown.folder / "logs" / f"{name}.jsonl")
-        assert [loss.hex() for _, loss in life.steps] == list(losses.values())
-        assert all(life.begin_s < time_s < life.end_s for time_s, _ in life.steps)
-    assert lives[0].begin_s == 0
-    moments = {what: time_s for time_s, what in shown.timeline.moments}
-    assert list(moments) == ["SIGKILL", "byte flipped", "node lost"]
-    assert moments["SIGKILL"] == lives[0].end_s <= lives[1].begin_s
-    assert lives[1].end_s <= moments["byte flipped"] <= lives[2].begin_s
-    assert lives[2].end_s <= moments["node lost"] <= lives[3].begin_s
+def test_picture_has_a_lane_for_the_training_and_one_for_each_tier_downwards(shown: Shown) -> None:
+    axes = shown.figure.axes[0]
+    assert isinstance(axes, Axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["training", *story.TIERS]
+    bottom, top = axes.get_ylim()
+    assert bottom > top
+    assert [text.get_text() for text in axes.texts] == ["SIGKILL", "byte flipped", "node lost"]
 
 
 def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
@@ -185,17 +185,16 @@ def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
     assert f"as a picture: {path}" in shown.told
     data = path.read_bytes()
     assert data.startswith(PNG)
-    width, height = struct.unpack(">II", data[16:24])
-    assert (width, height) == (1800, 880)
-    assert 20_000 < len(data) < 150_000
+    assert struct.unpack(">II", data[16:24]) == (1800, 720)
+    assert 10_000 < len(data) < 150_000
 
 
 # What goes wrong --------------------------------------------------------------------------------------
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, **options: Any) -> str:
     with pytest.raises(typer.Exit) as exited:
-        demo(*arguments, **options)
+        run(folder, **options)
     assert exited.value.exit_code == 1
     return " ".join(capsys.readouterr().out.split())
 
@@ -203,120 +202,108 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any)
 def test_demo_that_fails_says_why_exits_with_1_and_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(stage: Stage) -> None:
-        stage.chain.memory.mkdir()
+    def fail(demo: Demo) -> None:
+        memory_folder(tmp_path / "kept").mkdir()
         raise DemoError("a loss differs")
 
-    monkeypatch.setattr(story, "train_and_kill", fail)
-    output = refused(capsys, tmp_path / "kept", steps=12, small=True)
-    assert "The demo failed: a loss differs" in output
+    monkeypatch.setattr(Demo, "train_and_kill", fail)
+    assert refused(capsys, tmp_path / "kept").endswith("The demo failed: a loss differs")
     assert not memory_folder(tmp_path / "kept").exists()
 
 
-def test_demo_refuses_a_folder_with_something_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine").write_text("precious")
-    assert "not an empty folder" in refused(capsys, tmp_path)
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_demo_says_in_one_line_that_its_folder_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*arguments: object, **more: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    (tmp_path / "file").touch()
-    output = refused(capsys, tmp_path / "file" / "x", small=True)
-    assert output.startswith("The demo failed: ")
-    assert output.endswith("x cannot be used (Not a directory): name another folder")
-    assert "cannot be used" in refused(capsys, Path("~nobody-of-that-name/x"), small=True)
-    monkeypatch.setattr(chains, "write_chain", full)
-    assert "cannot be used (Read-only file system)" in refused(capsys, tmp_path / "new", small=True)
-
-
-def test_demo_refuses_a_folder_that_has_no_address(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = refused(capsys, tmp_path / "what?", small=True)
-    assert "what? cannot be used: name another folder" in output
-    assert "tiers[2].url" in output
-
-
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("folder", "picture", "reason"),
     [
-        ("there", "is a folder: name a file"),
-        ("nowhere/x.png", "there is no folder"),
-        ("x.jpg", "name a file that ends in .png"),
+        ("full", None, "full is not an empty folder: name a new one"),
+        ("full/mine/x", None, "Not a directory"),
+        ("what?", None, "tiers[2].url"),
+        ("kept", "full", "full: name a .png in a folder that is there"),
+        ("kept", "nowhere/x.png", "x.png: name a .png in a folder that is there"),
+        ("kept", "x.png", "x.png: name a .png in a folder that is there"),
     ],
 )
-def test_demo_refuses_a_picture_that_cannot_be_before_it_trains(
-    name: str,
+def test_a_folder_or_a_picture_that_cannot_be_is_refused_before_anything_is_trained(
+    folder: str,
+    picture: str | None,
     reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(story, "train_and_kill", None)
-    (tmp_path / "there.png").mkdir()
-    wanted = tmp_path / ("there.png" if name == "there" else name)
-    output = refused(capsys, tmp_path / "kept", small=True, picture=wanted)
-    assert f"--picture {wanted}: " in output
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    (tmp_path / "x.png").mkdir()
+    monkeypatch.setattr(Demo, "play", None)
+    output = refused(capsys, tmp_path / folder, picture=picture and tmp_path / picture)
+    assert output.startswith("The demo failed: ")
     assert reason in output
-
-
-def test_picture_goes_where_the_files_are_kept_or_to_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert timeline.picture_path(None, None) == tmp_path / "tierfall-demo.png"
-    assert timeline.picture_path(tmp_path / "kept", None) == tmp_path / "kept" / "timeline.png"
-    assert timeline.picture_path(tmp_path / "kept", Path("mine.PNG")) == tmp_path / "mine.PNG"
-
-
-def test_picture_in_the_working_directory_is_named_from_there(
-    shown: Shown,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = timeline.picture_path(None, None)
-    assert timeline.draw_picture(command.Screen(), shown.timeline, path) == path
-    assert capsys.readouterr().out == "  the timeline as a picture: ./tierfall-demo.png\n"
-    assert path.read_bytes().startswith(PNG)
-
-
-def test_picture_that_cannot_be_written_is_reported(
-    shown: Shown, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "gone" / "x.png"
-    assert timeline.draw_picture(command.Screen(), shown.timeline, path) is None
-    output = capsys.readouterr().out
-    assert f"{path} cannot be written (No such file or directory)" in output
-    assert "--picture" in output
+    assert (tmp_path / "full" / "mine").read_text() == "precious"
 
 
 def test_without_matplotlib_one_line_says_how_to_get_the_picture(
     shown: Shown,
-    tmp_path: Path,
+    demo: Demo,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tierfall.demo.picture", raising=False)
-    for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):
+    monkeypatch.delitem(sys.modules, "tierfall.demo.picture")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert timeline.draw_picture(command.Screen(), shown.timeline, tmp_path / "x.png") is None
-    output = capsys.readouterr().out
-    assert output == "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
-    assert not (tmp_path / "x.png").exists()
+    assert demo.draw(shown.trainers, shown.folder / "x.png") is None
+    assert capsys.readouterr().out == (
+        "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
+    )
 
 
-def test_another_module_that_is_missing_is_not_taken_for_matplotlib(
-    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# What acts check --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    with ExitStack() as stack:
+        yield Demo(tmp_path, tmp_path / "tiers.yaml", Console(), stack, every=1, steps=12)
+
+
+def restored(step: int, *tiers: str) -> Trainer:
+    sources, reasons = dict.fromkeys(tiers, 7), ["a chunk: damaged"] if tiers[1:] else []
+    return trainer_of(line(1, "restored", step, sources=sources, fallbacks=reasons))
+
+
+def test_a_start_that_restored_something_else_than_expected_is_found() -> None:
+    assert story.check_restored(restored(2, "store"), "2@1", "store")["step"] == 2
+    story.check_restored(restored(2, "store", "fast"), "2@1", "fast", "store")
+    with pytest.raises(DemoError, match="restored nothing, although 2@1 exists"):
+        story.check_restored(trainer_of(), "2@1", "store")
+    for wrong in (restored(1, "store"), restored(2, "host"), restored(2, "fast", "store")):
+        with pytest.raises(DemoError, match=r"a start restored .* expected 2@1 from store"):
+            story.check_restored(wrong, "2@1", "store")
+
+
+def test_one_loss_that_differs_in_its_last_bit_is_found(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tierfall.demo.picture", None)
-    with pytest.raises(ModuleNotFoundError, match=r"tierfall\.demo\.picture"):
-        timeline.draw_picture(command.Screen(), shown.timeline, tmp_path / "x.png")
+    def losses(*values: float) -> Trainer:
+        steps = [line(1, "step", step, loss=loss.hex()) for step, loss in enumerate(values)]
+        return trainer_of(*steps, line(2, "ended", fingerprint="f"))
+
+    monkeypatch.setattr(Trainer, "follow", lambda self: [])
+    alone = losses(2.5, 2.25)
+    assert demo.compare(losses(2.5), losses(2.5, 2.25), alone)["after_the_restore"] == 2
+    with pytest.raises(DemoError, match=r"differ from those without a kill: \[1\]"):
+        demo.compare(losses(2.5), losses(2.5, 2.2500000000000004), alone)
+
+
+def test_trainer_that_ends_badly_is_quoted(demo: Demo) -> None:
+    demo.config.write_text("run: 7\n")
+    trainer = demo.start("it")
+    with pytest.raises(DemoError, match=r"(?s)ended with code 1; the end of .*tiers.yaml"):
+        list(trainer.follow())
+
+
+def test_a_trainer_ends_with_the_demo(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        demo = Demo(tmp_path, tmp_path / "tiers.yaml", Console(), stack, every=1, steps=10_000)
+        trainer = demo.start("it", saves=False)
+        assert any(line["kind"] == "ready" for line in trainer.follow())
+        assert trainer.process.poll() is None
+    wait_until(lambda: trainer.process.poll() == -9, "the trainer is killed")

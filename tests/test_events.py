@@ -1,4 +1,4 @@
-"""The events that a run writes, and that docs/event-log.md describes them."""
+"""The events that a run writes, and that docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "event-log.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MakeConfig = Callable[..., dict[str, Any]]
 
 
@@ -51,7 +51,7 @@ def members_of(kind: type[events.Event]) -> tuple[str, ...]:
 
 def documented() -> dict[str, tuple[str, ...]]:
     """The table of kinds: the members of each."""
-    table = PAGE.read_text().partition("\n## Kinds\n")[2].partition("|---|")[2]
+    table = PAGE.read_text().partition("\n### Kinds\n")[2].partition("|---|")[2]
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", table, flags=re.MULTILINE)
     return {kind: tuple(re.findall(r"`(\w+)`", names)) for kind, names in rows}
 
@@ -73,7 +73,7 @@ def test_a_line_has_the_members_that_the_page_names_and_no_others(
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)
         ckpt.restore(blank())
-    general = re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition("## What each")[2], re.M)
+    general = re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition("### What each line")[2], re.M)
     general = general[: general.index("kind") + 1]
     seen = last_events(log, 10_000)
     for event in seen:

@@ -187,7 +187,7 @@ def test_what_is_installed_in_a_fresh_environment_saves_and_restores(
     assert (saved[1], restored[1]) == ("None", "7")
     assert saved[2] == restored[2]
     if kind == "wheel":  # the sdist builds the same one
-        assert "The demo failed" not in in_fresh("tierfall", "demo", "--steps", "12", "kept")
+        assert "The demo failed" not in in_fresh("tierfall", "demo", "--steps", "24", "kept")
         assert (tmp_path / "kept" / "tiers.yaml").exists()
 
 

@@ -1,7 +1,7 @@
 """The events of a run: one value class per kind, and the list of all kinds.
 
 ``at_s`` is the emitter's time: the coordinator's clock, which is virtual in tests and simulations. Sizes are in bytes,
-durations in seconds. ``docs/event-log.md`` describes each kind; a test compares the two.
+durations in seconds. ``docs/metrics.md`` describes each kind; a test compares the two.
 """
 
 from __future__ import annotations

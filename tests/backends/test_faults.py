@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from backend_places import files_below, get, put
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.types.backend import Publish, delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,

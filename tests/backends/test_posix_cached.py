@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from backend_places import put
 
+from tests.faults import Faulty
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.faults import Faulty
 from tierfall.backends.wrappers.limit import Limited
 from tierfall.backends.wrappers.retry import Retrying
 from tierfall.core.runtime.rate_limit import RateLimiter

@@ -10,10 +10,10 @@ from random import Random
 import pytest
 from backend_places import fail, files_below, get, put
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.wrappers.retry import Retrying
 from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (

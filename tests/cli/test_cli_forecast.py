@@ -1,4 +1,4 @@
-"""``check`` forecasts a day from options or from the run's own checkpoints, or names what is missing."""
+"""``check`` forecasts the tiers from options or from the run's own checkpoints, or names what is missing."""
 
 from __future__ import annotations
 
@@ -54,21 +54,20 @@ def cli(make_cli: MakeCli, tmp_path: Path) -> Cli:
     )
 
 
-def test_a_day_is_foreseen_by_the_options(cli: Cli) -> None:
-    found = cli.json("check", *SMALL, "--image", "9GiB", "--save-every", "10m")["forecast"]
+def test_tiers_are_forecast_by_the_options(cli: Cli) -> None:
+    words = ("check", *SMALL, "--image", "9GiB", "--save-every", "10m")
+    found = cli.json(*words)["forecast"]
     assert (found["image_bytes"], found["save_every_s"]) == (9 * GIB, 600)
-    assert (found["horizon_s"], found["played_s"]) == (86_400, 86_400)
     host, disk, far = found["tiers"]
-    assert (host["name"], disk["every_s"]) == ("host", 600)
-    assert disk["kept"] == 3 + 6, "the last three, and what far is still owed"
-    assert far["every_s"] == 6000
-    assert far["behind_per_h"] == pytest.approx(3600 / 6000 - 3600 / far["copy_s"])
+    assert (host["kept"], host["lost_s"]) == (3, 600)
+    assert (disk["every_s"], disk["kept"], disk["bytes_max"]) == (600, 3, 36 * GIB)
+    assert disk["lost_s"] == pytest.approx(600 + 9 * GIB / 1e9)
+    assert (far["every_s"], far["lost_s"]) == (6000, None)
     assert far["copy_s"] == 9 * GIB / 1e6
-    (reason,) = [r for r in far["reasons"] if "falls behind" in r]
-    output = "falls behind by 0.2 checkpoints an hour: its 1 MB/s against 1.6 MB/s of images"
-    assert reason == output
-    text = cli("check", *SMALL, "--image", "9GiB", "--save-every", "10m").out
-    assert "a day with a save every 10 min 00 s of 9 GiB (by the options): 144 saves" in text
+    output = "falls behind by 0.23 checkpoints an hour: its 1 MB/s against 1.6 MB/s of images"
+    assert far["reasons"][0] == output
+    text = cli(*words).out
+    assert "with a save every 10 min 00 s of 9 GiB (by the options):" in text
     assert f"far: {output}" in text
 
 
@@ -81,17 +80,15 @@ def test_no_tier_is_taken_to_be_faster_than_the_file_allows(cli: Cli) -> None:
 
 
 def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None:
-    """Half of 1 MB/s takes 2000 s for what comes every 500 s: over an hour behind when the third copy arrives."""
+    """Half of 1 MB/s takes 2000 s for what comes every 500 s."""
     host, disk, far = cli.config["tiers"]
     far = {**far, "bandwidth": "50%", "flush": {"every": 1, "within": "1h"}}
     cli.configure({**cli.config, "tiers": [host, disk, far]})
     words = ("--image", "1GB", "--save-every", "500s")
     found = cli.json("check", *SMALL, *words)["forecast"]["tiers"][2]
     assert found["copy_s"] == 2000
-    assert found["late_s"] == pytest.approx(3 * 500 + 3600, abs=0.01), (
-        "the third comes at 6500 s, saved at 1500 s"
-    )
-    assert "further behind than 1 h 00 min (flush.within) after 1 h 25 min" in found["reasons"]
+    late = "copies arrive later than 1 h 00 min after their save (flush.within)"
+    assert late in found["reasons"]
 
 
 def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
@@ -99,7 +96,6 @@ def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
     by_time = cli.json("check", *SMALL, "--image", "1GiB", "--step-time", "2s")["forecast"]
     by_rate = cli.json("check", *SMALL, "--image", "1GiB", "--steps-per-hour", "1800")["forecast"]
     assert by_time["save_every_s"] == by_rate["save_every_s"] == 600
-    assert by_time["saves"] == 144
 
 
 def test_many_ranks_fill_what_they_share(make_cli: MakeCli, tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
             ckpt.save(step, state_of(step), block=True)
     found = cli.json("check", *SMALL, "--save-every", "10m")["forecast"]
     assert 80_000 < found["image_bytes"] < 200_000
-    assert found["saves"] == 144
+    assert found["save_every_s"] == 600
     assert "(by the options and the run)" in cli("check", *SMALL, "--save-every", "10m").out
     out = cli("check", *SMALL).out
     assert "(by the run's own checkpoints)" in out
@@ -132,7 +128,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
 def test_what_is_missing_is_named(cli: Cli) -> None:
     assert cli.json("check", *SMALL)["forecast"] is None
     assert cli.json("check", *SMALL)["loss_bound"] is None
-    assert "no forecast of a day: it needs the size" in cli("check", *SMALL).out
+    assert "no forecast: it needs the size" in cli("check", *SMALL).out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB").out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB", "--step-time", "2s").out
 
@@ -190,7 +186,7 @@ def test_what_retention_keeps_and_a_tier_has_no_room_for_is_reported_with_figure
     cli = make_cli(disk={"retain": {"last": 20}, **rules}, host={"capacity": "30GiB"})
     text = reasons(cli, "--image", "1GiB")
     assert "full after 1 h 50 min: then the oldest is deleted for each new one" in text
-    assert "would hold at most 21 checkpoints within the day, 21 GiB" in text
+    assert "Its rules keep 20 checkpoints and the one that arrives" in text
     assert f"{limit} has room for 10: {cure}" in text
     assert "keep fewer (retain)" in text
     text = reasons(cli, "--image", "11GiB")

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
 from tests.simulation.many_storage import Damage
 from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
 from tierfall.core.capture.snapshot import ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import image_file, without_index
 from tierfall.core.format.documents import sha256

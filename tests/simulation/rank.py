@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from tests.faults import Fault, Faulty
 from tests.simulation.mounts import config_of
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
@@ -26,7 +27,6 @@ from tests.simulation.world import (
     packing,
 )
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.wrappers.faults import Fault, Faulty
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.events import (
     CaptureAdvanced,

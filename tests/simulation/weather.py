@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.types.backend import Publish, Writer
 from tierfall.core.types.errors import AccessDeniedError, LostWriteError, UnreachableError
 

@@ -44,7 +44,6 @@ from tierfall.cli.usage import (
     listen_to_warnings,
     refuse,
 )
-from tierfall.demo.__main__ import demo
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -171,7 +170,7 @@ def show(
     ls_show.show(steps, config, run, as_json)
 
 
-@app.command(short_help="Check the configuration, measure every tier, and forecast a day.")
+@app.command(short_help="Check the configuration; measure and forecast every tier.")
 def check(
     size: SizeOption = "64MiB",
     image: ImageOption = None,
@@ -184,8 +183,8 @@ def check(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast a
-    day."""
+    """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast
+    whether it keeps up and has room."""
     from tierfall.cli import check
 
     inputs = check.ForecastInputs.read(
@@ -459,4 +458,32 @@ def schema(as_json: JsonOption = False) -> None:
     init.schema()
 
 
-app.command(short_help="Train, kill and restore a small model, and show the timeline.")(demo)
+@app.command(short_help="Train, kill and restore a small model, and show the timeline.")
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help="A new or empty folder to keep everything in. Without it, a temporary one that is removed.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=24, help="Steps to train, rounded up to a multiple of 12.")
+    ] = 120,
+    s3: Annotated[
+        bool,
+        typer.Option("--s3", help="Use a bucket of a real S3 server, which the demo starts."),
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the timeline as PNG. Without it, DIR/timeline.png or ./tierfall-demo.png.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
+    from tierfall.demo.story import play
+
+    play(folder, every=-(-steps // 12), s3=s3, picture=picture, as_json=as_json)

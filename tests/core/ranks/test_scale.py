@@ -1,7 +1,7 @@
 """How long a commit of 10,000 ranks takes beyond its I/O: the real message trees, on clocks of their own.
 
 Each rank has a clock. A message costs its receiver a round trip to the store and the CPU time that the real code takes
-for it here; it costs its sender a push. What stands in docs/scale.md is what this prints.
+for it here; it costs its sender a push. What stands in docs/many-ranks.md is what this prints.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.many import NODE_TIER, Many
 from tests.simulation.world import IMAGE, World, file_rules, images_of
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,

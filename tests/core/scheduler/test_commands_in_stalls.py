@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scheduler.test_stalled_copies import failing, opened, world_with
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import World, file_rules
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.wrappers.retry import Retrying
 from tierfall.core.runtime.retries import LONGEST_S
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, CommitCopy, DeleteCopy

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import CUT, Rank
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.group.commands import RETRY_S
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, CopyRun, DeleteCopy, FinishCopy, Task

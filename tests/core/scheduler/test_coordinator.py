@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.scheduler.ledger.tasks import CommandKind, CopyRun, FinishCopy, LedgerQuery
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, OpenShard
 from tierfall.core.types.backend import Backend

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.rules import young
 from tests.simulation.world import IMAGE, SHARD, World, file_rules
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Attempt
 from tierfall.core.scheduler.ledger.tasks import (
     CommandKind,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_time, talk, world
+from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import image_of
 from tests.simulation.world import World, file_rules, marks_in
-from tierfall.backends.wrappers.faults import Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys

@@ -9,11 +9,11 @@ import pytest
 
 from tests.core.scheduler.test_commits import failing, folder_is_empty, talk
 from tests.core.scheduler.test_commits import world as ranks
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
 from tests.simulation.rank import CUT
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.flush.flusher import ARRIVALS_BEFORE_SET_ASIDE
 from tierfall.core.scheduler.ledger.tasks import CommandKind

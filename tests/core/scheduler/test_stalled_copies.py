@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.toolkit.key_value import KeyValueWriter
-from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.runtime import retries
 from tierfall.core.scheduler.ledger.tasks import CopyRun
 from tierfall.core.types.backend import Backend

@@ -1,4 +1,4 @@
-"""Fault injection, by script or by seed, for tests and for drills.
+"""Fault injection, by script or by seed: a wrapper of a backend.
 
 A plan is a list of ``Fault``: the operation, the keys, which of the matching calls, and what happens to them. The same
 seed and the same calls give the same faults, in any order of threads with different keys.
