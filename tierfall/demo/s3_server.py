@@ -6,7 +6,6 @@ stops it. The demo and the tests use it; it does not depend on tiers.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -16,16 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import obstore
-from obstore.store import S3Store
+from botocore.config import Config  # type: ignore[import-untyped]
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+from botocore.session import Session  # type: ignore[import-untyped]
 
 from tierfall.demo.process import DemoError, start
 
@@ -55,6 +52,7 @@ class SeaweedFS:
         self.key = key
         self.secret = secret
         self._process: subprocess.Popen[bytes] | None = None
+        self._session = Session()
         self._ports = _free_ports(2 * len(_PORTS))
         self._has_answered = False
         (folder / "data").mkdir()
@@ -94,7 +92,7 @@ class SeaweedFS:
                     self._command(), log, cwd=self._folder, env=self._environment()
                 )
             try:
-                self.wait_until(lambda: self._answers("GET", ""))
+                self.wait_until(lambda: self._answers("list_buckets"))
             except DemoError as error:
                 if not tries_left or "address already in use" not in str(error):
                     raise
@@ -111,29 +109,27 @@ class SeaweedFS:
 
         The port answers seconds before the first volume is there.
         """
-        self.wait_until(lambda: self._answers("PUT", name))
-        store = self.store(name)
-        self.wait_until(lambda: _accepts_objects(store))
+        self.wait_until(lambda: self._answers("create_bucket", Bucket=name))
+        self.wait_until(lambda: self._accepts_objects(name))
 
     def remove_bucket(self, name: str) -> None:
         """Remove a bucket with all that is in it."""
-        if not self._answers("DELETE", name):
+        if not self._answers("delete_bucket", Bucket=name):
             raise DemoError(f"SeaweedFS does not remove bucket {name}; see {self._folder / 'log'}")
 
-    def store(self, bucket: str, **changes: Any) -> S3Store:
-        """Return a client of obstore, to inspect the server independently of the tested client."""
-        return S3Store(
-            bucket,
-            **{
-                "endpoint": self.endpoint,
-                "access_key_id": self.key,
-                "secret_access_key": self.secret,
-                "region": REGION,
-                "client_options": {"allow_http": True},
-                "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=30)},
-                **changes,
-            },
-        )
+    def client(self, **changes: Any) -> Any:
+        """Return a client of botocore, to inspect the server independently of the tested client."""
+        words = {
+            "endpoint_url": self.endpoint,
+            "aws_access_key_id": self.key,
+            "aws_secret_access_key": self.secret,
+            "region_name": REGION,
+            "config": Config(
+                retries={"total_max_attempts": 1}, connect_timeout=10, read_timeout=30
+            ),
+            **changes,
+        }
+        return self._session.create_client("s3", **words)
 
     def kill(self) -> None:
         """Stop it as a crash would."""
@@ -184,20 +180,29 @@ class SeaweedFS:
         kept = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
         return {**kept, "HOME": str(self._folder), "TMPDIR": str(self._folder)}
 
-    def _answers(self, method: Literal["GET", "PUT", "DELETE"], bucket: str) -> bool:
-        """Return whether a signed request about a bucket (or none) is answered by a server that has started."""
-        # obstore signs paths below a bucket only; with this style nothing is put before the path.
-        signer = self.store("any", virtual_hosted_style_request=True)
-        url = obstore.sign(signer, method, bucket or "any", timedelta(minutes=1))
-        request = urllib.request.Request(url, method=method)
+    def _answers(self, method: str, **words: Any) -> bool:
+        """Return whether a server that has started answers a request, whatever the answer is."""
+        client = self.client()
         try:
-            with urllib.request.urlopen(request, timeout=10):
-                return True
-        except urllib.error.HTTPError as error:
-            error.close()
-            return error.code < 500
-        except (OSError, http.client.HTTPException):
+            getattr(client, method)(**words)
+        except ClientError as error:
+            return int(error.response["ResponseMetadata"]["HTTPStatusCode"]) < 500
+        except BotoCoreError:
             return False
+        finally:
+            client.close()
+        return True
+
+    def _accepts_objects(self, bucket: str) -> bool:
+        client = self.client()
+        try:
+            client.put_object(Bucket=bucket, Key="started", Body=b"started")
+            client.delete_object(Bucket=bucket, Key="started")
+        except (BotoCoreError, ClientError):
+            return False
+        finally:
+            client.close()
+        return True
 
 
 @contextmanager
@@ -220,15 +225,6 @@ def _program() -> Path:
     if not program.exists():
         raise DemoError(f"an S3 server needs SeaweedFS; {program} is not there: {INSTALL}")
     return program
-
-
-def _accepts_objects(store: S3Store) -> bool:
-    try:
-        obstore.put(store, "started", b"started")
-        obstore.delete(store, "started")
-    except (obstore.exceptions.BaseError, OSError):
-        return False
-    return True
 
 
 def _free_ports(count: int) -> list[int]:
