@@ -15,6 +15,7 @@ from typing import Any
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import ObjectClient
+from tierfall.backends.object.store_client import StoreClient
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.retry import RetryPolicy
@@ -71,10 +72,16 @@ def open_backend(
     found = registry.find(scheme) if driver is None else None
     if found is not None:
         given = dict(options or {})
-        return retry.run(lambda: registry.open_by(found, url, options=given, read_only=read_only))
-    return retry.run(
-        lambda: ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
-    )
+
+        def client() -> ObjectClient:
+            store = registry.open_by(found, url, options=given, read_only=read_only)
+            return StoreClient(store, place=url)
+    else:
+
+        def client() -> ObjectClient:
+            return _client(scheme, url, options, driver)
+
+    return retry.run(lambda: ObjectStoreBackend(client(), read_only=read_only))
 
 
 def place_of(url: str) -> str:
