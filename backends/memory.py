@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from tierfall.backends.toolkit.key_value import KeyValueBackend
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.object.store_client import StoreClient
 from tierfall.backends.toolkit.keys import check_key
-from tierfall.backends.toolkit.store import KeyValueStore
+from tierfall.backends.toolkit.object_store import ObjectStore
 from tierfall.core.types.backend import StoredObject
 
 
-class MemoryStore(KeyValueStore):
-    """Values in a dictionary. A value is never changed in place, so that readers need no lock."""
+class MemoryStore(ObjectStore):
+    """Objects in a dictionary. One is never changed in place, so that readers need no lock."""
 
     durable = False
     conditional_create = True
-    value_bytes = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,16 +24,17 @@ class MemoryStore(KeyValueStore):
         self._versions: dict[str, int] = {}
         self._written = 0
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, start: int, end: int) -> tuple[memoryview, int] | None:
         with self._lock:
-            return self.objects.get(key)
+            data = self.objects.get(key)
+        return None if data is None else (memoryview(data)[start:end], len(data))
 
-    def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
-        data = bytes(value)
+    def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
+        copy = bytes(data)
         with self._lock:
             if if_absent and key in self.objects:
                 return False
-            self.objects[key] = data
+            self.objects[key] = copy
             self._written += 1
             self._versions[key] = self._written
         return True
@@ -42,7 +43,7 @@ class MemoryStore(KeyValueStore):
         with self._lock:
             self.objects.pop(key, None)
 
-    def list(self, prefix: str) -> Iterable[StoredObject]:
+    def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
         with self._lock:
             return [
                 StoredObject(key=key, bytes=len(data), version=str(self._versions.get(key, "")))
@@ -51,14 +52,14 @@ class MemoryStore(KeyValueStore):
             ]
 
 
-class MemoryBackend(KeyValueBackend):
+class MemoryBackend(ObjectStoreBackend):
     """Stores objects in a dictionary; ``place`` names it in messages. ``close`` keeps the objects, and the backend
     stays usable."""
 
     def __init__(self, place: str = "memory") -> None:
         self.store = MemoryStore()
         self._objects = self.store.objects  # for tests that inspect and damage objects
-        super().__init__(self.store, place=place)
+        super().__init__(StoreClient(self.store, place=place))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """See ``Backend``. Deletes all of them."""

@@ -1,14 +1,12 @@
 """Opening a backend by a URL and fsspec's option names.
 
-Folders have the posix backend, ``s3://`` the client on botocore, ``gs://`` and ``az://`` obstore where it is installed
-and has every option, registered protocols (``registry``) their plug-in, and all others fsspec. Only the library that is
-used is imported.
+Folders have the posix backend, ``s3://`` the client on botocore, registered protocols (``registry``) their plug-in, and
+all others fsspec, as everything has with ``driver: fsspec``. Only the library that is used is imported.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 import random
 import re
 import time
@@ -16,15 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.object.client import NotServedError, ObjectClient
+from tierfall.backends.object.client import ObjectClient
+from tierfall.backends.object.store_client import StoreClient
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.retry import RetryPolicy
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
-
-logger = logging.getLogger("tierfall")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PORT = re.compile(r"[^:]*:[0-9]+")
@@ -75,10 +72,16 @@ def open_backend(
     found = registry.find(scheme) if driver is None else None
     if found is not None:
         given = dict(options or {})
-        return retry.run(lambda: registry.open_by(found, url, options=given, read_only=read_only))
-    return retry.run(
-        lambda: ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
-    )
+
+        def client() -> ObjectClient:
+            store = registry.open_by(found, url, options=given, read_only=read_only)
+            return StoreClient(store, place=url)
+    else:
+
+        def client() -> ObjectClient:
+            return _client(scheme, url, options, driver)
+
+    return retry.run(lambda: ObjectStoreBackend(client(), read_only=read_only))
 
 
 def place_of(url: str) -> str:
@@ -166,17 +169,8 @@ def _split_user(rest: str) -> tuple[str, str]:
 def _client(
     scheme: str, url: str, options: Mapping[str, Any] | None, driver: Driver | None
 ) -> ObjectClient:
-    if scheme == "s3":
-        # The only client for S3, whatever ``driver`` is.
+    if scheme == "s3" and driver is None:
         return _open_by("s3", "botocore", url, options)
-    if driver is Driver.FSSPEC or (driver is None and scheme not in _WITH_BUCKET):
-        return _open_by("fsspec", "fsspec", url, options)
-    try:
-        return _open_by("obstore", "obstore", url, options)
-    except (NotServedError, ConfigError) as error:
-        if driver is not None:
-            raise
-        logger.info("%s; fsspec is used instead", error)
     return _open_by("fsspec", "fsspec", url, options)
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -33,7 +33,6 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Entry
 from tierfall.backends.posix.writer import PosixWriter
-from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.format.records import parse_commit
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -163,8 +162,7 @@ class SlowFiles(PosixBackend):
 _stores: dict[str, SlowStore] = {}
 
 
-@registry.register("slow", remote=True)
-def _open(url: str, *, options: Mapping[str, Any], read_only: bool) -> Backend:
+def _open(url: str, **words: Any) -> Backend:
     return _stores[url]
 
 
@@ -265,7 +263,10 @@ def _run(
     """Give the configuration of a run with so many checkpoints, of which these are ``saved``, and its requests."""
     folder, requests = Path(tempfile.mkdtemp(prefix="tierfall-many-")), Requests()
     try:
-        with patch.object(tiers, "PosixBackend", SlowFiles):
+        with (
+            patch.object(tiers, "PosixBackend", SlowFiles),
+            patch.object(tiers, "open_backend", _open),
+        ):
             tier, backend, put = _tier(medium, folder, requests)
             host_folder = str(folder / "host")
             host = {"name": "host", "kind": "host", "folder": host_folder, "capacity": "4MiB"}
@@ -291,7 +292,7 @@ Put = Callable[[str, bytes], None]
 def _tier(medium: Medium, folder: Path, requests: Requests) -> tuple[dict[str, str], Backend, Put]:
     """Return a tier's section, what reads its files at once, and what puts a file there at once."""
     if medium is Medium.OBJECTS:
-        memory, url = MemoryBackend(), "slow://many"
+        memory, url = MemoryBackend(), "s3://many"
         _stores[url] = SlowStore(memory, requests)
 
         def put(key: str, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """What the far end of a chain costs: an S3 server on this machine, and a slow folder with and without compression.
 
 Uploads and downloads go to the same server, one after the other, in one run. The references have a ready buffer, and
-nothing to check: what obstore's own upload in parts and s3fs's ``pipe_file`` take, and obstore's reads of ranges by
+nothing to check: what an upload in parts by botocore and s3fs's ``pipe_file`` take, and botocore's reads of ranges, by
 several threads. Each object goes once it was measured.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import obstore
 import s3fs
 import torch
 
@@ -33,7 +32,8 @@ BUCKET = "bench"
 STORE = "store"
 SIZE_MAX_BYTES = 256 << 20
 RANGE_BYTES = 16 << 20
-RANGE_THREADS = 4
+"""Of a part of the references, and of a range."""
+THREADS = 4
 SPEED_TARGET = 1 / 0.95
 THROTTLE = "25MB/s"
 GAIN_TARGET = 0.9
@@ -84,19 +84,19 @@ class Objects:
     def _transfers(self, server: SeaweedFS) -> None:
         work = self._workload(min(self._plan.size_bytes, SIZE_MAX_BYTES))
         self._results.facts["object_state_bytes"] = bytes_of(work.tensors())
-        store = server.store(BUCKET)
+        client = server.client()
         options = server.options()
         file_system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
         ready = self._image_of(work)
 
         def put() -> None:
-            obstore.put(store, "reference", ready, use_multipart=True)
+            _put_parts(client, "reference", ready)
 
         def pipe() -> None:
             file_system.pipe_file(f"{BUCKET}/reference", ready)
 
         def forget() -> None:
-            obstore.delete(store, "reference")
+            client.delete_object(Bucket=BUCKET, Key="reference")
 
         step = 0
         ckpt = tierfall.open(self._configuration("saver", self._on(options)))
@@ -120,18 +120,18 @@ class Objects:
                 "upload: save to committed on the store, and uploads of a ready buffer",
                 [
                     Contender(name="upload.tierfall", before=make_room, timed=save),
-                    Contender(name="upload.obstore", timed=put, after=forget),
+                    Contender(name="upload.botocore", timed=put, after=forget),
                     Contender(name="upload.s3fs", timed=pipe, after=forget),
                 ],
             )
         samples = self._results.samples
-        best = min(("upload.obstore", "upload.s3fs"), key=lambda n: statistics.median(samples[n]))
+        best = min(("upload.botocore", "upload.s3fs"), key=lambda n: statistics.median(samples[n]))
         self._ratio(
             "durable on the store, over the best put", "upload.tierfall", best, SPEED_TARGET
         )
-        self._downloads(store, options, step + 1)
+        self._downloads(client, options, step + 1)
 
-    def _downloads(self, store: Any, options: dict[str, Any], step: int) -> None:
+    def _downloads(self, client: Any, options: dict[str, Any], step: int) -> None:
         """At full size, which one upload pays for all rounds."""
         work = self._workload(self._plan.size_bytes)
         self._results.facts["downloaded_state_bytes"] = bytes_of(work.tensors())
@@ -139,7 +139,7 @@ class Objects:
             ckpt.save(step, work.state, block=True)
             attempt = ckpt.checkpoints()[-1].attempt
         saved = [tensor.clone() for tensor in work.tensors()]
-        key, size = _find_image(store, f"checkpoints/bench/step-{step:08d}-a{attempt:04d}")
+        key, size = _find_image(client, f"checkpoints/bench/step-{step:08d}-a{attempt:04d}")
 
         opened: list[tierfall.Checkpointer] = []
 
@@ -174,13 +174,13 @@ class Objects:
                     Contender(name="download.tierfall", timed=check),
                     Contender(name="download.restore", before=begin, timed=restore, after=end),
                     Contender(
-                        name="download.obstore", timed=lambda: _read_ranges(store, key, size)
+                        name="download.botocore", timed=lambda: _read_ranges(client, key, size)
                     ),
                 ],
             )
         name = "download, verified, over ranges"
-        self._ratio(name, "download.tierfall", "download.obstore", SPEED_TARGET)
-        self._ratio("restore from the store, over ranges", "download.restore", "download.obstore")
+        self._ratio(name, "download.tierfall", "download.botocore", SPEED_TARGET)
+        self._ratio("restore from the store, over ranges", "download.restore", "download.botocore")
 
     def _image_of(self, work: Workload) -> bytes:
         """The bytes of a state's image, ready to be sent."""
@@ -254,23 +254,35 @@ class Objects:
             )
 
 
-def _find_image(store: Any, prefix: str) -> tuple[str, int]:
+def _find_image(client: Any, prefix: str) -> tuple[str, int]:
     """Return the key and the size of the image below a prefix."""
-    return next(
-        (row["path"], row["size"])
-        for rows in obstore.list(store, prefix)
-        for row in rows
-        if row["path"].endswith(".safetensors")
-    )
+    rows = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]
+    return next((row["Key"], row["Size"]) for row in rows if row["Key"].endswith(".safetensors"))
 
 
-def _read_ranges(store: Any, key: str, size_bytes: int) -> None:
+def _put_parts(client: Any, key: str, data: bytes) -> None:
+    """Write an object in parts by several threads."""
+    place = {"Bucket": BUCKET, "Key": key}
+    upload = {**place, "UploadId": client.create_multipart_upload(**place)["UploadId"]}
+
+    def put(number: int) -> dict[str, Any]:
+        part = data[(number - 1) * RANGE_BYTES : number * RANGE_BYTES]
+        answer = client.upload_part(**upload, PartNumber=number, Body=part)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    with ThreadPoolExecutor(THREADS) as executor:
+        parts = list(executor.map(put, range(1, -(-len(data) // RANGE_BYTES) + 1)))
+    client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+
+
+def _read_ranges(client: Any, key: str, size_bytes: int) -> None:
     """Read an object by ranges in several threads; the bytes go nowhere."""
 
     def read(start: int) -> None:
-        obstore.get_range(store, key, start=start, end=min(start + RANGE_BYTES, size_bytes))
+        span = f"bytes={start}-{min(start + RANGE_BYTES, size_bytes) - 1}"
+        client.get_object(Bucket=BUCKET, Key=key, Range=span)["Body"].read()
 
-    with ThreadPoolExecutor(RANGE_THREADS) as executor:
+    with ThreadPoolExecutor(THREADS) as executor:
         for _ in executor.map(read, range(0, size_bytes, RANGE_BYTES)):
             continue
 

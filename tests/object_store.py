@@ -16,14 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import Session
-from obstore.store import S3Store
 
 KEY = "tierfall-test-key"
 SECRET = "tierfall-test-secret-5f1d"
@@ -38,6 +37,27 @@ _PORTS = ("master", "volume", "filer", "s3")
 _PORT_RANGE = range(10_000, 32_768)
 """Below the ports that Linux gives to outgoing connections: one of those would take a port before the server does."""
 _RIGHTS = ("Admin", "Read", "Write", "List", "Tagging")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A bucket as botocore sees it, whatever the tested client says."""
+
+    client: Any
+    name: str
+
+    def put(self, key: str, data: bytes, **words: Any) -> None:
+        self.client.put_object(Bucket=self.name, Key=key, Body=data, **words)
+
+    def get(self, key: str) -> bytes:
+        data: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return data
+
+    def keys(self, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=prefix
+        )
+        return [row["Key"] for page in pages for row in page.get("Contents", ())]
 
 
 class ServerError(Exception):
@@ -125,31 +145,20 @@ class SeaweedFS:
         """Remove a bucket with all that is in it."""
         self.client().delete_bucket(Bucket=name)
 
-    def client(self) -> Any:
-        """Return a client of botocore that retries nothing."""
-        return Session().create_client(
-            "s3",
-            REGION,
-            endpoint_url=self.endpoint,
-            aws_access_key_id=self.key,
-            aws_secret_access_key=self.secret,
-            config=Config(retries={"total_max_attempts": 1}, read_timeout=10, proxies={}),
-        )
+    def client(self, **changes: Any) -> Any:
+        """Return a client of botocore that retries nothing: it sees the server independently of the tested one."""
+        words = {
+            "endpoint_url": self.endpoint,
+            "aws_access_key_id": self.key,
+            "aws_secret_access_key": self.secret,
+            "region_name": REGION,
+            "config": Config(retries={"total_max_attempts": 1}, read_timeout=10, proxies={}),
+            **changes,
+        }
+        return Session().create_client("s3", **words)
 
-    def store(self, bucket: str, **changes: Any) -> S3Store:
-        """Return a client of obstore, to inspect the server independently of the tested client."""
-        return S3Store(
-            bucket,
-            **{
-                "endpoint": self.endpoint,
-                "access_key_id": self.key,
-                "secret_access_key": self.secret,
-                "region": REGION,
-                "client_options": {"allow_http": True},
-                "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=30)},
-                **changes,
-            },
-        )
+    def bucket(self, name: str, **changes: Any) -> Bucket:
+        return Bucket(self.client(**changes), name)
 
     def kill(self) -> None:
         """Stop it as a crash would."""

@@ -1,4 +1,4 @@
-"""A tier whose answers a test chooses: a key-value store in memory, as a plug-in brings one. ``shelf://NAME``.
+"""A tier whose answers a test chooses: a store in memory, as a plug-in brings one. ``shelf://NAME``.
 
 What is ``hidden`` is there and can be read, and no listing shows it. What is ``absent`` is listed, and the store
 answers that it is not there. What is ``refused`` raises what the store says.
@@ -39,31 +39,34 @@ class Shelf:
 
 
 @toolkit.register("shelf")
-class _Store(toolkit.KeyValueStore):
+class _Store(toolkit.ObjectStore):
     durable = conditional_create = True
 
     def __init__(self, url: str, *, options: Any, read_only: bool) -> None:
         self.shelf = SHELVES[url.removeprefix("shelf://")]
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, int] | None:
         shelf = self.shelf
         shelf.asked[key] += 1
         shelf.on_read(key)
         for part, error in shelf.refused.items():
             if part in key:
                 raise error(f"{key}: refused")
-        return None if any(part in key for part in shelf.absent) else shelf.values.get(key)
+        value = shelf.values.get(key)
+        if value is None or any(part in key for part in shelf.absent):
+            return None
+        return value[start:end], len(value)
 
-    def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
+    def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
         if if_absent and key in self.shelf.values:
             return False
-        self.shelf.values[key] = bytes(value)
+        self.shelf.values[key] = bytes(data)
         return True
 
     def delete(self, key: str) -> None:
         self.shelf.values.pop(key, None)
 
-    def list(self, prefix: str) -> Iterable[toolkit.StoredObject]:
+    def list(self, prefix: str, delimiter: str) -> Iterable[toolkit.StoredObject]:
         return [
             toolkit.StoredObject(key=key, bytes=len(value))
             for key, value in list(self.shelf.values.items())

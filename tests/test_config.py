@@ -556,6 +556,12 @@ def test_a_dict_has_places_and_no_lines() -> None:
             r"endpoint: unknown key .* under options: options: \{endpoint_url: ...\}",
         ),
         # What people call a tier
+        (
+            config_of(
+                tiers=[{"name": "o", "kind": "object", "url": "gs://b", "driver": "obstore"}]
+            ),
+            "driver: obstore is not used any more; remove driver: gs:// and az:// are accessed by fsspec",
+        ),
         (tier_of(kind="s3"), 'kind: "s3" does not fit; .*did you mean "object"'),
         (
             config_of(tiers="tiers://run/step-00000100"),

@@ -31,7 +31,6 @@ FOLDERS = (
     "tierfall.backends.peer",
     "tierfall.backends.s3",
     "tierfall.backends.fsspec",
-    "tierfall.backends.obstore",
     "tierfall.backends",
     "tierfall.core.compression",
     "tierfall.core.image",

@@ -1,11 +1,10 @@
-"""A client of fsspec's filesystems, except S3: ``file://``, ``memory://``, ``sftp://``, ``gs://`` by gcsfs and others.
+"""A client of fsspec's filesystems: ``gs://`` by gcsfs, ``az://`` by adlfs, ``s3://`` by s3fs, ``file://`` and others.
 
-fsspec does not promise that a file appears atomically. So a large object is written in order under an unfinished name
-beside its own, and moved when it is whole: by a rename where the filesystem has one, else by a copy and a deletion.
-Conditional create is used only on filesystems whose put is one request with a condition to an object store, because a
-file that is opened exclusively is visible before it is whole. Empty folders are not removed.
-
-Tests run it on ``file://`` and ``memory://``; for gcsfs and adlfs only their sources were read.
+On an object store, a large object is one upload in parts, which the library commits at the end. Elsewhere fsspec does
+not promise that a file appears atomically. So it is written in order under an unfinished name beside its own, and moved
+when it is whole: by a rename where the filesystem has one, else by a copy and a deletion. Conditional create is used
+only on object stores, whose put is one request with a condition, because a file that is opened exclusively is visible
+before it is whole. Empty folders are not removed.
 
 Each filesystem raises exceptions of its own libraries, so every ``Exception`` is classified here, by its class, errno
 and status only: its text may contain the request.
@@ -22,7 +21,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectInfo, Row, Stream
+from tierfall.backends.object.client import MAX_PARALLEL, ObjectInfo, Row, Stream, Streams
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -32,7 +31,7 @@ from tierfall.backends.object.responses import (
 )
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import Publish, part_bytes
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -43,7 +42,7 @@ from tierfall.core.types.errors import (
 )
 
 # Object stores: an acknowledged put is durable and atomic, and folders do not exist.
-_STORES = ("gs", "gcs", "az", "abfs", "abfss")
+STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss")
 # In this process's memory, where a put is atomic too.
 _MEMORY = "memory"
 # The members of a listing's entries that change when a file is rewritten, by filesystem.
@@ -53,21 +52,40 @@ _VERSIONS = (
 # Of the other filesystems, those whose move replaces a file atomically.
 _REPLACING = ("file", "local", "sftp", "ssh")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Class names of aiohttp and asyncio for a request without an answer; the classes are not imported.
-_SILENT = {"ClientError", "IncompleteRead", "IncompleteReadError"}
+# The least length of a part of an upload.
+_PART_BYTES = 16 * 1024 * 1024
+# Class names of aiohttp, botocore, azure and google.auth for a request without an answer, or for credentials that could
+# not be fetched; the classes are not imported.
+_SILENT = {
+    *("ClientError", "ConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError"),
+    *("ServiceRequestError", "ServiceResponseError", "TransportError", "RefreshError"),
+    *("CredentialRetrievalError", "MetadataRetrievalError"),
+}
+# And for credentials that are missing or of no use.
+_NO_LOGIN = {
+    *("NoCredentialsError", "PartialCredentialsError", "SSOError", "TokenRetrievalError"),
+    *("ClientAuthenticationError", "DefaultCredentialsError"),
+}
+# gcsfs raises an OSError without a status for an answer of 403.
+_FORBIDDEN = "Forbidden: "
 
 
 class FsspecClient:
-    """See ``ObjectClient``. Full keys begin with the filesystem's path of the place."""
+    """See ``ObjectClient``. Full keys begin with the filesystem's path of the place. ``streams`` is the filesystem for
+    uploads in parts: the same place, with the library's own tries of each part."""
 
     uploads = None
     deletions = None
+    max_parallel = MAX_PARALLEL
 
-    def __init__(self, system: AbstractFileSystem, url: str) -> None:
+    def __init__(
+        self, system: AbstractFileSystem, url: str, *, streams: AbstractFileSystem
+    ) -> None:
         protocol = url.partition("://")[0]
         self._system = system
+        self._uploading = streams
         self._root = str(system._strip_protocol(url)).rstrip("/")
-        self._is_store = protocol in _STORES
+        self._is_store = protocol in STORES
         self._is_memory = protocol == _MEMORY
         self._puts_whole = self._is_store or self._is_memory
         self._root_exists = False
@@ -78,9 +96,13 @@ class FsspecClient:
         self.atomic_replace = self._puts_whole or protocol in _REPLACING
         self.supports_if_absent = self._is_store
 
+    @property
+    def streams(self) -> Streams | None:
+        return None if self._is_memory else self
+
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        if self._is_memory:
-            return _MemoryStream(self, key, what)
+        if self._is_store:
+            return _Upload(self._uploading, key, most_bytes, what)
         return _FileStream(self, key, what)
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
@@ -191,8 +213,10 @@ class FsspecClient:
         with translated(what):
             try:
                 return call(path)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 self._check_root(what)
+                if _answer_in(error.__cause__) == (404, ""):
+                    raise  # It names nothing: a proxy in front of the store may have sent it.
                 raise KeyNotFoundError(f"{what}: there is no such object") from None
             except KeyError:
                 if not self._is_memory:
@@ -219,6 +243,9 @@ class FsspecClient:
     def _flat(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
         with translated(what):
             found = self._system.find(folder, detail=True)
+        if isinstance(found, list):
+            # adlfs names an object in place of the folder, and nothing else.
+            found = {}
         if not found:
             # A deleted bucket lists like an empty one.
             self._check_root(what)
@@ -283,25 +310,46 @@ class _FileStream:
             self._client.abort(self._key, self.unfinished, self._what)
 
 
-class _MemoryStream:
-    """Bytes kept in memory until ``finish``, as the filesystem would keep them."""
+class _Upload:
+    """An upload in parts of s3fs, gcsfs or adlfs: nothing is visible before ``finish``. Stores remove an upload that a
+    killed process left after a week, S3 by a lifecycle rule."""
 
     unfinished = ""
 
-    def __init__(self, client: FsspecClient, key: str, what: str) -> None:
-        self._client = client
+    def __init__(
+        self, system: AbstractFileSystem, key: str, most_bytes: int | None, what: str
+    ) -> None:
+        self._system = system
         self._key = key
+        self._part_bytes = part_bytes(most_bytes or 0, _PART_BYTES)
         self._what = what
-        self._data = bytearray()
+        self._file: Any = None
 
     def write(self, view: memoryview) -> None:
-        self._data += view
+        with translated(self._what):
+            if self._file is None:
+                # open() would keep a file without autocommit in a list for ever.
+                self._file = self._system._open(
+                    self._key, mode="wb", block_size=self._part_bytes, autocommit=False
+                )
+            self._file.write(view)
 
     def finish(self) -> None:
-        self._client.put(self._key, memoryview(self._data), Publish.REPLACE, self._what)
+        with translated(self._what):
+            # adlfs commits in close, the others in commit.
+            self._file.close()
+            self._file.commit()
 
     def abort(self) -> None:
-        self._data = bytearray()
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            with translated(self._what):
+                file.discard()
+        finally:
+            # The finalizer of adlfs's file would commit.
+            file.closed = True
 
 
 def _version(entry: Mapping[str, Any]) -> str:
@@ -317,18 +365,12 @@ def translated(what: str) -> AbstractContextManager[None]:
 
 def store_error(error: Exception, what: str) -> BackendError:
     """Classify an exception of a filesystem."""
-    names = {each.__name__ for each in type(error).__mro__}
-    is_silent = isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError)
-    answer = _answer_in(error)
-    if answer is None and (is_silent or names & _SILENT):
-        # Its cause may have a number that looks like a status: aiohttp's parser has 400 for a broken answer.
-        return silence_error(type(error).__name__, what)
-    answer = answer or _answer_in(error.__cause__)
-    if answer == (404, ""):
-        # Without a code the error is the filesystem's own, not the answer of a proxy in front of a store.
-        return KeyNotFoundError(f"{what}: there is no such object")
-    if answer is not None:
-        return answer_error(*answer, what)
+    # In this order: the cause of a silence may have a number that looks like a status, as aiohttp's parser has 400 for
+    # a broken answer.
+    for each in (error, error.__cause__):
+        found = _request_error(each, what)
+        if found is not None:
+            return found
     if isinstance(error, FileNotFoundError):
         return KeyNotFoundError(f"{what}: there is no such object")
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
@@ -340,6 +382,19 @@ def store_error(error: Exception, what: str) -> BackendError:
     return BackendError(f"{what}: {type(error).__name__} in fsspec")
 
 
+def _request_error(error: BaseException | None, what: str) -> BackendError | None:
+    """Classify an exception of a request over a network; None if it is none."""
+    answer = _answer_in(error)
+    if answer is not None:
+        return answer_error(*answer, what)
+    names = {each.__name__ for each in type(error).__mro__}
+    if names & _SILENT or isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
+        return silence_error(type(error).__name__, what)
+    if names & _NO_LOGIN or (type(error) is OSError and str(error).startswith(_FORBIDDEN)):
+        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
+    return None
+
+
 def _system_error(error: OSError, what: str) -> BackendError:
     if error.errno in _FULL:
         return StorageFullError(f"{what}: no space is left; free some")
@@ -349,9 +404,16 @@ def _system_error(error: OSError, what: str) -> BackendError:
 
 def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
     """Return the status and the code of a store's answer in an exception, or None."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        # botocore's. The answer to HEAD has no body: botocore then puts the status in place of the code.
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return int(status), "" if code.isdigit() else code
     for name in ("status_code", "status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int) and 300 <= value < 600:
             # error_code: of Azure's exceptions only.
-            return value, str(getattr(error, "error_code", None) or "")
+            named = getattr(error, "error_code", None)
+            return value, str(getattr(named, "value", named) or "")
     return None

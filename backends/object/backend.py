@@ -1,4 +1,4 @@
-"""A backend on an object store, through a client: of S3, obstore, or a filesystem of fsspec.
+"""A backend on an object store, through a client: of S3, of a filesystem of fsspec, or of a plug-in's store.
 
 It owns what is the same for all clients: keys, traits, the probe at open, the choice of the writer. Wrappers retry and
 throttle.
@@ -13,6 +13,7 @@ from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
 from tierfall.backends.object.writers import (
     PART_BYTES_MAX,
     PART_BYTES_MIN,
+    BufferedWriter,
     MultipartWriter,
     OrderedWriter,
     WriterContext,
@@ -36,7 +37,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 
-_MAX_PARALLEL = 8
 _NOTHING = memoryview(b"")
 
 
@@ -70,10 +70,10 @@ class ObjectStoreBackend(BackendBase):
             durable=client.durable,
             atomic_replace=client.atomic_replace,
             conditional_create=conditional,
-            ordered_writes=not in_parts,
+            ordered_writes=not in_parts and client.streams is not None,
             part_bytes_min=PART_BYTES_MIN if in_parts else 0,
             part_bytes_max=PART_BYTES_MAX if in_parts else 0,
-            max_parallel=_MAX_PARALLEL,
+            max_parallel=client.max_parallel,
         )
 
     def create(
@@ -86,10 +86,12 @@ class ObjectStoreBackend(BackendBase):
     ) -> Writer:
         extent = self._check_create(key, length, length_max, publish)
         context = WriterContext(client=self._client, active=self._active)
-        uploads = self._client.uploads
-        if uploads is None:
-            return OrderedWriter(context, key, extent=extent, publish=publish)
-        return MultipartWriter(context, uploads, key, extent=extent, publish=publish)
+        uploads, streams = self._client.uploads, self._client.streams
+        if uploads is not None:
+            return MultipartWriter(context, uploads, key, extent=extent, publish=publish)
+        if streams is not None:
+            return OrderedWriter(context, streams, key, extent=extent, publish=publish)
+        return BufferedWriter(context, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)

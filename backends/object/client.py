@@ -14,6 +14,9 @@ from typing import NamedTuple, Protocol
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, UnreachableError
 
+MAX_PARALLEL = 8
+"""Requests to a store over a network that usefully run at once."""
+
 
 class UploadGoneError(BackendError):
     """The store answered that it does not know an unfinished upload."""
@@ -25,10 +28,6 @@ class BareAbsenceError(UnreachableError):
 
 class ConflictError(BackendError):
     """The answer was 409, which some stores send if a conditional create finds the key taken."""
-
-
-class NotServedError(BackendError):
-    """A protocol or the name of an option that a library does not know; another one may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +100,14 @@ class Stream(Protocol):
         ...
 
 
+class Streams(Protocol):
+    """Objects that are written in rising order, where single parts cannot be sent again."""
+
+    def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
+        """Begin an object of at most ``most_bytes`` (None: unknown). Makes no request yet."""
+        ...
+
+
 class ObjectClient(Protocol):
     """A place in an object store, or in what is used as one."""
 
@@ -131,7 +138,13 @@ class ObjectClient(Protocol):
 
     @property
     def uploads(self) -> Uploads | None:
-        """None: objects that are too large for ``put`` are written as a stream."""
+        """None: the store has no multipart uploads."""
+        ...
+
+    @property
+    def streams(self) -> Streams | None:
+        """How a client without ``uploads`` writes objects that are too large for memory. None: it has no way, and each
+        object is kept in memory for one ``put``."""
         ...
 
     @property
@@ -139,8 +152,9 @@ class ObjectClient(Protocol):
         """None: objects are deleted one by one."""
         ...
 
-    def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        """Begin an object of at most ``most_bytes`` (None: unknown). Makes no request yet."""
+    @property
+    def max_parallel(self) -> int:
+        """Number of concurrent requests beyond which nothing is gained."""
         ...
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:

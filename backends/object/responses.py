@@ -6,6 +6,7 @@ is not repeated in messages: an answer about a signature contains the key id and
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from tierfall.core.types.errors import (
 )
 
 T = TypeVar("T")
-_CODE = re.compile(r"<Code>([0-9A-Za-z.]{1,64})</Code>")
 _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 
 KEYS_HINT = "check the key, the secret, the token and what they may do there"
@@ -84,10 +84,11 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
 }
 
 
-def code_in(text: str) -> str:
-    """Return S3's error code in the text of an answer, or ''."""
-    found = _CODE.search(text)
-    return found.group(1) if found else ""
+def hide_requests() -> None:
+    """Keep requests out of the log: at level DEBUG botocore logs them with tokens, and answers with credentials. A
+    level that the program has set stays."""
+    if not logging.getLogger("botocore").level:
+        logging.getLogger("botocore").setLevel(logging.INFO)
 
 
 def answer_error(status: int, code: str, what: str) -> BackendError:

@@ -1,18 +1,23 @@
-"""The writers to object stores: ``MultipartWriter`` where a store has multipart uploads, ``OrderedWriter`` elsewhere.
-Both write small objects by a single put."""
+"""The writers to object stores: ``MultipartWriter`` for a store with multipart uploads, ``OrderedWriter`` for one with
+streams, ``BufferedWriter`` for one that has neither. All write small objects by a single put."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import threading
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from tierfall.backends.object.client import ObjectClient, Stream, UploadGoneError, Uploads
-from tierfall.backends.toolkit.base import Extent, WriterBase, WriterState
+from tierfall.backends.object.client import (
+    ObjectClient,
+    Stream,
+    Streams,
+    UploadGoneError,
+    Uploads,
+)
+from tierfall.backends.toolkit.base import Coverage, Extent, WriterBase, WriterState
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
@@ -63,10 +68,6 @@ class ObjectWriterBase(WriterBase):
         with suppress(BackendError):
             self._remove()
         self._active.discard(self._unfinished)
-
-    @abstractmethod
-    def _keep_bytes_max(self) -> int:
-        """The most bytes that are kept in memory for a single put."""
 
     def _keep(self, offset: int, data: memoryview) -> None:
         kept = bytearray(data.nbytes)
@@ -173,6 +174,7 @@ class MultipartWriter(ObjectWriterBase):
             )
 
     def _keep_bytes_max(self) -> int:
+        """The most bytes that are kept in memory for a single put."""
         if self._publish_mode is Publish.IF_ABSENT:
             return CONDITIONAL_BYTES_MAX
         return PART_BYTES_MIN if self._extent.length is None else SINGLE_BYTES_MAX
@@ -297,9 +299,16 @@ class OrderedWriter(ObjectWriterBase):
     retryable. The caller writes a new object."""
 
     def __init__(
-        self, context: WriterContext, key: str, *, extent: Extent, publish: Publish
+        self,
+        context: WriterContext,
+        streams: Streams,
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
     ) -> None:
         super().__init__(context, key, extent=extent, publish=publish)
+        self._streams = streams
         self._stream: Stream | None = None
         self._end = 0
 
@@ -332,6 +341,7 @@ class OrderedWriter(ObjectWriterBase):
         self._end = end
 
     def _keep_bytes_max(self) -> int:
+        """The most bytes that are kept in memory for a single put."""
         if self._publish_mode is Publish.IF_ABSENT:
             return CONDITIONAL_BYTES_MAX
         return SINGLE_BYTES_MAX
@@ -344,7 +354,7 @@ class OrderedWriter(ObjectWriterBase):
                 f"{CONDITIONAL_BYTES_MAX} bytes"
             )
         if self._stream is None:
-            self._stream = self._client.open_stream(self._full_key, self._extent.most_bytes, what)
+            self._stream = self._streams.open_stream(self._full_key, self._extent.most_bytes, what)
             self._unfinished = self._stream.unfinished
             self._active.add(self._unfinished)
             for _, piece in sorted(self._kept.items()):
@@ -366,6 +376,39 @@ class OrderedWriter(ObjectWriterBase):
     def _remove(self) -> None:
         if self._stream is not None:
             self._stream.abort()
+
+
+class BufferedWriter(ObjectWriterBase):
+    """Writes one new object to a store that takes objects only whole: keeps its bytes in memory, which may be written
+    in any order and again, for a single put."""
+
+    def __init__(
+        self, context: WriterContext, key: str, *, extent: Extent, publish: Publish
+    ) -> None:
+        super().__init__(context, key, extent=extent, publish=publish)
+        self._coverage = Coverage()
+
+    def write(self, offset: int, view: memoryview) -> None:
+        data = flat(view)
+        end = offset + data.nbytes
+        with self._lock:
+            self._check_open("write")
+            try:
+                self._extent.check_range(self._what("write"), offset, data.nbytes)
+            except BaseException:
+                self._die()
+                raise
+            kept = self._kept.setdefault(0, bytearray(self._extent.length or 0))
+            kept.extend(bytes(max(0, end - len(kept))))
+            with memoryview(kept) as target:
+                copy_bytes(target[offset:end], data)
+            self._coverage.add(offset, end)
+
+    def _finish(self, what: str) -> None:
+        fault = self._coverage.missing(self._extent.length)
+        if fault:
+            raise BackendError(f"{what}: {fault}; write every byte first")
+        self._put_whole(what)
 
 
 @contextmanager

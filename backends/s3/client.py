@@ -17,7 +17,7 @@ from typing import Any
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectInfo, Row, Stream, UploadGoneError
+from tierfall.backends.object.client import MAX_PARALLEL, ObjectInfo, Row, UploadGoneError
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -81,6 +81,8 @@ class S3Client:
     durable = True
     atomic_replace = True
     supports_if_absent = True
+    max_parallel = MAX_PARALLEL
+    streams = None
     keys_max = 1000
 
     def __init__(
@@ -117,9 +119,6 @@ class S3Client:
     @property
     def deletions(self) -> S3Client:
         return self
-
-    def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        raise AssertionError(f"{what}: this client has uploads, and no streams")
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}

@@ -9,7 +9,6 @@ error.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
 from botocore.loaders import Loader, create_loader  # type: ignore[import-untyped]
 from botocore.session import Session  # type: ignore[import-untyped]
 
-from tierfall.backends.object.responses import unknown_argument
+from tierfall.backends.object.responses import hide_requests, unknown_argument
 from tierfall.backends.s3.client import S3Client, translated
 from tierfall.backends.s3.connections import Connections, tls_context
 from tierfall.backends.toolkit.keys import place_below
@@ -146,9 +145,7 @@ def _with_s3(config: Config, s3: Mapping[str, Any]) -> Config:
 
 
 def _session(profile: str | None) -> Session:
-    # At level DEBUG botocore logs requests with tokens, and answers with credentials.
-    if not logging.getLogger("botocore").level:
-        logging.getLogger("botocore").setLevel(logging.INFO)
+    hide_requests()
     session = Session(profile=profile)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.set_default_client_config(Config(**_LOGIN))

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
-from tierfall.backends.toolkit.key_value import KeyValueBackend
-from tierfall.backends.toolkit.store import KeyValueStore
-from tierfall.core.types.backend import Backend, backend_fault
+from tierfall.backends.toolkit.object_store import ObjectStore, check_store
 from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
 from tierfall.core.types.text import signature_fault
 
@@ -27,9 +25,7 @@ class Open(Protocol):
     """Opens the place of an address. ``options`` is the mapping of that name in the tier's configuration;
     ``read_only``: nothing may be created or changed there."""
 
-    def __call__(
-        self, url: str, *, options: Mapping[str, Any], read_only: bool
-    ) -> Backend | KeyValueStore: ...
+    def __call__(self, url: str, *, options: Mapping[str, Any], read_only: bool) -> ObjectStore: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +37,18 @@ class Registered:
     remote: bool
 
 
-Opener = TypeVar("Opener", bound=Callable[..., Backend | KeyValueStore])
+Opener = TypeVar("Opener", bound=Callable[..., ObjectStore])
 
 _registered: dict[str, Registered] = {}
 
 
 def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]:
-    """Register the decorated function or class, which opens addresses of a protocol, such as ``kv://place``.
+    """Register the decorated ``ObjectStore``, whose place is an address of a protocol, such as ``kv://place``; or a
+    function that returns one.
 
     It is called with the address (which has no credential), ``options`` (a mapping, from the tier's configuration) and
-    ``read_only`` (True: create nothing). It returns a ``Backend`` or a ``KeyValueStore``, of which a
-    ``KeyValueBackend`` is made, or raises a BackendError. ``remote``: objects there survive the loss of the site; by
-    default they are treated as objects in a folder of this node.
+    ``read_only`` (True: create nothing), and may raise a BackendError. ``remote``: objects there survive the loss of
+    the site; by default they are treated as objects in a folder of this node.
 
     Raises ConfigError for an invalid or built-in protocol or that of another function, for a function with other
     parameters, and for a class that lacks a method.
@@ -70,8 +66,8 @@ def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]
             )
         if missing := ", ".join(sorted(getattr(opener, "__abstractmethods__", ()))):
             raise ConfigError(
-                f"register: {scheme}://: {_full_name(opener)} lacks {missing}; a KeyValueStore has get(key), "
-                "put(key, value, if_absent), delete(key) and list(prefix)"
+                f"register: {scheme}://: {_full_name(opener)} lacks {missing}; an ObjectStore has "
+                "get(key, start, end), put(key, data, if_absent), delete(key) and list(prefix, delimiter)"
             )
         if fault := signature_fault(opener, "(url, *, options, read_only)"):
             raise ConfigError(f"register: {scheme}://: {_full_name(opener)}: {fault}")
@@ -103,9 +99,11 @@ def find(scheme: str) -> Registered | None:
     return _registered.get(scheme)
 
 
-def open_by(found: Registered, url: str, *, options: Mapping[str, Any], read_only: bool) -> Backend:
-    """Open a place with a registered backend. A foreign exception is raised as BackendError. Raises ConfigError, which
-    names what is missing, if the result is no backend."""
+def open_by(
+    found: Registered, url: str, *, options: Mapping[str, Any], read_only: bool
+) -> ObjectStore:
+    """Open a place with a registered store. A foreign exception is raised as BackendError. Raises ConfigError, which
+    names what is missing, if the result is no ``ObjectStore``."""
     what = f"open {found.scheme}://"
     try:
         opened = found.open(url, options=options, read_only=read_only)
@@ -113,14 +111,10 @@ def open_by(found: Registered, url: str, *, options: Mapping[str, Any], read_onl
         raise
     except Exception as error:
         raise BackendError(f"{what}: its backend failed: {error!r}") from error
-    if isinstance(opened, KeyValueStore):
-        return KeyValueBackend(opened, place=url, read_only=read_only)
-    if fault := backend_fault(opened):
-        raise ConfigError(
-            f"{what}: {_full_name(found.open)} returned {type(opened).__name__}, which is no backend: {fault} "
-            "(docs/write-a-backend.md)"
-        )
-    return opened
+    try:
+        return check_store(opened)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error} (docs/write-a-backend.md)") from None
 
 
 def _full_name(function: Callable[..., Any]) -> str:

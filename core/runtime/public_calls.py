@@ -30,17 +30,7 @@ C = TypeVar("C", bound=type)
 _OWN = sys.stdlib_module_names | {
     *("tierfall", "torch", "numpy", "ml_dtypes", "safetensors", "pydantic", "pydantic_core"),
     *("yaml", "zstandard", "prometheus_client", "rich", "typer", "click"),
-    *(
-        "botocore",
-        "urllib3",
-        "fsspec",
-        "s3fs",
-        "gcsfs",
-        "adlfs",
-        "aiobotocore",
-        "aiohttp",
-        "obstore",
-    ),
+    *("botocore", "urllib3", "fsspec", "s3fs", "gcsfs", "adlfs", "aiobotocore", "aiohttp", "azure"),
 }
 """Packages whose frames are not the user's: tierfall, and what it calls."""
 

@@ -47,9 +47,8 @@ class Codec(StrEnum):
 
 
 class Driver(StrEnum):
-    """The client library of an object store; ``s3://`` URLs always use the built-in client."""
+    """The client library of an object store, in place of the one that is chosen by its address."""
 
-    OBSTORE = "obstore"
     FSSPEC = "fsspec"
 
 

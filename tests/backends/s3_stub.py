@@ -45,7 +45,7 @@ class Stub:
     """Answers every request by ``reply(method, query)``; None answers nothing at all.
 
     ``body`` and ``headers`` are the last request's; ``cut_bytes`` are announced beyond the answer's and never sent;
-    ``kind`` is its content type; ``connections`` is how many were made;
+    ``connections`` is how many were made;
     ``region`` is the bucket's, where answers name it."""
 
     def __init__(self) -> None:
@@ -54,7 +54,6 @@ class Stub:
         self.body = b""
         self.headers: dict[str, str] = {}
         self.cut_bytes = 0
-        self.kind = ""
         self.connections = 0
         self.region = ""
         self.ended = threading.Event()
@@ -83,8 +82,6 @@ class Stub:
                 self.send_header("ETag", '"etag"')
                 if stub.region:
                     self.send_header("x-amz-bucket-region", stub.region)
-                if stub.kind:
-                    self.send_header("Content-Type", stub.kind)
                 self.end_headers()
                 with suppress(ConnectionError):
                     # Whoever gave up has not waited for it.

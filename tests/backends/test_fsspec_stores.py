@@ -1,4 +1,4 @@
-"""What only object stores promise, through a filesystem of fsspec's; and what such filesystems raise."""
+"""What only object stores promise, through filesystems of fsspec; and what such filesystems raise."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from backend_places import get, put
-from fsspec.registry import _registry  # type: ignore[import-untyped]
-from fsspec_stand_in import Store
-from s3_stub import refused
+from s3_stub import Stub, error_body, refused
 
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.fsspec.client import store_error
-from tierfall.backends.object.backend import ObjectStoreBackend
+from tests.object_store import SeaweedFS
+from tierfall.backends.fsspec.client import FsspecClient, store_error
+from tierfall.backends.fsspec.options import open_client
+from tierfall.backends.object.client import BareAbsenceError
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
@@ -34,68 +33,95 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "discard": lambda backend: backend.discard_unfinished("run/"),
     "put": lambda backend: put(backend, "run/key", b"bytes"),
 }
+REQUESTS: dict[str, Callable[[FsspecClient], object]] = {
+    "head": lambda client: client.head(f"{client.prefix}key", "look"),
+    "read": lambda client: client.read_into(
+        f"{client.prefix}key", 0, memoryview(bytearray(1)), "read"
+    ),
+    "list": lambda client: list(client.list(client.prefix, "list")),
+    "put": lambda client: client.put(
+        f"{client.prefix}key", memoryview(b"x"), Publish.IF_ABSENT, "put"
+    ),
+    "delete": lambda client: client.delete(f"{client.prefix}key", "delete"),
+}
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> type[Store]:
-    monkeypatch.setitem(_registry, "gs", Store)
-    monkeypatch.setattr(Store, "objects", {})
-    monkeypatch.setattr(Store, "buckets", {"bucket"})
-    return Store
+def by_s3fs(server: SeaweedFS, url: str, *, read_only: bool = False) -> Backend:
+    return open_backend(
+        url,
+        options=server.options(),
+        driver=Driver.FSSPEC,
+        read_only=read_only,
+        sleep=lambda s: None,
+    )
 
 
-def open_store() -> ObjectStoreBackend:
-    backend = open_backend("gs://bucket/below", driver=Driver.FSSPEC)
-    assert isinstance(backend, ObjectStoreBackend)
-    return backend
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_filesystem_over_an_object_store(name: str, store: type[Store]) -> None:
-    def make() -> Backend:
-        store.objects.clear()
-        return open_store()
-
-    check_promise(name, make, reopen=lambda backend: open_store())
-
-
-def test_an_object_store_keeps_its_promises(store: type[Store]) -> None:
-    backend = open_store()
-    assert backend.traits.durable
-    assert backend.traits.conditional_create
+def test_names_around_the_place_are_not_its_objects(s3_server: SeaweedFS, bucket: str) -> None:
+    backend = by_s3fs(s3_server, f"s3://{bucket}/below")
     put(backend, "run/key", b"old")
-    with (
-        backend.create("run/key", publish=Publish.IF_ABSENT) as writer,
-        pytest.raises(KeyExistsError),
-    ):
-        writer.publish()
-    store.objects["bucket/below"] = b"an object of the place's name"
-    store.objects["bucket/below-not"] = b"beside"
+    for key in ("below", "below-not"):
+        s3_server.bucket(bucket).put(key, b"an object of the place's name, and one beside")
     assert [each.key for each in backend.scan("")] == ["run/key"]
-    assert get(open_backend("gs://bucket", driver=Driver.FSSPEC), "below/run/key") == b"old"
+    assert get(by_s3fs(s3_server, f"s3://{bucket}"), "below/run/key") == b"old"
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_bucket_that_is_gone_is_not_nothing_there(store: type[Store], name: str) -> None:
-    backend = open_store()
-    store.buckets.clear()
-    store.objects.clear()
-    error = refused(lambda: OPERATIONS[name](backend))
-    assert type(error) is BackendError or name == "put"
+def test_a_bucket_that_is_gone_is_not_nothing_there(name: str, s3_server: SeaweedFS) -> None:
+    s3_server.make_bucket("doomed")
+    backend = by_s3fs(s3_server, "s3://doomed/below")
+    s3_server.remove_bucket("doomed")
+    assert type(refused(lambda: OPERATIONS[name](backend))) is BackendError
     for read_only in (True, False):
-        refused(
-            lambda read_only=read_only: open_backend(
-                "gs://bucket", driver=Driver.FSSPEC, read_only=read_only
-            )
-        )
+        refused(lambda read_only=read_only: by_s3fs(s3_server, "s3://doomed", read_only=read_only))
 
 
-def test_a_condition_that_is_ignored_is_not_promised(
-    store: type[Store], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(params=["s3", "gs", "az"])
+def client(request: pytest.FixtureRequest, stub: Stub) -> FsspecClient:
+    """A client of a stand-in that says what it is told."""
+    address = stub.options["endpoint_url"]
+    options = {
+        "s3": stub.options,
+        "gs": {"token": "anon", "endpoint_url": address},
+        "az": {"connection_string": f"AccountName=acc;AccountKey=a2V5;BlobEndpoint={address}/acc"},
+    }[request.param]
+    return open_client(f"{request.param}://bucket/run", options)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_tried_once(client: FsspecClient, stub: Stub, name: str) -> None:
+    """Wrappers retry; what the library did itself would multiply with that."""
+    stub.reply = lambda method, query: (503, error_body("SlowDown"))
+    assert type(refused(lambda: REQUESTS[name](client))) is UnreachableError
+    asked = {request.partition(" ")[2].partition("?")[0] for request in stub.requests}
+    assert len(stub.requests) == len(asked), "gcsfs and adlfs may ask for two things, each once"
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_no_answer_is_unreachable(client: FsspecClient, stub: Stub, name: str) -> None:
+    stub.close()
+    assert type(refused(lambda: REQUESTS[name](client))) is UnreachableError
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_is_no_silence(client: FsspecClient, stub: Stub, name: str, status: int) -> None:
+    stub.reply = lambda method, query: (status, "")
+    assert type(refused(lambda: REQUESTS[name](client))) is AccessDeniedError
+
+
+@pytest.mark.parametrize("name", ["head", "read", "list", "delete"])
+def test_the_404_of_a_proxy_is_not_nothing_there(
+    client: FsspecClient, stub: Stub, name: str
 ) -> None:
-    real = Store.pipe_file
-    monkeypatch.setattr(Store, "pipe_file", lambda self, path, value, mode: real(self, path, value))
-    assert not open_store().traits.conditional_create
+    stub.reply = lambda method, query: (404, "")
+    error = refused(lambda: REQUESTS[name](client))
+    assert not isinstance(error, KeyNotFoundError) or name == "list", "a listing is never absent"
+
+
+def test_a_condition_that_is_ignored_is_not_promised(stub: Stub) -> None:
+    stub.reply = lambda method, query: (200, "")
+    backend = open_backend("s3://bucket/run", options=stub.options, driver=Driver.FSSPEC)
+    assert not backend.traits.conditional_create
 
 
 class Answered(Exception):
@@ -112,7 +138,8 @@ class Answered(Exception):
         (Answered("code", 403), AccessDeniedError),
         (Answered("status", 503), UnreachableError),
         (Answered("status_code", 412), KeyExistsError),
-        (Answered("code", 404), KeyNotFoundError),
+        (Answered("code", 404), BareAbsenceError),
+        (FileNotFoundError("hunter2"), KeyNotFoundError),
         (Answered("code", 7), BackendError),
         (TimeoutError("hunter2"), UnreachableError),
         (ConnectionResetError("hunter2"), UnreachableError),

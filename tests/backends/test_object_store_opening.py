@@ -124,7 +124,7 @@ def test_probes_that_were_cut_off_are_collected(
 
 @pytest.mark.parametrize(
     ("url", "driver"),
-    [("memory://", Driver.OBSTORE), ("memory://", Driver.FSSPEC), ("s3://{}/run", None)],
+    [("memory://", None), ("s3://{}/run", Driver.FSSPEC), ("s3://{}/run", None)],
 )
 def test_a_probe_in_a_place_is_collected(
     url: str, bucket: str, s3_server: Any, driver: Driver | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import subprocess
 import sys
@@ -52,12 +51,12 @@ def test_memory_is_one_for_the_process() -> None:
     assert not second.traits.durable
 
 
-@pytest.mark.parametrize("driver", [None, *Driver])
-def test_s3_has_one_client_whatever_the_driver(
-    s3_server: SeaweedFS, bucket: str, driver: Driver | None
+@pytest.mark.parametrize(("driver", "client"), [(None, S3Client), (Driver.FSSPEC, FsspecClient)])
+def test_s3_has_a_client_of_its_own_and_s3fs_by_the_driver(
+    s3_server: SeaweedFS, bucket: str, driver: Driver | None, client: type
 ) -> None:
     backend = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
-    assert isinstance(client_of(backend), S3Client)
+    assert isinstance(client_of(backend), client)
     put(backend, "key", b"bytes")
     assert get(backend, "key") == b"bytes"
     backend.close()
@@ -70,22 +69,6 @@ def test_a_library_that_is_missing_is_named(
     forget(monkeypatch, library)
     with pytest.raises(ConfigError, match=rf"{library} is not installed; pip install 'tierfall"):
         open_backend(url)
-
-
-def test_without_obstore_fsspec_serves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    forget(monkeypatch, "obstore")
-    with pytest.raises(ConfigError, match="pip install gcsfs"):
-        open_backend("gs://bucket", options={"token": SECRET})
-    (output,) = [
-        record.getMessage() for record in caplog.records if record.name.startswith("tierf")
-    ]
-    assert "fsspec is used instead" in output
-    assert SECRET not in output
-    with pytest.raises(ConfigError, match=r"pip install 'tierfall\[object\]'"):
-        open_backend("gs://bucket", driver=Driver.OBSTORE)
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
@@ -101,7 +84,7 @@ def forget(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "package", "module"),
-    [("gs", "gcsfs", "gcsfs"), ("abfs", "adlfs", "adlfs")],
+    [("gs", "gcsfs", "gcsfs.core"), ("abfs", "adlfs", "adlfs"), ("s3", "s3fs", "s3fs")],
 )
 def test_a_missing_package_is_named(
     protocol: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +100,7 @@ def test_libraries_are_loaded_only_when_they_are_used() -> None:
         "import sys, tempfile\n"
         "from tierfall.backends.open import check_url, open_backend\n"
         "check_url('s3://bucket'); open_backend('file://' + tempfile.mkdtemp()).close()\n"
-        "print(sorted({'obstore', 'fsspec', 's3fs', 'botocore'} & set(sys.modules)))"
+        "print(sorted({'fsspec', 's3fs', 'botocore'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] in ("[]", "['fsspec']"), "torch brings fsspec"
@@ -127,14 +110,14 @@ def test_libraries_are_loaded_only_when_they_are_used() -> None:
     ("url", "options", "driver", "word"),
     [
         ("s3://bucket", {"secrt": SECRET}, None, "secrt"),
-        ("s3://bucket", {"secrt": SECRET}, Driver.OBSTORE, "secrt"),
+        ("s3://bucket", {"secrt": SECRET}, Driver.FSSPEC, "secrt"),
+        ("s3://bucket", {"config_kwargs": SECRET}, Driver.FSSPEC, "does not accept"),
+        ("gs://bucket", {"tokn": SECRET}, None, 'tokn; did you mean "token"'),
+        ("az://bucket", {"account_nam": SECRET}, None, 'did you mean "account_name"'),
+        ("az://bucket", {"connection_string": SECRET}, None, "does not accept"),
         ("s3://bucket", {"client_kwargs": {"regin": SECRET}}, None, "regin"),
-        ("gs://bucket", {"consistency": "md5"}, Driver.OBSTORE, "consistency"),
         ("nothing://x", {}, None, "not known"),
-        ("ftp://x", {}, Driver.OBSTORE, "not known"),
         ("file:///tmp", {"auto_mkdir": True}, None, "auto_mkdir"),
-        ("file:///tmp", {}, Driver.OBSTORE, "not known"),
-        ("memory://", {"key": SECRET}, Driver.OBSTORE, "key"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

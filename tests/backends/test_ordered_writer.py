@@ -1,80 +1,35 @@
-"""Where parts cannot be sent again one by one: bytes in order, through obstore's own writer, against S3."""
+"""Where parts cannot be sent again one by one: bytes in order, through s3fs's upload in parts, against S3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from backend_places import get, put, retrying
-from obstore.store import S3Store
-from s3_stub import Reply, Stub, refused
+from s3_stub import Reply, Stub, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.obstore.client import ObstoreClient
-from tierfall.backends.obstore.options import NO_RETRIES
 from tierfall.backends.open import open_backend
 from tierfall.backends.s3.options import open_client
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.values import Driver
 
 PIECE = memoryview(bytes(10 * 1024 * 1024))
-BEGUN = "<R><UploadId>1</UploadId><Bucket>b</Bucket><Key>k</Key><Location>l</Location><ETag>e</ETag></R>"
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    made = Stub()
-    left = [412, 200]
-    made.reply = lambda method, query: (left.pop(), "") if left else (200, "")
-    yield made
-    made.close()
 
 
 @pytest.fixture
 def stubbed(stub: Stub) -> Iterator[ObjectStoreBackend]:
-    """A client whose writers wait little between their tries."""
-    streams = S3Store(
-        "bucket",
-        endpoint=stub.options["endpoint_url"],
-        access_key_id="key",
-        secret_access_key="secret",
-        client_options={"allow_http": True},
-        retry_config={
-            "max_retries": 2,
-            "retry_timeout": timedelta(seconds=20),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=5),
-                "max_backoff": timedelta(milliseconds=10),
-                "base": 2,
-            },
-        },
-    )
-    store = S3Store(
-        "bucket",
-        endpoint=stub.options["endpoint_url"],
-        access_key_id="key",
-        secret_access_key="secret",
-        client_options={"allow_http": True},
-        retry_config=NO_RETRIES,
-        disable_bulk_delete=True,
-    )
-    made = ObjectStoreBackend(client_of(store, streams))
+    left = [412, 200]
+    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
+    made = open_backend("s3://bucket/run", options=stub.options, driver=Driver.FSSPEC)
+    assert isinstance(made, ObjectStoreBackend)
     stub.reply = taking
     stub.requests.clear()
     yield made
     made.close()
-
-
-def taking(method: str, query: dict[str, list[str]]) -> Reply:
-    return 200, BEGUN
-
-
-def client_of(store: S3Store, streams: S3Store) -> ObstoreClient:
-    return ObstoreClient(
-        place="s3://bucket/run", prefix="run/", durable=True, store=store, streams=streams
-    )
 
 
 def write_pieces(backend: Backend, number: int, *, publish: bool) -> None:
@@ -86,10 +41,9 @@ def write_pieces(backend: Backend, number: int, *, publish: bool) -> None:
 
 
 def test_what_is_given_up_is_aborted_at_the_store(s3_server: SeaweedFS, bucket: str) -> None:
-    """obstore leaves an upload behind when its writer is only dropped."""
-    store = s3_server.store(bucket)
-    backend = ObjectStoreBackend(client_of(store, store))
-    real = open_client(f"s3://{bucket}/run", s3_server.options())
+    options = s3_server.options()
+    backend = open_backend(f"s3://{bucket}/run", options=options, driver=Driver.FSSPEC)
+    real = open_client(f"s3://{bucket}/run", options)
     put(backend, "key", b"old")
     write_pieces(backend, 4, publish=False)
     assert list(real.pending("run/", "look")) == []
@@ -100,7 +54,7 @@ def test_what_is_given_up_is_aborted_at_the_store(s3_server: SeaweedFS, bucket: 
     real.close()
 
 
-def test_a_part_that_is_throttled_is_sent_again_by_obstore(
+def test_a_part_that_is_throttled_is_sent_again_by_the_library(
     stubbed: ObjectStoreBackend, stub: Stub
 ) -> None:
     left = [503]
@@ -151,8 +105,8 @@ def test_a_small_object_may_be_published_again(stubbed: ObjectStoreBackend, stub
 
 
 @pytest.mark.parametrize("offset", [0, 2, 9])
-def test_bytes_out_of_order_kill_the_writer(offset: int) -> None:
-    backend = open_backend("memory://order")
+def test_bytes_out_of_order_kill_the_writer(offset: int, tmp_path: Path) -> None:
+    backend = open_backend(f"file://{tmp_path}", driver=Driver.FSSPEC)
     writer = backend.create("key")
     writer.write(0, memoryview(b"abc"))
     assert "rising order" in str(refused(lambda: writer.write(offset, memoryview(b"d"))))

@@ -18,7 +18,7 @@ from cli_kit import ROOT
 from tierfall.cli import app
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-HEAVY = {"torch", "numpy", "fsspec", "botocore", "obstore", "xxhash", "zstandard"}
+HEAVY = {"torch", "numpy", "fsspec", "botocore", "xxhash", "zstandard"}
 PROGRAM = """
 import sys
 from tierfall.cli import main

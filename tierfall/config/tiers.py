@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tierfall.config.chain import FOLDER
 from tierfall.config.fields import (
@@ -272,6 +272,16 @@ class PeerTierConfig(FileTierConfig):
         return None if limit is None else max(1, limit // self.copies)
 
 
+def _not_obstore(value: object) -> object:
+    if value == "obstore":
+        raise value_error(
+            "obstore is not used any more; remove driver: gs:// and az:// are accessed by fsspec (gcsfs, adlfs), s3:// "
+            "by tierfall's own client",
+            expected="fsspec, or no driver",
+        )
+    return value
+
+
 class ObjectTierConfig(StoredTierConfig):
     """An object store, or any address that fsspec supports."""
 
@@ -286,9 +296,11 @@ class ObjectTierConfig(StoredTierConfig):
         description="fsspec's storage options: endpoint_url, key, secret. Never shown.",
         examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
     )
-    driver: Annotated[Driver, choice(Driver), any_word(Driver)] | None = Field(
+    driver: (
+        Annotated[Driver, choice(Driver), BeforeValidator(_not_obstore), any_word(Driver)] | None
+    ) = Field(
         default=None,
-        description="The library that accesses it (not s3://); absent: obstore if that supports it, else fsspec.",
+        description="fsspec: its library accesses s3:// and file://, too, in place of tierfall's own clients.",
         examples=["fsspec"],
     )
 

@@ -10,10 +10,9 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.toolkit.key_value import KeyValueWriter
 from tierfall.core.runtime import retries
 from tierfall.core.scheduler.ledger.tasks import CopyRun
-from tierfall.core.types.backend import Backend
+from tierfall.core.types.backend import Backend, Writer
 from tierfall.core.types.errors import AccessDeniedError, FlushError
 from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 
@@ -78,7 +77,7 @@ def test_what_fails_at_the_end_is_finished_without_sending_the_image_again(
     world, _ = world_with(failing(operation, keys=keys, first=first, times=2), codec=codec)
     world.save(1)
     world.settle()
-    if operation is not Operation.PUBLISH:  # KeyValueWriter dies of a publish that failed
+    if operation is not Operation.PUBLISH:  # a writer dies of a publish that failed
         assert opened(world) == 1, "the image was begun again"
     assert world.steps_on("nvme") == [1]
     world.check("nvme")
@@ -161,7 +160,7 @@ def test_runs_are_as_long_as_a_backend_needs_them(run_bytes_min: int) -> None:
     sizes: list[int] = []
 
     class Sized(MemoryBackend):
-        def create(self, key: str, **options: object) -> KeyValueWriter:  # type: ignore[override]
+        def create(self, key: str, **options: object) -> Writer:  # type: ignore[override]
             writer = super().create(key, **options)  # type: ignore[arg-type]
             if key.endswith(".safetensors"):
                 original = writer.write

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.backends.toolkit.key_value import KeyValueWriter
+from tierfall.backends.object.writers import BufferedWriter
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import (
@@ -199,7 +199,7 @@ def test_one_whose_copy_failed_in_its_middle_is_given_up_and_the_tier_stays_in_t
     first = world.save(1)
     until(world, CopyRun)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeyValueWriter, "write", refuse)
+        patch.setattr(BufferedWriter, "write", refuse)
         world.run_all()
     lane = world.coordinator.lanes["nvme"]
     tries, not_before_s = lane.tries, lane.not_before_s
@@ -218,7 +218,7 @@ def test_one_whose_copy_failed_in_its_middle_is_given_up_and_the_tier_stays_in_t
 def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> None:
     world = superseding(images=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeyValueWriter, "write", silent)
+        patch.setattr(BufferedWriter, "write", silent)
         for step in range(1, 13):
             region, _ = world.ask_for_region(step)
             world.seal(world.begin(step, region))

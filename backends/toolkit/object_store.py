@@ -1,0 +1,151 @@
+"""A store of objects as a plug-in describes it: get, put, list and delete, and uploads in parts if it has them."""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from tierfall.core.types.backend import StoredObject
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    ConfigError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.types.text import signature_fault
+
+Bytes = bytes | bytearray | memoryview
+
+_PARAMETERS = {
+    "get": "(key, start, end)",
+    "put": "(key, data, if_absent)",
+    "delete": "(key)",
+    "list": "(prefix, delimiter)",
+    "error_type": "(error)",
+    "close": "()",
+}
+_PARAMETERS_OF_PARTS = {
+    "begin": "(key)",
+    "put_part": "(key, upload, number, data)",
+    "complete": "(key, upload, parts)",
+    "abort": "(key, upload)",
+    "pending": "(prefix)",
+}
+
+
+class ObjectStore(ABC):
+    """A store of objects under keys, as a plug-in describes it. All methods may be called from several threads at once.
+    A key is a text of up to 1,100 bytes in UTF-8, with '/' in it.
+
+    A subclass sets what the store promises. ``durable``: an object that ``put`` has stored, and a deletion, survive a
+    power cut. ``conditional_create``: of several ``put`` with ``if_absent``, in any processes, one stores its object.
+    ``max_parallel``: calls that usefully run at once.
+
+    A method raises a BackendError, or an exception of its library, which ``error_type`` classifies. For example::
+
+        class Memory(ObjectStore):
+            durable, conditional_create = False, False
+
+            def __init__(self, url, *, options, read_only):
+                self.objects = {}
+
+            def get(self, key, start, end):
+                data = self.objects.get(key)
+                return None if data is None else (data[start:end], len(data))
+
+            def put(self, key, data, if_absent):
+                self.objects[key] = bytes(data)
+                return True
+
+            def delete(self, key):
+                self.objects.pop(key, None)
+
+            def list(self, prefix, delimiter):
+                return [StoredObject(key=key, bytes=len(data)) for key, data in list(self.objects.items())]
+    """
+
+    durable: bool
+    conditional_create: bool
+    max_parallel: int = 4
+
+    @abstractmethod
+    def get(self, key: str, start: int, end: int) -> tuple[Bytes, int] | None:
+        """Return the bytes ``start`` to ``end`` of an object, fewer if it ends before, and the length of the whole
+        object; None only if the store answered that there is none. ``start`` and ``end`` may be equal."""
+
+    @abstractmethod
+    def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
+        """Store an object atomically: a concurrent reader gets the old one or the new one, whole. With ``if_absent``,
+        return False and change nothing if the key is taken; else return True. The memory of ``data`` (bytes,
+        read-only) is reused after the call: keep a copy, not the view."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object. A missing one is no error."""
+
+    @abstractmethod
+    def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
+        """Return every object whose key begins with ``prefix``, with its length in bytes, in any order. ``prefix`` is
+        empty or ends in '/'. If ``delimiter`` is '/', those with another '/' after the prefix are not needed, and may
+        be left out; else it is empty."""
+
+    def error_type(self, error: Exception) -> type[BackendError]:
+        """Choose the class of the error that replaces an exception of the store's library. UnreachableError: nothing is
+        known of what is stored, and the call is retried. BackendError: the store refused the call for good.
+
+        By default an OSError is UnreachableError, StorageFullError (ENOSPC, EDQUOT) or AccessDeniedError
+        (PermissionError), and any other exception BackendError."""
+        if not isinstance(error, OSError):
+            return BackendError
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageFullError
+        return AccessDeniedError if isinstance(error, PermissionError) else UnreachableError
+
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to do
+        """Release the store's resources, such as connections. By default there are none."""
+
+
+class MultipartStore(ObjectStore):
+    """An ``ObjectStore`` that also takes an object in parts, in any order and from several threads, each of which can
+    be sent again. A part has 5 MiB or more, the last one any length."""
+
+    @abstractmethod
+    def begin(self, key: str) -> str:
+        """Begin an upload; return its id, which is not empty. Nothing is visible under the key before ``complete``."""
+
+    @abstractmethod
+    def put_part(self, key: str, upload: str, number: int, data: memoryview) -> str:
+        """Store one part, in place of one with the same number; return a text for ``complete``. Numbers begin at 1, and
+        need not be contiguous. The memory of ``data`` is reused after the call."""
+
+    @abstractmethod
+    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> None:
+        """Make the object of these parts visible at once, in place of an older one. ``parts`` are number and text, by
+        number."""
+
+    @abstractmethod
+    def abort(self, key: str, upload: str) -> None:
+        """Remove an upload and its parts. A missing one is no error."""
+
+    @abstractmethod
+    def pending(self, prefix: str) -> Iterable[tuple[str, str]]:
+        """Return the key and the id of every upload below a prefix that is neither completed nor aborted."""
+
+
+def check_store(store: object) -> ObjectStore:
+    """Return a plug-in's store. Raises ConfigError if it lacks a method or attribute, naming it."""
+    name = type(store).__name__
+    if not isinstance(store, ObjectStore):
+        raise ConfigError(f"{name} is no ObjectStore; derive the class from it")
+    expected = _PARAMETERS | (_PARAMETERS_OF_PARTS if isinstance(store, MultipartStore) else {})
+    for method, parameters in expected.items():
+        if fault := signature_fault(getattr(store, method), parameters):
+            raise ConfigError(f"{name}.{method}: {fault}")
+    for promise in ("durable", "conditional_create"):
+        if not isinstance(getattr(store, promise, None), bool):
+            raise ConfigError(
+                f"{name} does not set {promise}; expected {promise} = True or False in the class"
+            )
+    return store

@@ -1,0 +1,305 @@
+"""A backend over a plug-in's store: every promise, with parts and without; and what a wrong store is told."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from backend_places import get, put
+
+from tierfall.backends.conformance import CHECKS, check_promise
+from tierfall.backends.memory import MemoryStore
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.object.store_client import StoreClient
+from tierfall.backends.toolkit import (
+    AccessDeniedError,
+    BackendError,
+    MultipartStore,
+    StorageFullError,
+    StoredObject,
+    UnreachableError,
+)
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import KeyExistsError
+
+MIB = 1024 * 1024
+LONG = bytes(range(256)) * (13 * MIB // 256)
+"""Longer than what is put at once."""
+
+
+class Store(MemoryStore):
+    """A store that fails if a test says so: ``failing`` is by a part of the call, such as ``put run/key``."""
+
+    durable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: dict[str, Exception] = {}
+        self.after = False
+        """Whether a call fails after it took effect."""
+
+    def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
+        if self.after:
+            super().put(key, data, if_absent)
+        self.fail("put", key)
+        return super().put(key, data, if_absent)
+
+    def get(self, key: str, start: int, end: int) -> tuple[memoryview, int] | None:
+        self.fail("get", key)
+        return super().get(key, start, end)
+
+    def delete(self, key: str) -> None:
+        self.fail("delete", key)
+        super().delete(key)
+
+    def fail(self, call: str, key: str) -> None:
+        for part, error in self.failing.items():
+            if part in f"{call} {key}":
+                raise error
+
+
+class InParts(Store, MultipartStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
+        self.numbers = count(1)
+
+    def begin(self, key: str) -> str:
+        upload = str(next(self.numbers))
+        self.uploads[upload] = (key, {})
+        return upload
+
+    def put_part(self, key: str, upload: str, number: int, data: memoryview) -> str:
+        self.fail(f"part {number}", key)
+        self.uploads[upload][1][number] = bytes(data)
+        return f"mark {number}"
+
+    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> None:
+        self.fail("complete", key)
+        _, found = self.uploads.pop(upload)
+        assert [mark for _, mark in parts] == [f"mark {number}" for number in sorted(found)]
+        data = b"".join(found[number] for number, _ in parts)
+        MemoryStore.put(self, key, memoryview(data), False)
+
+    def abort(self, key: str, upload: str) -> None:
+        self.uploads.pop(upload, None)
+
+    def pending(self, prefix: str) -> Iterable[tuple[str, str]]:
+        uploads = list(self.uploads.items())
+        return [(key, upload) for upload, (key, _) in uploads if key.startswith(prefix)]
+
+
+def opened(store: Store, *, read_only: bool = False) -> ObjectStoreBackend:
+    return ObjectStoreBackend(StoreClient(store, place="kv://place"), read_only=read_only)
+
+
+@pytest.fixture(params=[Store, InParts])
+def store(request: pytest.FixtureRequest) -> Store:
+    made = request.param()
+    assert isinstance(made, Store)
+    return made
+
+
+@pytest.fixture
+def backend(store: Store) -> ObjectStoreBackend:
+    return opened(store)
+
+
+@pytest.mark.parametrize("kind", [Store, InParts])
+@pytest.mark.parametrize("name", CHECKS)
+def test_promise(name: str, kind: Callable[[], Store]) -> None:
+    store = kind()
+
+    def make() -> ObjectStoreBackend:
+        nonlocal store
+        store = kind()
+        return opened(store)
+
+    leaves = isinstance(store, InParts)
+    check_promise(name, make, reopen=lambda backend: opened(store), leaves_unfinished=leaves)
+
+
+def test_it_promises_what_the_store_says(store: Store) -> None:
+    traits = opened(store).traits
+    assert (traits.durable, traits.conditional_create, traits.ordered_writes) == (True, True, False)
+    assert store.objects == {}, "an opening leaves nothing"
+
+    class Careless(Store):
+        def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
+            return super().put(key, data, False)
+
+    assert not opened(Careless()).traits.conditional_create
+
+
+def test_a_part_that_failed_is_sent_again_by_itself() -> None:
+    store = InParts()
+    backend = opened(store)
+    with backend.create("run/key", length=len(LONG)) as writer:
+        writer.write(6 * MIB, memoryview(LONG)[6 * MIB :])
+        store.failing["part 1 "] = TimeoutError("slow")
+        with pytest.raises(UnreachableError, match="TimeoutError"):
+            writer.write(0, memoryview(LONG)[: 6 * MIB])
+        store.failing.clear()
+        writer.write(0, memoryview(LONG)[: 6 * MIB])
+        assert store.objects == {}
+        writer.publish()
+    assert get(backend, "run/key") == LONG
+
+
+def test_what_a_killed_process_left_is_aborted_by_the_next_start() -> None:
+    store = InParts()
+    dead, living = opened(store).create("run/a", length=len(LONG)), opened(store)
+    dead.write(0, memoryview(LONG))
+    writer = living.create("run/b", length=len(LONG))
+    writer.write(0, memoryview(LONG))
+    assert living.discard_unfinished("other/") == 0
+    assert living.discard_unfinished("run/") == 1
+    writer.publish()
+    assert store.uploads == {}
+    assert get(living, "run/b") == LONG
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (ConnectionResetError("gone"), UnreachableError),
+        (OSError(errno.ENOSPC, "full"), StorageFullError),
+        (PermissionError(errno.EACCES, "no"), AccessDeniedError),
+        (KeyError("x"), BackendError),
+        (StorageFullError("said so"), StorageFullError),
+    ],
+)
+def test_what_the_stores_library_raises_is_an_error_of_the_tree(
+    raised: Exception, kind: type[BackendError], backend: ObjectStoreBackend, store: Store
+) -> None:
+    put(backend, "run/key", b"old")
+    store.failing["run/key"] = raised
+    for call in (backend.stat, backend.delete, lambda key: put(backend, key, b"new")):
+        with pytest.raises(BackendError) as caught:
+            call("run/key")
+        assert type(caught.value) is kind
+    store.failing.clear()
+    assert get(backend, "run/key") == b"old"
+
+
+def test_a_publish_whose_answer_is_lost_is_asked_for_again(
+    backend: ObjectStoreBackend, store: Store
+) -> None:
+    writer = backend.create("run/key", length=3)
+    writer.write(0, memoryview(b"new"))
+    store.failing["put run/key"], store.after = TimeoutError(), True
+    with pytest.raises(UnreachableError):
+        writer.publish()
+    with pytest.raises(BackendError, match="waiting to be published again"):
+        writer.write(0, memoryview(b"x"))
+    store.failing.clear()
+    writer.publish()
+    writer.abort()
+    assert get(backend, "run/key") == b"new"
+
+
+def test_a_refused_publish_leaves_nothing(backend: ObjectStoreBackend, store: Store) -> None:
+    put(backend, "run/key", b"old")
+    writer = backend.create("run/key", publish=Publish.IF_ABSENT)
+    writer.write(0, memoryview(b"new"))
+    with pytest.raises(KeyExistsError):
+        writer.publish()
+    for call in ("put run/key", "complete run/key", "part 1 "):
+        store.failing[call] = OSError(errno.ENOSPC, "x")
+    for data in (b"new", LONG):
+        with pytest.raises(StorageFullError):
+            put(backend, "run/key", data)
+    store.failing.clear()
+    assert opened(store).discard_unfinished("") == 0
+    assert get(backend, "run/key") == b"old"
+
+
+def test_read_only_changes_nothing(store: Store) -> None:
+    put(opened(store), "run/key", LONG)
+    store.failing = dict.fromkeys(("put", "delete"), AssertionError("it was opened to be read"))
+    only = opened(store, read_only=True)
+    for call in (only.create, only.delete, lambda key: only.discard_unfinished("")):
+        with pytest.raises(AccessDeniedError, match="opened for reading only"):
+            call("run/key")
+    assert get(only, "run/key") == LONG
+
+
+# A wrong store ---------------------------------------------------------------------------------------
+
+
+class Answers(Store):
+    """Answers with what is no answer."""
+
+    conditional_create = False
+
+    def get(self, key: str, start: int, end: int) -> Any:
+        return "text" if key == "text" else (b"more", 4)
+
+    def list(self, prefix: str, delimiter: str) -> Iterable[Any]:
+        return [("key", 1)]
+
+
+class SaysNothing(Store):
+    def put(self, key: str, data: memoryview, if_absent: bool) -> Any:
+        super().put(key, data, if_absent)
+
+
+class Nameless(InParts):
+    def begin(self, key: str) -> str:
+        return ""
+
+
+def test_an_answer_of_another_type_is_named() -> None:
+    backend = opened(Answers())
+    with pytest.raises(BackendError, match=r"Answers.get returned 'text'; expected bytes and the"):
+        backend.stat("text")
+    with pytest.raises(BackendError, match=r"Answers.get returned more bytes than it was asked"):
+        backend.read_into("key", 0, memoryview(bytearray(1)))
+    with pytest.raises(
+        BackendError, match=r"Answers.list returned \('key', 1\); expected a Stored"
+    ):
+        backend.scan("")
+    with pytest.raises(BackendError, match=r"Nameless.begin returned ''; expected a text"):
+        put(opened(Nameless()), "key", LONG)
+    client = StoreClient(SaysNothing(), place="kv://place")
+    with pytest.raises(BackendError, match=r"SaysNothing.put returned None; expected True, or F"):
+        client.put("key", memoryview(b""), Publish.IF_ABSENT, "put")
+
+
+def test_a_store_without_a_method_cannot_be_made() -> None:
+    class Half(MultipartStore, MemoryStore):
+        def begin(self, key: str) -> str: ...
+
+    with pytest.raises(
+        TypeError, match=r"abstract methods '?abort'?, '?complete'?, '?pending'?, '?put"
+    ):
+        Half()  # type: ignore[abstract]
+
+
+def test_a_store_may_list_more_than_it_was_asked_for() -> None:
+    class Loose(Store):
+        def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
+            return super().list("", "")
+
+    loose = opened(Loose())
+    for key in ("a/x", "b/x"):
+        put(loose, key, b"")
+    assert [s.key for s in loose.scan("a/")] == ["a/x"]
+
+
+def test_only_what_lies_at_the_place_itself_is_listed_to_find_what_an_opening_left() -> None:
+    listed: list[tuple[str, str]] = []
+
+    class Watched(Store):
+        def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
+            listed.append((prefix, delimiter))
+            return super().list(prefix, delimiter)
+
+    store = Watched()
+    backend = opened(store)
+    store.objects[".tierfall-1-0123456789abcdef.part"] = b""
+    assert backend.discard_unfinished("") == 1
+    assert listed == [("", "/")]
