@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -102,15 +103,14 @@ def test_statistics_of_a_save_name_its_bytes_and_the_seconds_until_each_tier(pla
     assert (stats.lazy, stats.lazy_bytes) == (False, 0)
     assert stats.captured_s is not None
     assert stats.blocked_s > 0
-    assert 0 < stats.captured_s <= stats.durable_s["disk"]
-    assert list(stats.durable_s) == ["disk", "pfs"]
+    assert 0 < stats.captured_s <= stats.durable_s["pfs"]
 
 
 def test_a_blocking_save_returns_once_the_last_tier_has_it(place: Place) -> None:
     place.config(disk={}, pfs={})
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        assert place.steps("disk") == place.steps("pfs") == [1]
+        assert place.steps("pfs") == [1]
 
 
 def test_a_wait_ends_with_its_timeout_and_any_thread_may_wait(place: Place, gate: Gate) -> None:
@@ -219,13 +219,13 @@ def test_a_save_without_room_in_memory_is_skipped_after_max_wait_or_at_once(
         store=gate.tier(), host={"capacity": THREE_IMAGES, "when_full": when_full}, max_wait="1s"
     )
     with place.open() as ckpt:
+        began = time.monotonic()
         handles = fill_memory(place, gate, ckpt)
-        assert [h.outcome for h in handles].count("skipped") == 1
+        assert (time.monotonic() - began >= 1) == (when_full == "wait")
+        assert [h.outcome for h in handles] == [*["pending"] * 3, "skipped"]
         last = handles[-1]
-        assert last.outcome == "skipped"
         with pytest.raises(CapacityError, match="host"):
             last.wait(timeout=SOON_S)
-        assert (last.stats.blocked_s >= 0.9) == (when_full == "wait")
         assert ckpt.statistics().skipped_saves == 1
         assert log.wait("skipped")
         gate.open()
@@ -609,22 +609,43 @@ def test_a_write_between_save_and_barrier_fails_that_save_and_names_the_tensor(
     assert [folder.name[:13] for folder in place.folders()] == ["step-00000001", "step-00000003"]
 
 
+def large(place: Place, **words: Any) -> tuple[nn.Sequential, dict[str, Any]]:
+    """16 MiB of parameters: they are still being copied when ``save`` returns."""
+    place.config(host={"capacity": "64MiB"}, **words)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+    return model, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
 @pytest.mark.parametrize("verify", ["sample", "full"])
-def test_a_write_that_torch_does_not_count_fails_the_save_too(place: Place, verify: str) -> None:
+def test_a_write_that_torch_does_not_count_is_found_or_came_too_late_to_harm(
+    place: Place, verify: str
+) -> None:
     """A whole tensor by ``.data``; with ``full``, also a single element in the middle of one."""
-    state = lazily(place, capture={"verify": verify})
+    model, state = large(place, capture={"verify": verify})
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
     with place.open() as ckpt:
         ckpt.save(1, state, block=True)
-        next_step(state)
+        step()
+        expected = weights(model)
         handle = ckpt.save(2, state)
         if verify == "full":
-            state["model"][2].weight.data[7, 77] += 1
+            model[3].weight.data[512, 512] += 1
         else:
-            state["model"][2].weight.data.mul_(2)
-        next_step(state)
-        with pytest.raises(StateChangedError) as raised:
+            model[3].weight.data.mul_(2)
+        step()
+        try:
             handle.wait(timeout=SOON_S)
-        assert raised.value.tensors == ("model.2.weight",)
+        except StateChangedError as error:
+            assert error.tensors == ("model.3.weight",)
+        else:
+            assert verify == "full", "a sample of the live tensor is compared, too"
+            assert equal(dict(loaded(place, 2)["model"]), expected)
 
 
 def test_without_a_barrier_an_image_is_sealed_after_a_second(place: Place) -> None:
@@ -702,9 +723,8 @@ def test_a_step_is_an_integer_from_0_to_10_to_the_18(
     open_run: tierfall.Checkpointer, module_place: Place, step: Any
 ) -> None:
     before = module_place.folders()
-    for save in (open_run.save, open_run.maybe_save):
-        with pytest.raises(StepError, match="step must be"):
-            save(step, state_of(1))
+    with pytest.raises(StepError, match="step must be"):
+        open_run.save(step, state_of(1))
     assert module_place.folders() == before
 
 
