@@ -109,7 +109,7 @@ def test_a_request_that_fits_nothing_names_what_there_is_and_begins_no_lineage(
                 call()
         with pytest.raises(StepError, match="restore"):
             ckpt.save(2, state_of(2))
-        with pytest.raises(ConfigError, match="nowhere.*disk, pfs"):
+        with pytest.raises(ConfigError, match=r"nowhere.*disk, pfs"):
             ckpt.restore(blank(), tier="nowhere")
     assert [folder.name for folder in place.folders()] == ["step-00000001-a0001"]
 
