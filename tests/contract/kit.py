@@ -133,7 +133,7 @@ class Gate:
         opened = self._opened = threading.Event()
         self._set(calls, part, lambda: opened.wait(60))
 
-    def refuse(self, error: OSError, *calls: str, part: str = "") -> None:
+    def refuse(self, error: Exception, *calls: str, part: str = "") -> None:
         """Let such calls raise this until ``open``."""
 
         def answer() -> None:
