@@ -236,6 +236,22 @@ def test_a_folder_of_two_runs_asks_for_one_and_an_empty_run_says_so(place: Place
         tierfall.load(place.yaml)
 
 
+def test_folders_may_have_any_name_and_be_links(place: Place) -> None:
+    root = place.root / "my rün #1 %20 'a' (b)?&=+"
+    (root / "real").mkdir(parents=True)
+    (root / "a link").symlink_to("real")
+    for number, folder in enumerate(("a link/", "plain")):
+        settings = place.root / "tiers.yaml"
+        place.config(disk={"path": f"./{folder}"}, run=f"r{number}")
+        settings = settings.rename(root / "tiers.yaml")
+        with tierfall.open(settings) as ckpt:
+            ckpt.save(1, state_of(1), block=True)
+            ckpt.write_pointer(root / "pointer ü", 1)
+        for way in (settings, root / folder, root / "pointer ü"):
+            assert step_in(tierfall.load(way)) == 1
+        assert (root / folder / f"r{number}" / "latest").exists()
+
+
 # Checkpointer.load -----------------------------------------------------------------------------------
 
 

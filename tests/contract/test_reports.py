@@ -657,6 +657,29 @@ def test_a_wrong_configuration_is_refused_with_its_place(config: Any, names: str
         tierfall.open(config)
 
 
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "two"}, "two"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "SLURM_NTASKS is 4",
+        ),
+    ],
+)
+def test_a_process_alone_among_variables_of_a_job_is_told_which_one_speaks_of_other_ranks(
+    place: Place, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
+) -> None:
+    for key in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", *variables):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    place.config()
+    with pytest.raises(ConfigError, match=named):
+        place.open()
+
+
 def test_config_is_the_model_of_the_file_and_its_schema() -> None:
     schema = tierfall.Config.model_json_schema()
     assert {"run", "interval", "tiers", "events"} <= set(schema["properties"])

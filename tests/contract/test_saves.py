@@ -651,6 +651,25 @@ def test_a_write_that_torch_does_not_count_is_found_or_came_too_late_to_harm(
         assert error.tensors == ("model.3.weight",)
 
 
+@pytest.mark.parametrize("how", ["resize", "share_memory"])
+def test_a_storage_that_is_freed_in_place_waits_for_the_capture(place: Place, how: str) -> None:
+    """As by frameworks that offload, and by torch.multiprocessing."""
+    model, state = large(place)
+    with place.open() as ckpt:
+        ckpt.save(1, state, block=True)
+        ckpt.wait_captured()
+        expected = weights(model)
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        for parameter in reversed([*model.parameters()]):
+            if how == "resize":
+                parameter.untyped_storage().resize_(0)
+            else:
+                parameter.share_memory_()
+        handle.wait(timeout=SOON_S)
+    assert equal(dict(loaded(place, 2)["model"]), expected)
+
+
 def test_without_a_barrier_an_image_is_sealed_after_a_second(place: Place) -> None:
     """As after the last save of a training, or before a long evaluation."""
     state = lazily(place)
