@@ -229,6 +229,7 @@ def test_a_save_without_room_in_memory_is_skipped_after_max_wait_or_at_once(
         assert ckpt.statistics().skipped_saves == 1
         assert log.wait("skipped")
         gate.open()
+        assert ckpt.drain().left == ()
     assert place.steps("store") == [1, 2, 3]
 
 
@@ -255,6 +256,7 @@ def test_a_waiting_snapshot_may_be_superseded_by_a_newer_one(place: Place, gate:
             with pytest.raises(CapacityError, match="superseded by step 4"):
                 wait()
         gate.open()
+        assert ckpt.drain().left == ()
     assert place.steps("store") == [1, 3, 4]
 
 
