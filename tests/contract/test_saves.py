@@ -618,6 +618,28 @@ def large(place: Place, **words: Any) -> tuple[nn.Sequential, dict[str, Any]]:
     return model, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 
+def large_step(state: dict[str, Any]) -> None:
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+@pytest.mark.parametrize("verify", ["off", "sample"])
+def test_a_write_of_one_element_that_torch_counts_fails_the_save(place: Place, verify: str) -> None:
+    model, state = large(place, capture={"verify": verify})
+    with place.open() as ckpt:
+        ckpt.save(1, state, block=True)
+        large_step(state)
+        handle = ckpt.save(2, state)
+        with torch.no_grad():
+            model[3].weight[512, 512] += 1
+        large_step(state)
+        with pytest.raises(StateChangedError) as raised:
+            handle.wait(timeout=SOON_S)
+        assert raised.value.tensors == ("model.3.weight",)
+
+
 @pytest.mark.parametrize("verify", ["sample", "full"])
 def test_a_write_that_torch_does_not_count_is_found_or_came_too_late_to_harm(
     place: Place, verify: str
@@ -625,23 +647,16 @@ def test_a_write_that_torch_does_not_count_is_found_or_came_too_late_to_harm(
     """A whole tensor by ``.data``; with ``full``, also a single element in the middle of one."""
     model, state = large(place, capture={"verify": verify})
     over = threading.Event()
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
-
     with place.open() as ckpt:
         ckpt.save(1, state, block=True)
-        step()
+        large_step(state)
         expected = weights(model)
         handle = ckpt.save(2, state)
         if verify == "full":
             model[3].weight.data[512, 512] += 1
         else:
             model[3].weight.data.mul_(2)
-        step()
+        large_step(state)
         handle.add_done_callback(lambda handle: over.set())
         assert over.wait(SOON_S)
     if handle.outcome == "saved":
