@@ -348,7 +348,7 @@ def test_a_pointer_to_what_is_gone_or_damaged_or_not_there_is_an_error_that_name
     file.write_bytes(file.read_bytes().replace(b'"step":1', b'"step":2'))
     for read in (tierfall.read_pointer, tierfall.load):
         with pytest.raises(IntegrityError):
-            read(folder)  # type: ignore[operator]
+            read(folder)
     with pytest.raises(ConfigError, match="pointer"):
         tierfall.read_pointer(own.root / "disk")
 

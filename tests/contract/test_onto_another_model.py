@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,7 +170,10 @@ def test_rename_moves_a_model_into_another_one_with_its_moments(
     ckpt: tierfall.Checkpointer, saved: dict[str, Any]
 ) -> None:
     outer = Outer(Net())
-    live = {"model": outer, "optimizer": torch.optim.AdamW(outer.parameters())}
+    live: dict[str, Any] = {
+        "model": outer,
+        "optimizer": torch.optim.AdamW(outer.parameters()),
+    }
     parts = ["model", "optimizer"]
     text = refused(lambda: ckpt.restore(live, only=parts))
     assert "rename={'model': 'model.net'}" in text
@@ -227,14 +231,16 @@ def test_a_misspelt_entry_is_named_with_the_one_that_was_meant(ckpt: tierfall.Ch
     assert re.search(r"optmizer: in the state, .*optimizer", text)
     assert re.search(r"optimizer: in the checkpoint, not in the state", text)
     assert "param_groups" not in text
-    for words in ({"only": ["modle"]}, {"skip": ["modle"]}, {"resize": ["modle"]}):
-        assert "modle" in refused(lambda words=words: ckpt.restore({**live, "extra": {}}, **words))
+    for word in ("only", "skip", "resize"):
+        how: dict[str, Any] = {word: ["modle"]}
+        assert "modle" in refused(partial(ckpt.restore, {**live, "extra": {}}, **how))
 
 
 @pytest.mark.parametrize("word", ["only", "skip", "retype", "resize"])
 def test_a_word_in_place_of_a_list_is_refused(ckpt: tierfall.Checkpointer, word: str) -> None:
     for wrong in ("model", 5, iter(["model"])):
-        text = refused(lambda wrong=wrong: ckpt.restore(make(), **{word: wrong}))
+        how: dict[str, Any] = {word: wrong}
+        text = refused(partial(ckpt.restore, make(), **how))
         assert f"{word} must be a list" in text
 
 

@@ -139,7 +139,7 @@ def test_the_loss_bound_says_what_each_failure_would_cost_now(place: Place) -> N
         process, node, site = bound["process"], bound["node"], bound["site"]  # type: ignore[index]
         assert (str(process.survives), process.tier, process.steps_lost) == ("20@1", "host", 5)
         assert (str(node.survives), node.tier, node.steps_lost) == ("20@1", "pfs", 5)
-        assert site.survives is site.tier is None
+        assert (site.survives, site.tier) == (None, None)
         assert process.seconds_lost is not None
         assert process.seconds_lost > 0
         shown = place.cli("ls").out
@@ -636,7 +636,7 @@ def test_calls_on_a_closed_checkpointer_are_refused(place: Place) -> None:
         *(lambda: ckpt.save(2, state_of(2)), lambda: ckpt.restore(blank()), ckpt.metrics_dict),
         *(ckpt.checkpoints, ckpt.drain, lambda: ckpt.pin(1), lambda: ckpt.subscribe(print)),
     ):
-        error = raised(call)  # type: ignore[arg-type]
+        error = raised(call)
         assert isinstance(error, ConfigError)
         assert "closed" in str(error)
     assert handle.outcome == "saved"

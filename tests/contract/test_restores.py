@@ -100,13 +100,12 @@ def test_a_request_that_fits_nothing_names_what_there_is_and_begins_no_lineage(
 ) -> None:
     place.config(disk={}, pfs={"flush": {"every": 5}})
     place.save(1)
+    word: Any = "1"
     with place.open() as ckpt:
-        for call in (
-            lambda: ckpt.restore(blank(), **asked),
-            lambda: ckpt.restore(blank(), step="1"),
-        ):  # type: ignore[arg-type]
-            with pytest.raises((RestoreError, StepError), match=r"1@1 on disk|must be an integer"):
-                call()
+        with pytest.raises(RestoreError, match="1@1 on disk"):
+            ckpt.restore(blank(), **asked)
+        with pytest.raises(StepError, match="must be an integer"):
+            ckpt.restore(blank(), step=word)
         with pytest.raises(StepError, match="restore"):
             ckpt.save(2, state_of(2))
         with pytest.raises(ConfigError, match=r"nowhere.*disk, pfs"):
@@ -412,9 +411,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Sequential], torch.optim.Optimizer]] = {
 }
 
 
-def two_layers(seed: int) -> nn.Sequential:
+def two_layers(seed: int) -> Any:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(4, 4))
     model[0].weight = nn.Parameter(model[0].weight.to(memory_format=torch.channels_last))
     return model
 
@@ -457,7 +456,7 @@ class Nested(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["block"] = {"f": {0: torch.ones(2)}, "list": [torch.ones(1), 3]}
             parameter -= 0.1 * parameter.grad
@@ -498,8 +497,8 @@ class Fused(nn.Module):
         self.qkv = nn.Parameter(torch.randn(12, 4))
         self.scale = 2.0
         self.norm = nn.BatchNorm1d(4)
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _split(module: Any, state: Any, prefix: str, meta: Any) -> None:
@@ -518,7 +517,8 @@ def test_a_module_whose_hooks_make_keys_of_its_own_is_restored_by_its_load_state
     place: Place,
 ) -> None:
     place.config()
-    saved, live = nn.Sequential(Fused()), nn.Sequential(Fused())
+    saved: Any = nn.Sequential(Fused())
+    live: Any = nn.Sequential(Fused())
     saved[0].scale = 5.0
     with place.open() as ckpt:
         ckpt.save(1, {"model": saved}, block=True)
@@ -534,7 +534,7 @@ def test_names_omit_the_wrappers_of_ddp_data_parallel_and_compile(place: Place) 
     wrapped = nn.Sequential(*[checkpoint_wrapper(layer) for layer in two_layers(1)])
     with place.open() as ckpt:
         ckpt.save(1, {"model": plain}, block=True)
-        compiled = torch.compile(two_layers(2), backend="eager")
+        compiled: Any = torch.compile(two_layers(2), backend="eager")
         for other in (compiled, nn.DataParallel(two_layers(3)), wrapped):
             ckpt.restore({"model": other})
             found = [p.detach() for p in other.parameters()]
@@ -566,7 +566,7 @@ def test_a_backward_pass_of_before_a_restore_raises(place: Place) -> None:
     factor = torch.ones(4, 8).t().requires_grad_()
     state = {"model": model, "factor": factor}
 
-    def forward() -> torch.Tensor:
+    def forward() -> Any:
         return (model(torch.ones(4, 8)) * factor.t()).pow(2).mean()
 
     with place.open() as ckpt:
@@ -645,8 +645,8 @@ def test_a_shared_module_is_restored_whatever_the_order_of_entries(place: Place)
 def test_tied_weights_need_one_of_their_names(place: Place) -> None:
     place.config()
 
-    def language(head: str) -> nn.Module:
-        model = nn.Module()
+    def language(head: str) -> Any:
+        model: Any = nn.Module()
         model.embed = nn.Embedding(6, 4)
         if head:
             model.head = nn.Linear(4, 6, bias=False)

@@ -141,13 +141,16 @@ def test_a_callback_is_made_once_on_a_thread_of_its_own_also_if_the_save_is_done
     def note(handle: tierfall.SaveHandle) -> None:
         found.append((handle.step, handle.done("far"), threading.current_thread().daemon))
 
+    def note_thread(handle: tierfall.SaveHandle) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            done.set()
+
     with place.open() as ckpt:
-        main = threading.current_thread()
         for step in (1, 2):
             ckpt.save(step, state_of(step)).add_done_callback(note)
         handle = ckpt.save(3, state_of(3), block=True)
         handle.add_done_callback(lambda handle: 1 / 0)
-        handle.add_done_callback(lambda h: threading.current_thread() is not main and done.set())
+        handle.add_done_callback(note_thread)
         assert done.wait(SOON_S), "what the one before raised stops nothing"
     assert [each[:2] for each in found] == [(1, True), (2, True)]
 
@@ -381,7 +384,10 @@ def test_the_first_save_warns_of_what_a_restore_would_refuse_or_lack(
 ) -> None:
     place.config()
     model, alpha = nn.Linear(2, 2), torch.zeros(3, requires_grad=True)
-    groups = [{"params": [*model.parameters()]}, {"params": [alpha], "lr": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": [*model.parameters()]},
+        {"params": [alpha], "lr": 0.5},
+    ]
     optimizer = torch.optim.Adam(groups)
     state = {"model": model, "optimizer": optimizer, "dict": optimizer.state_dict()}
     with place.open() as ckpt:
@@ -428,7 +434,7 @@ def test_a_save_between_backward_and_step_is_warned_of_once(place: Place, log: L
     "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
 def test_an_optimizers_step_waits_for_what_is_not_captured(
-    place: Place, options: dict[str, bool]
+    place: Place, options: dict[str, Any]
 ) -> None:
     """Saves are lazy from the second on, and have the values of the call, whatever follows it."""
     state = lazily(place)
@@ -466,7 +472,7 @@ class Counting:
 def test_everything_else_is_copied_before_save_returns(place: Place) -> None:
     state = lazily(place)
     array, counting, running = np.ones(4), Counting(), torch.ones(5)
-    average = tierfall.item(torch.ones(4000), changes="anytime")
+    average: Any = tierfall.item(torch.ones(4000), changes="anytime")
     more = {"array": array, "counting": counting, "running": running, "average": average}
     nested = {"list": [1, {"deep": 2}]}
     with place.open() as ckpt:
@@ -489,6 +495,24 @@ def test_everything_else_is_copied_before_save_returns(place: Place) -> None:
     assert found["running"].tolist() == [1] * 5
     assert found["average"].tolist() == [1] * 4000
     assert (found["nested"], found["extra"]) == ({"list": [1, {"deep": 2}]}, {"epoch": 0})
+
+
+def test_what_may_change_at_any_time_is_copied_before_save_returns(place: Place) -> None:
+    """A parameter that is also in the state as such an item, and a whole module."""
+    state = lazily(place)
+    with place.open() as ckpt:
+        for step in (1, 2, 3):
+            expected = next_step(state)
+            if step == 2:
+                weight = state["model"][0].weight
+                saved = {**state, "item": tierfall.item(weight, changes="anytime")}
+            else:
+                saved = {**state, "model": tierfall.item(state["model"], changes="anytime")}
+            handle = ckpt.save(step, saved)
+            with torch.no_grad():
+                state["model"][0].weight.add_(1)
+            handle.wait(timeout=SOON_S)
+            assert equal(dict(loaded(place, step)["model"]), expected)
 
 
 def test_a_parameter_that_no_optimizer_steps_is_copied_before_save_returns_and_named_once(
@@ -611,7 +635,7 @@ def test_a_write_between_save_and_barrier_fails_that_save_and_names_the_tensor(
     assert [folder.name[:13] for folder in place.folders()] == ["step-00000001", "step-00000003"]
 
 
-def large(place: Place, **words: Any) -> tuple[nn.Sequential, dict[str, Any]]:
+def large(place: Place, **words: Any) -> tuple[Any, dict[str, Any]]:
     """16 MiB of parameters: they are still being copied when ``save`` returns."""
     place.config(host={"capacity": "64MiB"}, **words)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
@@ -682,7 +706,7 @@ def test_a_storage_that_is_freed_in_place_waits_for_the_capture(place: Place, ho
             if how == "resize":
                 parameter.untyped_storage().resize_(0)
             else:
-                parameter.share_memory_()
+                parameter.share_memory_()  # type: ignore[no-untyped-call]
         handle.wait(timeout=SOON_S)
     assert equal(dict(loaded(place, 2)["model"]), expected)
 

@@ -182,7 +182,7 @@ def test_a_tensor_is_loaded_and_restored_bit_for_bit(
     if kind in ("transposed", "channels_last"):
         assert read.stride() == saved.stride(), "dense ones keep their order in memory"
     live = TENSORS[kind]()
-    live.untyped_storage().fill_(1)
+    live.untyped_storage().fill_(1)  # type: ignore[attr-defined]
     strides, place_in_memory = live.stride(), live.data_ptr()
     mine = {"tensors": {kind: live}}
     with run.open() as ckpt:
@@ -280,9 +280,7 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, block: int) -> Quantized:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, data.shape, dtype=torch.float32
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor, block: int) -> None:
         self.qdata, self.scale, self.block = data, scale, block
@@ -295,7 +293,9 @@ class Quantized(torch.Tensor):
         return cls(inner["qdata"], inner["scale"], context["block"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             (one,) = args
             return cls(one.qdata, one.scale, one.block)
@@ -348,9 +348,10 @@ def test_a_registered_codec_saves_a_type_of_ones_own_tensors_included(place: Pla
         assert read["ratio"] == Fraction(1, 3)
         assert (type(read["price"]), read["price"].cents) == (Price, 5)
         assert read["price"].history.tolist() == [0, 1, 2]
-    for wrong in ((None, "x"), (int, "x"), (Price, "contract.Fraction")):
+    wrongs: list[Any] = [(None, "x"), (int, "x"), (Price, "contract.Fraction")]
+    for wrong in wrongs:
         with pytest.raises(ConfigError):
-            tierfall.register_codec(*wrong, str, str)  # type: ignore[arg-type]
+            tierfall.register_codec(*wrong, str, str)
 
 
 TRAIN = """
@@ -492,9 +493,9 @@ def test_a_field_that_a_dataclass_got_since_has_its_default(
 
 def test_an_item_is_its_value(place: Place) -> None:
     place.config()
-    wrapped = tierfall.item(torch.ones(3), changes="anytime")
+    wrapped: Any = tierfall.item(torch.ones(3), changes="anytime")
     assert wrapped.value.tolist() == [1, 1, 1]
-    plain = tierfall.item({"a": 1}, on_resize="per_rank")
+    plain: Any = tierfall.item({"a": 1}, on_resize="per_rank")
     with place.open() as ckpt:
         ckpt.save(1, {"t": wrapped, "v": plain}, block=True)
         wrapped.value.zero_()
