@@ -706,7 +706,7 @@ def test_a_storage_that_is_freed_in_place_waits_for_the_capture(place: Place, ho
             if how == "resize":
                 parameter.untyped_storage().resize_(0)
             else:
-                parameter.share_memory_()  # type: ignore[no-untyped-call]
+                parameter.share_memory_()
         handle.wait(timeout=SOON_S)
     assert equal(dict(loaded(place, 2)["model"]), expected)
 

@@ -348,10 +348,10 @@ def test_a_registered_codec_saves_a_type_of_ones_own_tensors_included(place: Pla
         assert read["ratio"] == Fraction(1, 3)
         assert (type(read["price"]), read["price"].cents) == (Price, 5)
         assert read["price"].history.tolist() == [0, 1, 2]
-    wrongs: list[Any] = [(None, "x"), (int, "x"), (Price, "contract.Fraction")]
-    for wrong in wrongs:
+    nothing: Any = None
+    for kind, name in ((nothing, "x"), (int, "x"), (Price, "contract.Fraction")):
         with pytest.raises(ConfigError):
-            tierfall.register_codec(*wrong, str, str)
+            tierfall.register_codec(kind, name, str, str)
 
 
 TRAIN = """
