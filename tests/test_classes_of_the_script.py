@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tierfall
 from tests import forked
-from tierfall.errors import RestoreError
 
 TRAIN = """
 import dataclasses, enum, collections
@@ -53,30 +51,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-EVALUATE = """
-import sys, tierfall
-loaded = tierfall.load("disk/run")
-assert loaded["model"]["weight"].shape == (2, 2)
-found = {key: loaded[key] for key in ("progress", "phase", "pair", "money")}
-assert {type(each) for each in found.values()} == {tierfall.UnknownValue}
-assert [each.name for each in found.values()] == ["train.Progress", "train.Phase", "train.Pair", "Money"]
-assert found["progress"].value["step"] == 2 and found["progress"].value["average"].tolist() == [2.0, 2.0]
-assert (found["phase"].value, found["pair"].value, found["money"].value) == ("MAIN", (2, "right"), 2)
-assert "import train first" in found["phase"].reason and "register_codec" in found["money"].reason
-(key,), (same,) = loaded["counts"], loaded["moments"]
-assert (key, key.value, loaded["counts"][same]) == (same, "WARM", 2)
-assert sorted(tierfall.load("disk/run", only=["model.weight", "counts"])) == ["counts", "model"]
-with open("weights.txt", "w") as file:
-    file.write(str(loaded["model"]["weight"].tolist()))
-
-sys.path.insert(0, "")
-import train
-loaded = tierfall.load("disk/run")
-assert loaded["progress"].__class__ is train.Progress and loaded["money"].cents == 2
-assert (loaded["phase"], loaded["pair"]) == (train.Phase.MAIN, train.Pair(2, "right"))
-assert loaded["counts"] == {train.Phase.WARM: 2}
-train.main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -101,39 +75,6 @@ def start(root: Path, *command: str) -> str:
         warned = f"is of a class of this script, {kind}" in done.stderr
         assert warned == (command[0] != "-c"), done.stderr
     return done.stdout.partition("\n")[0]
-
-
-def test_other_programs_load_it_and_the_script_continues_under_other_names(project: Path) -> None:
-    assert start(project, "-c", EVALUATE) == "3 2 MAIN 2 2 2"
-    # What the imported module has saved, the script restores, also after it was moved into a package.
-    assert start(project, "train.py") == "4 3 MAIN 3 3 3"
-    (project / "package").mkdir()
-    (project / "train.py").rename(project / "package" / "train.py")
-    code = "import sys; sys.path.insert(0, ''); from package import train; train.main()"
-    assert start(project, "-c", code) == "5 4 MAIN 4 4 4"
-
-
-def test_an_entry_of_an_unknown_class_is_refused_by_name_and_can_be_skipped(
-    project: Path,
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    host = {"name": "host", "kind": "host", "folder": str(project / "memory")}
-    disk = {"name": "disk", "kind": "file", "path": str(project / "disk")}
-    config = {"run": "run", "tiers": [host, disk]}
-    state = {key: None for key in ("progress", "phase", "pair", "money", "counts", "moments")}
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(RestoreError) as caught:
-            ckpt.restore({"model": model, **state}, step=2)
-        text = str(caught.value)
-        for name in ("progress", "phase", "pair", "money", "counts", "moments"):
-            assert f"\n  {name}" in text
-        assert "import train first" in text
-        assert "skip=['progress']" in text
-        assert set(state.values()) == {None}
-        ckpt.restore({"model": model, **state}, step=2, skip=[*state])
-    assert torch.equal(
-        model.weight, tierfall.load(project / "disk" / "run", step=2)["model"]["weight"]
-    )
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.simulation.world import IMAGE, World, file_rules
 from tests.steps import blank, state_of
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
-from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 MakeConfig = Callable[..., dict[str, Any]]
@@ -65,75 +63,7 @@ def test_every_kind_of_event_has_a_name_of_its_own() -> None:
     assert len({kind.kind for kind in KINDS}) == len(KINDS)
 
 
-def test_a_line_has_the_members_that_the_page_names_and_no_others(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    log = tmp_path / "events.jsonl"
-    with tierfall.open(make_config(disk={"retain": {"last": 1}}, events=str(log))) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.restore(blank())
-    general = re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition("### What each line")[2], re.M)
-    general = general[: general.index("kind") + 1]
-    seen = last_events(log, 10_000)
-    for event in seen:
-        assert tuple(event) == (*general, *documented()[event["kind"]])
-        assert (event["format"], event["run"], event["rank"]) == (1, "run", 0)
-    assert [event["wall_time_s"] for event in seen] == sorted(e["wall_time_s"] for e in seen)
-
-
 # A life ----------------------------------------------------------------------------------------------
-
-
-def test_a_run_says_what_became_of_each_save(make_config: MakeConfig, tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "run.jsonl"
-    config = make_config(fast={"retain": {"last": 1}}, slow={"flush": {"every": 2}})
-    config["events"] = {"path": str(log)}
-    with tierfall.open(config) as ckpt:
-        for step in (1, 2, 3, 4):
-            ckpt.save(step, state_of(step), block=True)
-        report = ckpt.restore(blank(), tier="slow")
-        assert report is not None
-    found = Counter(kinds(log))
-    assert (found["opened"], found["closed"], found["restored"]) == (1, 1, 1)
-    assert (found["save_begun"], found["captured"]) == (4, 4)
-    assert Counter(e["tier"] for e in only(log, "committed")) == {"fast": 4, "slow": 2}
-    assert {tuple(e["tiers"]) for e in only(log, "save_begun")} == {("fast",), ("fast", "slow")}
-    assert [e["step"] for e in only(log, "dropped")] == [1, 2, 3]
-    assert {e["reason"] for e in only(log, "dropped")} == {"no rule keeps it (last 1)"}
-    (restored,) = only(log, "restored")
-    assert restored["sources"] == {"slow": report.bytes}
-    for done in only(log, "flush_done"):
-        assert sum(done["sources"].values()) == done["bytes"] > 80_000
-    assert all(e["seconds"] >= 0 for e in only(log, "committed"))
-
-
-def test_what_goes_wrong_is_reported(make_config: MakeConfig, tmp_path: Path) -> None:
-    log = tmp_path / "events.jsonl"
-    with tierfall.open(make_config(host={"capacity": "1MiB"}, events=str(log))) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        with pytest.raises(CaptureError):
-            ckpt.save(2, {"w": object()})
-        with pytest.raises(StepError):
-            ckpt.save(1, state_of(1))
-        with pytest.raises(RestoreError):
-            ckpt.restore(blank(), step=99)
-    (ended,) = only(log, "save_ended")
-    assert (ended["step"], ended["outcome"]) == (2, "failed")
-    assert "state" in ended["reason"]
-    (error,) = only(log, "error")
-    assert error["doing"] == "restore"
-    assert "step 99" in error["reason"]
-
-
-def test_a_later_start_goes_on_in_the_same_file(make_config: MakeConfig, tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
-    for step in (1, 2):
-        with tierfall.open(make_config(events=str(tmp_path / "{run}.jsonl"))) as ckpt:
-            ckpt.restore(blank())
-            ckpt.save(step, state_of(step))
-    assert [e["attempt"] for e in only(log, "opened")] == [1, 2]
-    assert [(e["step"], e["attempt"]) for e in only(log, "committed")] == [(1, 1), (2, 2)]
 
 
 def test_a_log_that_cannot_be_written_fails_nothing_and_is_counted(
@@ -206,23 +136,3 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
 
 
 # The file --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "place", "output"),
-    [
-        ({"path": "e.jsonl", "max": "1KiB"}, "events.max", "64 KiB or more"),
-        ({"path": "e-{host}.jsonl"}, "events.path", '"{host}" is not a placeholder'),
-        ("s3://bucket/events.jsonl", "events.path", "is an address; expected a file"),
-        ({"max": "1MiB"}, "events.path", "missing"),
-        ({"path": "e.jsonl", "maximum": 1}, "events.maximum", 'did you mean "max"'),
-        (7, "events", "expected"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_its_place(
-    make_config: MakeConfig, value: Any, place: str, output: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        tierfall.open({**make_config(), "events": value})
-    assert place in str(caught.value)
-    assert output in str(caught.value)

@@ -4,49 +4,15 @@ behind on purpose."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all, kill_all, restore_all
 from tests.steps import blank, state_of, step_in, wait_until
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.run.checkpointer import Checkpointer
-
-MakeConfig = Callable[..., dict[str, Any]]
-
-
-def test_what_was_left_behind_on_purpose_is_no_fallback_and_what_is_damaged_is(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(disk={})
-    with tierfall.open(config) as ckpt:
-        for step in (1, 2, 5):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.pin(5)
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank(), step=2)  # step 5 is abandoned, and pinned
-        for step in (3, 4):
-            ckpt.save(step, state_of(step), block=True)
-    run = tmp_path / "disk" / "run"
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert (report.step, report.fallbacks) == (4, ())
-    for step in ("1-a0001", "4-a0002"):
-        (run / f"step-0000000{step}" / "rank-00000-of-00001.json").unlink()
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert report.step == 3
-        assert {str(each.id) for each in report.fallbacks} == {"4@2"}
-        report = ckpt.restore(blank(), step=2)
-        assert report is not None
-        assert report.fallbacks == ()
 
 
 def test_parts_of_older_steps_in_memory_are_no_fallback(ranks: list[Ranks], tmp_path: Path) -> None:

@@ -76,24 +76,6 @@ def config(make_config: MakeConfig) -> dict[str, Any]:
     return config
 
 
-def test_empty_places_take_what_was_saved_and_containers_stay_themselves(
-    config: dict[str, Any],
-) -> None:
-    expected, state = fresh(), fresh()
-    fill(expected)
-    kept = {key: state[key] for key in ("replay", "buffers", "ordered", "extra", "held", "slots")}
-    seen = state["extra"]["inner"]["seen"]
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(state)
-        assert without_model(state) == without_model(expected)
-        assert all(state[key] is value for key, value in kept.items())
-        assert state["extra"]["inner"]["seen"] is seen
-        ckpt.save(2, state, block=True)  # what came from a checkpoint is saved as anything else
-        state["replay"][0].zero_()
-        ckpt.restore(state)
-    assert without_model(state) == without_model(expected)
-
-
 def test_only_skip_and_rename_choose_within_an_empty_place(config: dict[str, Any]) -> None:
     state = fresh()
     with tierfall.open(config) as ckpt:

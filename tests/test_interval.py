@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierfall
 from tests import forked
 from tests.core.ranks.threads import on_all
-from tests.steps import blank, state_of, step_in, steps_on
-from tierfall.core.types.errors import CaptureError, ConfigError, UnreachableError
+from tests.steps import blank, state_of, steps_on
+from tierfall.core.types.errors import ConfigError, UnreachableError
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -33,56 +31,7 @@ def as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_without_an_interval_saves_take_a_small_share_and_the_first_comes_soon(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    pause = threading.Event()
-    with tierfall.open({**make_config(), "interval": {"at_end": False}}) as ckpt:
-        for step in range(1, 31):
-            pause.wait(0.002)
-            ckpt.maybe_save(step, state_of(step))
-        statistics = ckpt.statistics()
-        cadence = statistics.cadence
-    assert cadence is not None
-    assert cadence.step_s is not None
-    assert cadence.step_s >= 0.002
-    assert cadence.images >= 1
-    assert statistics.ettr is not None
-    assert 0 < statistics.ettr <= 1
-    assert steps_on(tmp_path / "disk")[0] == 13
-    assert statistics.saves == len(steps_on(tmp_path / "disk"))
-
-
-def test_a_step_that_was_saved_by_hand_is_not_saved_again(make_config: MakeConfig) -> None:
-    with tierfall.open({**make_config(), "interval": {"every": 2}}) as ckpt:
-        ckpt.save(2, state_of(2))
-        assert ckpt.maybe_save(2, state_of(2)) is None
-        handle = ckpt.maybe_save(4, state_of(4))
-        assert handle is not None
-
-
 # Signals -----------------------------------------------------------------------------------------
-
-
-def test_a_signal_saves_the_next_step_and_who_was_asked_before_still_is(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    told: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
-    mine = signal.getsignal(signal.SIGUSR1)
-    interval = {"every": 10**6, "on_signal": ["SIGUSR1", "SIGTERM"]}
-    with tierfall.open({**make_config(), "interval": interval}) as ckpt:
-        assert ckpt.maybe_save(1, state_of(1)) is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        handle = ckpt.maybe_save(2, state_of(2))
-        assert handle is not None
-        assert ckpt.maybe_save(3, state_of(3)) is None
-        os.kill(os.getpid(), signal.SIGTERM)  # it had no handler: the training goes on
-        assert ckpt.maybe_save(4, state_of(4)) is not None
-    assert told == [signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGUSR1) is mine
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert steps_on(tmp_path / "disk") == [2, 4]
 
 
 def test_a_handler_that_was_put_in_ours_place_stays_and_goes_on_through_ours(
@@ -168,34 +117,6 @@ def at_end(make_config: MakeConfig, **more: Any) -> dict[str, Any]:
     return {**make_config(**tiers), "interval": {"every": 4, "at_end": True}, **more}
 
 
-def test_the_last_step_is_saved_and_every_tier_gets_it(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(at_end(make_config)) as ckpt:
-        for step in range(1, 7):
-            ckpt.maybe_save(step, state_of(step), metrics={"loss": 0.5}, tags=["last"])
-    assert steps_on(tmp_path / "near") == [4, 6]
-    assert steps_on(tmp_path / "far") == [6]
-    with tierfall.open(at_end(make_config)) as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert (report.step, step_in(state)) == (6, 6)
-        newest = ckpt.checkpoints()[-1]
-        assert (newest.metrics, newest.tags) == ({"loss": 0.5}, ("last",))
-
-
-def test_a_last_step_that_was_saved_already_is_flushed_to_every_tier(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    ckpt = tierfall.open(at_end(make_config))
-    for step in range(1, 9):
-        ckpt.maybe_save(step, state_of(step))
-    ckpt.close()
-    assert steps_on(tmp_path / "near") == [4, 8]
-    assert steps_on(tmp_path / "far") == [8]
-
-
 def test_what_close_has_no_time_to_flush_the_next_start_brings_to_every_tier(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
@@ -239,19 +160,6 @@ def test_nothing_is_saved_at_the_end_of_a_training_that_failed(
     assert steps_on(tmp_path / "near") == []
 
 
-def test_a_state_that_was_trained_on_is_no_last_step(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    w = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    with tierfall.open(at_end(make_config)) as ckpt:
-        ckpt.maybe_save(1, {"w": w})
-        w.sum().backward()
-        optimizer.step()
-    assert steps_on(tmp_path / "near") == []
-    assert "step 1: the state was changed since" in caplog.text
-
-
 def test_after_a_failure_a_step_that_was_saved_goes_where_it_was_to_go(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,63 +187,12 @@ def test_a_state_that_was_restored_since_is_no_last_step(
     assert steps_on(tmp_path / "near") == [4]
 
 
-def test_a_last_step_that_cannot_be_saved_is_raised_once_all_is_closed(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    ckpt = tierfall.open(at_end(make_config))
-    ckpt.save(1, state_of(1))
-    ckpt.maybe_save(2, {"f": lambda: None})
-    with pytest.raises(CaptureError, match="f"):
-        ckpt.close()
-    assert steps_on(tmp_path / "near") == [1]
-    with tierfall.open(at_end(make_config)) as again:
-        assert again.restore(blank()) is not None
-
-
 def test_a_training_without_a_step_ends_without_one(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), tierfall.open(at_end(make_config)):
         pass
     assert "last step" not in caplog.text
-
-
-def test_the_last_step_is_saved_by_default(make_config: MakeConfig, tmp_path: Path) -> None:
-    with tierfall.open({**make_config(), "interval": {"every": 10}}) as ckpt:
-        for step in range(1, 96):
-            ckpt.maybe_save(step, state_of(step))
-    assert steps_on(tmp_path / "disk")[-2:] == [90, 95]
-    with tierfall.open({**make_config(), "interval": {"every": 10, "at_end": False}}) as ckpt:
-        ckpt.restore(blank())
-        ckpt.maybe_save(96, state_of(96))
-    assert steps_on(tmp_path / "disk")[-2:] == [90, 95]
-
-
-def test_a_later_step_that_was_saved_by_hand_is_the_last_one(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tierfall.open(at_end(make_config)) as ckpt:
-        ckpt.maybe_save(1, state_of(1))
-        ckpt.save(100, state_of(100), tags=["final"])
-    assert steps_on(tmp_path / "near") == [100]
-    assert "not saved" not in caplog.text
-
-
-def test_close_says_which_checkpoint_is_the_newest_and_where(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="tierfall")
-    with tierfall.open(at_end(make_config)):
-        pass
-    assert caplog.messages[-1] == "run run is closed; no tier has a checkpoint of it"
-    with tierfall.open(at_end(make_config)) as ckpt:
-        for step in range(1, 7):
-            ckpt.maybe_save(step, state_of(step))
-    assert caplog.messages[-1] == "run run is closed; its newest checkpoint is 6@2, on near, far"
-    with tierfall.open(at_end(make_config)) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(7, state_of(7))
-    assert caplog.messages[-1] == "run run is closed; its newest checkpoint is 7@3, on near"
 
 
 @pytest.mark.parametrize("end", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
@@ -363,22 +220,3 @@ def test_a_training_that_was_cut_short_warns_where_a_restart_continues(
         report = ckpt.restore(blank())
         assert report is not None
         assert (report.step, report.attempt) == (2, 2)
-
-
-def test_a_run_of_host_memory_alone_is_warned_of_and_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {
-        "run": "r",
-        "tiers": [{"name": "host", "kind": "host", "folder": str(tmp_path), "capacity": "1MiB"}],
-    }
-    with tierfall.open(config) as ckpt:
-        assert "run r has host memory alone" in caplog.text
-        ckpt.maybe_save(1, state_of(1))
-    caplog.set_level(logging.INFO, logger="tierfall")
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert report.step == 1
-    assert caplog.messages[-1] == "run r is closed; its newest checkpoint is 1@1, on host"

@@ -1,10 +1,12 @@
 """The house: each folder of the package imports only folders before it in a list. Read from the sources, not by
-importing."""
+importing. The tests of the contract use public names alone."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -368,3 +370,114 @@ def test_an_import_that_goes_up_is_found(folder: str, source: str) -> None:
 )
 def test_an_import_that_goes_down_is_allowed(folder: str, source: str) -> None:
     assert not any(goes_up(folder, imported) for imported in imported_folders(source, folder))
+
+
+# The contract's tests --------------------------------------------------------------------------------
+
+CONTRACT = sorted((ROOT / "tests" / "contract").rglob("*.py"))
+PUBLIC_MODULES = (
+    "tierfall.errors",
+    "tierfall.policies",
+    "tierfall.backends.toolkit",
+    "tierfall.integrations.dcp",
+)
+HELPERS = ("tests.contract", "tests.forked", "tests.object_store", "tests.throttling_proxy")
+"""What the contract's tests may import of the other tests: servers and processes."""
+
+
+def public_names() -> set[str]:
+    """Every name that a test of the contract may import or use."""
+    found = {"tierfall", "tierfall.backends", "tierfall.integrations", *PUBLIC_MODULES}
+    for module in ("tierfall", *PUBLIC_MODULES):
+        exported: list[str] = importlib.import_module(module).__all__
+        found |= {f"{module}.{name}" for name in exported}
+    return found | {"tierfall.__version__", "tierfall.__all__"}
+
+
+def internal_uses(source: str) -> Iterator[str]:
+    """Give each name of tierfall that is imported, used, or named in a text, and is not public; also in programs that
+    are texts. Of other tests, what is not one of the helpers."""
+    public = public_names()
+    for name in imports_of(source, "tests.contract"):
+        if name.split(".")[0] == "tests" and not name.startswith(HELPERS):
+            yield name
+        if name.split(".")[0] == "tierfall" and name not in public:
+            yield name
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)).startswith("tierfall."):
+            below = any(f"{name}.".startswith(f"{known}.") for known in public - ROOTS)
+            yield from () if below or name in ROOTS else (name,)
+        if isinstance(node, ast.Constant) and isinstance(text := node.value, str):
+            if re.fullmatch(r"tierfall(\.\w+)+", text) and Path(text).suffix not in (
+                ".json",
+                ".yaml",
+            ):
+                yield from {text} - public
+            if "import" in text and (program := parsed(text)):
+                yield from internal_uses(program)
+
+
+ROOTS = {"tierfall", "tierfall.backends", "tierfall.integrations"}
+"""Packages whose names are public one by one."""
+
+
+def dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` of an expression that is no more than that, else an empty text."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name) if base := dotted(value):
+            return f"{base}.{name}"
+    return ""
+
+
+def parsed(text: str) -> str:
+    """Return a text without its indentation if it is a program, else an empty one."""
+    program = textwrap.dedent(text)
+    try:
+        ast.parse(program)
+    except SyntaxError:
+        return ""
+    return program
+
+
+@pytest.mark.parametrize("path", CONTRACT, ids=lambda path: path.stem)
+def test_a_test_of_the_contract_uses_public_names_alone(path: Path) -> None:
+    """They survive a redesign of everything behind these names."""
+    assert sorted(set(internal_uses(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tierfall.run",
+        "from tierfall.core.types.errors import ConfigError",
+        "from tierfall import run",
+        "def f():\n    from tierfall.errors import TierfallErrors",
+        "tierfall.run.open_run",
+        "x = tierfall.backends.posix",
+        "patch('tierfall.core.runtime.retries.FIRST_S', 1)",
+        "CODE = '''\n    import tierfall.cli\n'''",
+        "from tests.steps import state_of",
+        "from ..steps import state_of",
+    ],
+)
+def test_an_internal_use_is_found(source: str) -> None:
+    assert [*internal_uses(source)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tierfall\nwith tierfall.open('tiers.yaml') as ckpt:\n    tierfall.errors.StepError",
+        "from tierfall.errors import ConfigError, StepError",
+        "from tierfall.policies import register\nfrom tierfall.backends import toolkit",
+        "from tierfall.integrations.dcp import TierWriter",
+        "folder / 'tierfall.json'",
+        "tierfall.Config.model_json_schema()",
+        "from tests.contract.kit import Place\nfrom tests import forked",
+        "CODE = 'import tierfall; tierfall.load(1)'",
+    ],
+)
+def test_a_public_use_is_allowed(source: str) -> None:
+    assert [*internal_uses(source)] == []

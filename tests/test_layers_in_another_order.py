@@ -28,16 +28,6 @@ def config(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> dict[s
     return make_config(disk={})
 
 
-def trained(*names: str) -> tuple[Net, torch.optim.Optimizer]:
-    net = Net(*names)
-    optimizer = torch.optim.AdamW(net.parameters())
-    sum(
-        n * getattr(net, name)(torch.ones(1, 2)).sum() for n, name in enumerate(names, 1)
-    ).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    return net, optimizer
-
-
 def bring_in(config: dict[str, Any], path: Path, state: dict[str, Any]) -> None:
     torch.save({name: part.state_dict() for name, part in state.items()}, path)
     settings = path.with_name("tiers.yaml")
@@ -45,37 +35,6 @@ def bring_in(config: dict[str, Any], path: Path, state: dict[str, Any]) -> None:
     words = ["import", str(path), "--as-step", "5", "--config", str(settings)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.stderr
-
-
-def test_moments_of_numbers_alone_never_go_to_another_layer(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    net, optimizer = trained("query", "key", "value")
-    bring_in(config, tmp_path / "old.pt", {"model": net, "optimizer": optimizer})
-
-    other, moments = trained("key", "query", "value")
-    before = {n: t.clone() for n, t in other.state_dict().items()}
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(
-            tierfall.errors.RestoreError,
-            match=r"optimizer: .* declares model\.key\.weight, model\.query\.weight in another order .*"
-            r"skip=\['optimizer'\]",
-        ):
-            ckpt.restore({"model": other, "optimizer": moments})
-        assert all(torch.equal(other.state_dict()[n], t) for n, t in before.items())
-        ckpt.restore({"model": other, "optimizer": moments}, skip=["optimizer"])
-        assert torch.equal(other.key.weight, net.key.weight)
-
-    same, moments = trained("query", "key", "value")
-    groups = [{"params": [same.query.weight]}, {"params": [same.key.weight, same.value.weight]}]
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(tierfall.errors.RestoreError, match="groups of"):
-            ckpt.restore({"model": same, "optimizer": torch.optim.AdamW(groups)})
-        ckpt.restore({"model": same, "optimizer": moments})
-    for name in ("query", "key", "value"):
-        left = optimizer.state[getattr(net, name).weight]
-        right = moments.state[getattr(same, name).weight]
-        assert torch.equal(left["exp_avg"], right["exp_avg"])
 
 
 def test_groups_of_another_order_than_the_model_are_restored(

@@ -94,23 +94,6 @@ def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_befo
         assert torch.equal(saved_weights(ckpt, 2), before)
 
 
-def test_the_first_save_blocks_and_a_later_one_needs_a_barrier(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop()
-    caplog.set_level(logging.WARNING, logger="tierfall")
-    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
-        loop.update()
-        assert not ckpt.save(1, loop.state).stats.lazy
-        assert not ckpt.save(2, loop.state).stats.lazy  # no update was seen in between
-        assert not ckpt.save(3, loop.state).stats.lazy
-        output = [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
-        assert len(output) == 1  # said once
-        assert "no optimizer step" in output[0]
-        loop.update()
-        assert ckpt.save(4, loop.state).stats.lazy
-
-
 def test_a_parameter_that_no_torch_optimizer_updates_is_copied_before_save_returns_and_is_named(
     make_config: MakeConfig, held: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,15 +276,6 @@ def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_train
         loop.update()
         ckpt.save(3, loop.state).wait(timeout=60)
         assert [info.step for info in ckpt.checkpoints()] == [1, 3]
-
-
-def test_mode_blocking_never_leaves_anything_to_the_barrier(make_config: MakeConfig) -> None:
-    loop = Loop()
-    config = {**make_config(host={"capacity": "32MiB"}), "capture": {"mode": "blocking"}}
-    with tierfall.open(config) as ckpt:
-        begun(ckpt, loop)
-        assert not ckpt.save(2, loop.state).stats.lazy
-        assert ckpt._capturer._current is None
 
 
 def test_what_may_change_at_any_time_is_fixed_before_save_returns(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
-from tests.steps import blank, state_of, step_in
+from tests.steps import state_of, step_in
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing
 from tierfall.core.ranks.ranks import Ranks
@@ -43,112 +42,6 @@ def load(ckpt: tierfall.Checkpointer, *args: Any, **more: Any) -> tuple[Any, dic
 def break_image(root: Path, step: int, attempt: int = 1) -> None:
     image = root / "run" / f"step-{step:08d}-a{attempt:04d}" / IMAGE
     image.write_bytes(image.read_bytes()[:-100] + bytes(100))
-
-
-def test_it_returns_what_tierfall_load_returns(
-    make_config: MakeConfig, state: dict[str, Any]
-) -> None:
-    state["nested"] = {"list": [1, (2.5, None)], "tensor": torch.arange(3)}
-    config = make_config()
-    with tierfall.open(config) as ckpt:
-        ckpt.save(7, state, block=True)
-        report, loaded = load(ckpt)
-    other = tierfall.load(config)
-    assert report.step == 7
-    assert loaded["nested"]["list"] == [1, (2.5, None)]
-    assert loaded.keys() == other.keys() == {*state, "rng"}
-    assert loaded["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
-    for name, tensor in state["model"].state_dict().items():
-        assert torch.equal(loaded["model"][name], tensor)
-        assert torch.equal(other["model"][name], tensor)
-
-
-def test_what_memory_alone_has_is_read_from_there(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config(disk={"flush": {"every": 2}})) as ckpt:
-        for step in (1, 2, 3):
-            handle = ckpt.save(step, state_of(step))
-        handle.captured()
-        report, loaded = load(ckpt)
-        assert [source.tier for source in report.sources] == ["host"]
-        assert (report.step, step_in(loaded)) == (3, 3)
-        ckpt.save(4, state_of(4), block=True)
-        assert step_in(loaded) == 3, "its memory is its own"
-
-
-def test_the_last_save_is_found(config: dict[str, Any]) -> None:
-    with tierfall.open(config) as ckpt:
-        load(ckpt)
-        ckpt.save(4, state_of(4))
-        assert step_in(load(ckpt)[1]) == 4
-
-
-def test_the_run_goes_on_from_it_as_after_a_restore(config: dict[str, Any]) -> None:
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(StepError, match="this start restored none"):
-            ckpt.save(3, state_of(3))
-        report, loaded = load(ckpt, 2)
-        assert (report.step, report.attempt, step_in(loaded)) == (2, 1, 2)
-        with pytest.raises(StepError, match="at step 2 already"):
-            ckpt.save(2, state_of(2))
-        ckpt.save(3, state_of(3), block=True)
-        ckpt.drain()
-        known = {f"{c.step}@{c.attempt}": c.abandoned for c in ckpt.checkpoints()}
-    assert known.get("3@1") is not False, "abandoned, or deleted for that reason"
-    assert not known["3@2"]
-    assert not known["2@1"]
-    assert step_in(tierfall.load(config)) == 3
-
-
-def test_a_part_and_a_look_change_no_lineage(config: dict[str, Any]) -> None:
-    with tierfall.open(config) as ckpt:
-        _, part = load(ckpt, 1, only=["w"])
-        assert list(part) == ["w"]
-        assert step_in(load(ckpt, 1, resume=False)[1]) == 1
-        with pytest.raises(StepError, match="this start restored none"):
-            ckpt.save(4, state_of(4))
-        load(ckpt)
-        load(ckpt, 1, resume=False)
-        ckpt.save(4, state_of(4), block=True)
-        assert not any(c.abandoned for c in ckpt.checkpoints())
-
-
-def test_only_selects_at_any_depth(make_config: MakeConfig, state: dict[str, Any]) -> None:
-    state["nested"] = {"a": torch.ones(2), "b": {"c": torch.zeros(3), "d": torch.zeros(3)}}
-    state["list"] = [torch.ones(1), torch.zeros(1)]
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state, block=True)
-        _, part = load(ckpt, only=["nested.b.c", "model.0", "list.1"])
-        assert sorted(part) == ["list", "model", "nested"]
-        assert part["nested"].keys() == {"b"}
-        assert part["nested"]["b"].keys() == {"c"}
-        assert list(part["model"]) == ["0.weight", "0.bias"]
-        assert len(part["list"]) == 2, "a list comes as a whole"
-        assert list(load(ckpt, only=["optimizer.param_groups"])[1]["optimizer"]) == [
-            "state",
-            "param_groups",
-        ]
-        with pytest.raises(RestoreError, match="no entry named 'modle'; nearest: model"):
-            ckpt.load(only=["modle"])
-
-
-def test_the_random_state_is_restored_by_a_call_of_its_own(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        expected = torch.rand(3), random.random()
-        before = torch.get_rng_state(), random.getstate()
-        report, _ = load(ckpt)
-        assert torch.equal(torch.get_rng_state(), before[0])
-        assert random.getstate() == before[1]
-        ckpt.restore({}, step=report.step, only=["rng"])
-        assert torch.equal(torch.rand(3), expected[0])
-        assert random.random() == expected[1]
-        ckpt.save(2, state_of(2), block=True)
-
-
-def test_none_where_there_is_no_checkpoint_and_the_run_may_begin(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        assert ckpt.load() is None
-        ckpt.save(1, state_of(1), block=True)
 
 
 def test_a_damaged_copy_gives_way_and_a_damaged_step_to_an_older_one(
@@ -257,14 +150,6 @@ def test_ranks_that_load_other_steps_are_told(ranks: list[Ranks], tmp_path: Path
 # begin ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_checkpoints_begins_without_a_restore(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.begin()
-        ckpt.save(1, state_of(1), block=True)
-        ckpt.begin()
-        ckpt.save(2, state_of(2), block=True)
-
-
 def test_a_run_one_of_whose_tiers_is_silent_does_not_begin(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,22 +164,6 @@ def test_a_run_one_of_whose_tiers_is_silent_does_not_begin(
     monkeypatch.setattr(StoredTier, "list", silent)
     with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="begin: tier disk could"):
         ckpt.begin()
-
-
-def test_a_run_with_checkpoints_does_not_begin(config: dict[str, Any]) -> None:
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(
-            StepError, match=r"begin: .*newest is 3@1: call restore\(\) or load\(\)"
-        ):
-            ckpt.begin()
-        with pytest.raises(StepError, match="this start restored none"):
-            ckpt.save(4, state_of(4))
-        ckpt.restore(blank())
-        ckpt.begin()
-        ckpt.save(4, state_of(4), block=True)
-    with tierfall.open(config, fresh=True) as ckpt:
-        ckpt.begin()
-        ckpt.save(1, state_of(1), block=True)
 
 
 def test_all_ranks_begin_or_none(ranks: list[Ranks], tmp_path: Path) -> None:

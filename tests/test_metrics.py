@@ -14,10 +14,9 @@ import torch
 
 import tierfall
 from tests.media import Medium
-from tests.steps import blank, state_of, wait_until
+from tests.steps import state_of, wait_until
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind
-from tierfall.errors import ConfigError
 from tierfall.run.checkpointer import open_run_of
 from tierfall.telemetry import health, metrics
 from tierfall.telemetry.health import broken_promises, durable_bound_s
@@ -71,69 +70,6 @@ def test_every_reason_is_on_the_page() -> None:
 
 
 # Of a run --------------------------------------------------------------------------------------------
-
-
-def test_a_run_counts_its_saves_copies_and_restores(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config(near={}, far={"flush": {"every": 2}})) as ckpt:
-        before = ckpt.metrics_dict()
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.drain()
-        ckpt.restore(blank())
-        found = ckpt.metrics_dict()
-        figures = ckpt.statistics()
-    assert before["tierfall/saves/captured"] == before["tierfall/commits/far"] == 0
-    assert "tierfall/interval_seconds" not in before
-    assert found["tierfall/saves/captured"] == figures.saves == 2
-    assert (found["tierfall/commits/near"], found["tierfall/commits/far"]) == (2, 1)
-    assert found["tierfall/captured_bytes"] == 2 * found["tierfall/image_bytes"] > 2 * 80_000
-    assert found["tierfall/blocked_seconds"] == pytest.approx(2 * figures.blocked_s, abs=1e-3)
-    assert found["tierfall/flushed_bytes/near"] == found["tierfall/captured_bytes"]
-    edges = {k.rpartition("/")[2]: v for k, v in found.items() if "/edge_bytes/" in k}
-    assert edges == figures.edge_bytes
-    assert (found["tierfall/restores"], found["tierfall/step"]) == (1, 2)
-    assert (
-        sum(v for k, v in found.items() if "/restored_bytes/" in k) >= found["tierfall/image_bytes"]
-    )
-    assert found["tierfall/tier_free_bytes/near"] > 0
-    assert found["tierfall/tier_used_bytes/far"] > 80_000
-    assert found["tierfall/commit_age_seconds/near"] < 60
-    assert found["tierfall/surviving_step/process"] == 2
-    assert "tierfall/surviving_step/node" not in found
-
-
-def test_keys_are_flat_and_values_are_finite_numbers(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        found = ckpt.metrics_dict()
-    for key, value in found.items():
-        assert split_key(key) is not None, key
-        assert isinstance(value, int | float)
-        assert math.isfinite(value)
-    with pytest.raises(ConfigError, match="closed"):
-        ckpt.metrics_dict()
-
-
-def test_what_maybe_save_measures_is_there_after_a_save(
-    make_config: MakeConfig, state: dict[str, Any]
-) -> None:
-    with tierfall.open(make_config() | {"interval": {"every": 2}}) as ckpt:
-        for step in range(1, 6):
-            ckpt.maybe_save(step, state)
-        found = ckpt.metrics_dict()
-    assert found["tierfall/interval_steps"] == 2
-    assert 0 < found["tierfall/ettr"] <= 1
-    assert found["tierfall/step_seconds"] > 0
-
-
-def test_a_failed_save_is_counted(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        with pytest.raises(tierfall.errors.CaptureError):
-            ckpt.save(2, {"w": object()})
-        found = ckpt.metrics_dict()
-    assert found["tierfall/saves/failed"] == 1
-    assert found["tierfall/saves/captured"] == 1
 
 
 def test_a_damaged_copy_shows(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import errno
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import pytest
 
 import tierfall
 from tests.core.ranks.threads import network, on_all
-from tests.media import Medium
 from tests.open_ranks import kill_all
 from tests.rank_kit import config_of
 from tests.steps import state_of, wait_until
@@ -30,7 +28,6 @@ from tierfall.errors import ConfigError, RanksError
 from tierfall.ops.watch import Watcher
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.session import status_writer
-from tierfall.telemetry.metrics import METRICS, MetricKind
 from tierfall.telemetry.prometheus import MetricsServer
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -86,26 +83,6 @@ def health(port: int) -> tuple[int, list[str]]:
 # In the training process -----------------------------------------------------------------------------
 
 
-def test_a_scrape_has_what_metrics_dict_has(served: dict[str, Any], port: int) -> None:
-    with tierfall.open(served) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.drain()
-        commits = [("tierfall_commits_total", tier) for tier in ("disk", "far")]
-        wait_until(lambda: [scrape(port).get(key) for key in commits] == [2, 2], "a status")
-        expected, found = ckpt.metrics_dict(), scrape(port)
-        assert health(port) == (200, [])
-    assert found["tierfall_up",] == found["tierfall_healthy",] == 1
-    for key, value in expected.items():
-        _, name, *of = key.split("/", 2)
-        suffix = "_total" if METRICS[name].kind is MetricKind.COUNTER else ""
-        there = found[(f"tierfall_{name}{suffix}", *of)]
-        if METRICS[name].kind is MetricKind.COUNTER:
-            assert there == pytest.approx(value), key
-    with pytest.raises(urllib.error.URLError):
-        get(port, "/metrics")
-
-
 def test_labels_name_run_and_rank_and_openmetrics_is_spoken(
     served: dict[str, Any], port: int
 ) -> None:
@@ -117,37 +94,6 @@ def test_labels_name_run_and_rank_and_openmetrics_is_spoken(
         _, text = get(port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
         assert text.endswith("# EOF\n")
         assert get(port, "/other")[0] == 404
-
-
-def test_a_tier_that_fails_is_a_503_with_the_reason_and_a_200_once_it_is_well(
-    make_config: MakeConfig, port: int, slow_medium: Medium
-) -> None:
-    config = make_config(slow={}) | {"metrics": {"prometheus": port}, "max_wait": "0.5s"}
-    with tierfall.open(config) as ckpt:
-        wait_until(lambda: health(port) == (200, []), "the first status")
-        slow_medium.fail("fsync", errno.EIO, times=10**9)
-        ckpt.save(1, state_of(1))
-        wait_until(lambda: health(port)[0] == 503, "the tier fails")
-        (reason,) = health(port)[1]
-        assert reason.startswith("tier slow does not accept copies: ")
-        assert scrape(port)["tierfall_tier_failing", "slow"] == 1
-        slow_medium.heal()
-        wait_until(lambda: health(port) == (200, []), "all is well again")
-
-
-def test_a_port_in_use_is_an_error_of_open_and_leaves_nothing_open(
-    served: dict[str, Any], port: int
-) -> None:
-    with (
-        socket.create_server(("127.0.0.1", port)),
-        pytest.raises(
-            ConfigError,
-            match=rf"^open: metrics.prometheus: 127.0.0.1:{port} cannot be listened on: .*in use",
-        ),
-    ):
-        tierfall.open(served)
-    with tierfall.open(served) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
 
 
 def test_without_the_package_open_says_what_to_install(

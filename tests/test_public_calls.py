@@ -6,15 +6,11 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,12 +21,10 @@ import torch
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import state_of
 from tierfall.errors import (
-    BackendError,
     CaptureError,
     ConfigError,
-    FlushError,
     RanksError,
     TierfallError,
 )
@@ -66,41 +60,6 @@ class Mine:
 
     def load_state_dict(self, state: object) -> None:
         raise ZeroDivisionError("of the user")
-
-
-def test_an_error_ends_at_the_users_line_and_says_each_sentence_once(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "tierfall.json").write_text("{}")
-    with tierfall.open(config) as ckpt:
-        handle = ckpt.save(1, state_of(1), block=True)
-        calls: list[Callable[[], object]] = [
-            lambda: tierfall.open(tmp_path / "nothing.yaml"),
-            lambda: tierfall.open({"run": "run", "tiers": 1}),
-            lambda: tierfall.open(config),
-            lambda: tierfall.load(tmp_path / "nothing"),
-            lambda: tierfall.load(tmp_path / "disk", step=9),
-            lambda: tierfall.read_pointer(tmp_path / "damaged"),
-            lambda: tierfall.read_pointer(tmp_path),
-            lambda: ckpt.save(1, state_of(1)),
-            lambda: ckpt.save(2, {"a": object()}),
-            lambda: ckpt.restore({"b": torch.ones(3)}),
-            lambda: ckpt.restore(blank(), step=9),
-            lambda: ckpt.load(step=9),
-            lambda: ckpt.pin(9),
-            lambda: handle.wait("nowhere"),
-        ]
-        for call in calls:
-            with caplog.at_level(logging.DEBUG, "tierfall"):
-                caplog.clear()
-                error = raised(call)
-            assert len(frames(error)) == 1, printed(error)
-            assert (error.__cause__, error.__suppress_context__) == (None, True)
-            assert printed(error).count(str(error).splitlines()[0]) == 1
-            assert any(r.exc_info and r.exc_info[1] is error for r in caplog.records), "at DEBUG"
-    assert isinstance(raised(lambda: ckpt.save(2, state_of(2))), ConfigError)
 
 
 def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
@@ -163,34 +122,6 @@ def test_an_error_of_the_users_code_keeps_its_traceback(make_config: MakeConfig)
         for words in ("in state_dict", "raise ZeroDivisionError", "ZeroDivisionError: of the user"):
             assert words in printed(error)
         assert isinstance(error.__cause__, ZeroDivisionError)
-
-
-@pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_a_handle_keeps_the_original_exception(
-    make_config: MakeConfig, tmp_path: Path, on_error: str
-) -> None:
-    """Whatever raises it, and how often."""
-    (tmp_path / "disk").mkdir()
-    config = make_config(max_wait="1s", on_error=on_error)
-    ckpt = tierfall.open(config)
-    (tmp_path / "disk" / "run").rename(tmp_path / "gone")
-    (tmp_path / "disk" / "run").write_text("in its way")
-    handle = ckpt.save(1, state_of(1))
-    for _ in range(2):
-        error = raised(lambda: handle.wait(timeout=SOON_S))
-        assert isinstance(error, FlushError)
-        assert len(frames(error)) == 1
-        original = handle.exception()
-        assert error.__context__ is original
-        assert isinstance(original, FlushError)
-        assert isinstance(original.__cause__, BackendError)
-    if on_error == "raise":
-        failure = raised(lambda: ckpt.save(2, state_of(2)))
-        assert failure is handle.exception() is original
-        assert len(frames(failure)) == 1
-        assert isinstance(failure.__context__, BackendError)
-    with suppress(FlushError):
-        ckpt.close()
 
 
 # Signal handlers --------------------------------------------------------------------------------------
@@ -256,101 +187,7 @@ def test_calls_that_read_a_run_work_in_a_signal_handler_at_any_moment(
     assert [each for each in found if isinstance(each, TierfallError)] == []
 
 
-def test_calls_that_change_a_run_are_refused_within_another(
-    make_config: MakeConfig, on_signal: Callable[..., list[object]]
-) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        state = {**state_of(1), "signals": Signals()}
-        calls: list[Callable[[], object]] = [
-            lambda: ckpt.save(5, state_of(5)),
-            lambda: ckpt.maybe_save(5, state_of(5)),
-            lambda: ckpt.restore(blank()),
-            lambda: ckpt.drain(),
-            lambda: ckpt.pin(1),
-            lambda: ckpt.close(),
-        ]
-        for number, call in enumerate(calls, 1):
-            found = on_signal(call)
-            assert ckpt.save(number, state).step == number
-            (error,) = found
-            assert isinstance(error, ConfigError)
-            assert "called within save of the same thread" in str(error)
-        found = on_signal(calls[0])
-        assert ckpt.restore(state) is not None
-        assert "called within restore" in str(found[-1])
-        assert ckpt.save(9, state_of(9), block=True).done()
-
-
 # A Checkpointer that nobody holds -----------------------------------------------------------------------
-
-
-def lose_a_checkpointer(config: dict[str, Any]) -> None:
-    """As a notebook's cell does that fails, or is run again."""
-    ckpt = tierfall.open(config)
-    ckpt.restore(blank())
-    ckpt.save(1, state_of(1))
-
-
-def test_a_checkpointer_that_no_variable_holds_is_closed_by_the_next_open_or_all_at_once(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config()
-    lose_a_checkpointer(config)
-    error = raised(lambda: tierfall.open(config))
-    for words in ("tierfall.close_all()", "replace=True"):
-        assert words in str(error)
-    with tierfall.open(config, replace=True) as ckpt:
-        state = blank()
-        assert ckpt.restore(state) is not None
-        assert step_in(state) == 1, "what the other had saved was flushed by its close"
-        assert steps_on(tmp_path / "disk") == [1]
-        other = tierfall.open({**config, "run": "other"}, replace=True)
-        assert "closed" not in repr(ckpt), "of another run"
-        tierfall.close_all()
-        assert "closed" in repr(ckpt)
-        assert "closed" in repr(other)
-    tierfall.close_all()
-    tierfall.open(config, replace=True).close()
-    with pytest.raises(ConfigError, match="replace is 1; expected True or False"):
-        tierfall.open(config, replace=1)  # type: ignore[arg-type]
-
-
-def test_a_close_keeps_what_another_thread_has_saved_and_refuses_the_rest(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    ckpt = tierfall.open(make_config(disk={"bandwidth": "300kB/s"}, max_wait="20s"))
-    returned, errors, begun = [0], list[Exception](), threading.Event()
-
-    def train() -> None:
-        try:
-            for step in range(1, 1000):
-                ckpt.save(step, {**state_of(step), "more": torch.zeros(20_000)})
-                returned.append(step)
-                begun.set()
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    assert begun.wait(SOON_S)
-    tierfall.close_all()
-    thread.join(SOON_S)
-    assert re.search("closes this Checkpointer|is closed; open another one", str(errors[0]))
-    assert returned[-1] in steps_on(tmp_path / "disk")
-
-
-def test_close_all_closes_the_others_where_one_fails(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(on_error="raise", max_wait="1s")
-    ckpt = tierfall.open(config)
-    (tmp_path / "disk" / "run").rename(tmp_path / "gone")
-    (tmp_path / "disk" / "run").write_text("in its way")
-    raised(lambda: ckpt.save(1, state_of(1), block=True))
-    other = tierfall.open({**make_config(), "run": "other"})
-    assert isinstance(raised(tierfall.close_all), TierfallError)
-    assert "closed" in repr(ckpt)
-    assert "closed" in repr(other)
 
 
 # Several ranks ------------------------------------------------------------------------------------------
@@ -375,70 +212,6 @@ def test_a_call_that_one_rank_makes_alone_fails_and_later_ones_work(tmp_path: Pa
 
 
 # Logging, and folders that are not needed -----------------------------------------------------------------
-
-
-class Stopped(logging.Handler):
-    """A terminal that Ctrl-S has stopped: it takes no message of another thread than the training's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on, self.stopped, self.taken = threading.Event(), threading.Event(), list[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            self.stopped.set()
-            self.go_on.wait()
-        self.taken.append(record.getMessage())
-
-
-def test_a_log_handler_that_blocks_holds_up_no_save_and_loses_no_message(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    logger, handler = logging.getLogger("tierfall"), Stopped()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        with tierfall.open(make_config(disk={"retain": {"last": 1}}, max_wait="2s")) as ckpt:
-            for step in range(1, 30):
-                began_s = time.monotonic()
-                handle = ckpt.save(step, state_of(step))
-                ckpt.wait_captured()
-                handle.wait(timeout=SOON_S)
-                ckpt.statistics()
-                assert time.monotonic() - began_s < SOON_S
-            assert handler.stopped.is_set(), "a thread of tierfall's has logged"
-            logger.warning("of the training thread")
-        assert steps_on(tmp_path / "disk") == [29]
-        assert "of the training thread" not in handler.taken, "those before it come first"
-        handler.go_on.set()
-        wait_until(lambda: "of the training thread" in handler.taken, "it is taken")
-    finally:
-        handler.go_on.set()
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-class Broken(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        raise RuntimeError("no route to the log server")
-
-
-def test_a_log_handler_that_raises_fails_no_call(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    logger, handler = logging.getLogger("tierfall"), Broken(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        with tierfall.open(make_config(disk={})) as ckpt:
-            ckpt.save(1, state_of(1))
-            logger.warning("a message")
-    finally:
-        logger.removeHandler(handler)
-    assert steps_on(tmp_path / "disk") == [1]
-    assert "no route to the log server" in capsys.readouterr().err
 
 
 def test_a_program_may_have_closed_its_stderr(

@@ -53,45 +53,6 @@ def restore(make_config: MakeConfig) -> Restore:
     return call
 
 
-def test_another_shape_names_resize(restore: Restore) -> None:
-    state = make(words=12)
-    text = restore(state)
-    assert (
-        "model.0.weight: the checkpoint has float32 (10, 4), the state has float32 (12, 4)" in text
-    )
-    assert "resize=['model.0.weight'] restores" in text
-    assert "rename=" not in text
-    assert restore(state, resize=["model.0.weight"]) == ""
-    other = nn.Sequential(nn.Embedding(10, 4), nn.Conv2d(4, 3, 1))  # of other dimensions
-    text = restore({"model": other}, only=["model"])
-    assert "model.1.weight" in text
-    assert "resize=" not in text
-
-
-def test_another_dtype_names_ways_to_convert(restore: Restore) -> None:
-    half = make()["model"].bfloat16()
-    text = restore({"model": half}, only=["model"])
-    assert "the checkpoint has float32 (10, 4), the state has bfloat16 (10, 4)" in text
-    assert "model.to(torch.bfloat16)" in text
-    assert "tierfall.load()" in text
-    assert "rename=" not in text
-    assert "resize=" not in text
-
-
-def test_an_entry_of_another_name_is_compared_first(restore: Restore) -> None:
-    state = make()
-    text = restore({"model": state["model"], "optmizer": state["optimizer"]})
-    assert 'optmizer: in the state, not in the checkpoint; did you mean "optimizer"?' in text
-    assert (
-        "optimizer: in the checkpoint, not in the state (rename={'optimizer': 'optmizer'}?)" in text
-    )
-    assert "2 places" in text
-    text = restore({"modle": state["model"], "optimizer": state["optimizer"]})
-    assert 'modle: in the state, not in the checkpoint; did you mean "model"?' in text
-    assert "param_groups" not in text
-    assert restore({"model": state["model"]}).count("not in the state") == 1
-
-
 def test_a_rename_is_only_suggested_where_it_fits(restore: Restore) -> None:
     class Adapter(nn.Module):
         def __init__(self, base: nn.Linear) -> None:

@@ -18,7 +18,6 @@ from tests.rank_kit import config_of, save_on_ranks
 from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
-SKIP_HEAD = ["model.head", "optimizer.state.model.head"]
 
 
 class Net(nn.Module):
@@ -70,43 +69,6 @@ def restore(config: Any, state: dict[str, Any], **words: Any) -> None:
 # An embedding of another size ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [7, 14])
-@pytest.mark.parametrize("steps", [0, 1])
-def test_what_both_shapes_have_is_restored_and_the_rest_stays(
-    config: dict[str, Any], words: int, steps: int
-) -> None:
-    saved, live = make(steps=2), make(words, 5, steps=steps, seed=1)
-    before = live["model"].embed.weight.detach().clone()
-    restore(config, live, resize=["model.embed"], skip=SKIP_HEAD)
-    both, weight = min(words, 10), live["model"].embed.weight
-    assert torch.equal(weight[:both], saved["model"].embed.weight[:both])
-    assert torch.equal(weight[both:], before[both:])
-    moments = live["optimizer"].state[weight]
-    for name in ("exp_avg", "exp_avg_sq"):
-        expected = saved["optimizer"].state[saved["model"].embed.weight][name]
-        assert moments[name].shape == weight.shape
-        assert torch.equal(moments[name][:both], expected[:both])
-        assert not moments[name][both:].any()
-    assert moments["step"] == 2
-    assert torch.equal(live["model"].body.weight, saved["model"].body.weight)
-    train(live)
-
-
-def test_it_is_named_or_it_is_refused(config: dict[str, Any]) -> None:
-    live = make(14)
-    before = [p.detach().clone() for p in live["model"].parameters()]
-    with pytest.raises(RestoreError, match=r"model\.embed\.weight: .*\(10, 6\).*\(14, 6\)"):
-        restore(config, live)
-    with pytest.raises(RestoreError, match=r"optimizer\.state\.model\.embed\.weight\.exp_avg"):
-        restore(config, live, skip=["model.embed"])
-    with pytest.raises(RestoreError, match=r"resize='model\.embd' names nothing"):
-        restore(config, live, resize=["model.embd"])
-    with pytest.raises(RestoreError, match="resize must be a list of names"):
-        restore(config, live, resize="model.embed")
-    for one, other in zip(before, live["model"].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_only_the_size_may_differ(make_config: MakeConfig) -> None:
     config = make_config(disk={})
     with tierfall.open(config) as ckpt:
@@ -124,26 +86,6 @@ def test_equal_shapes_and_a_pattern_change_nothing_else(config: dict[str, Any]) 
     restore(config, live, resize=["model.*"])
     for one, other in zip(saved["model"].parameters(), live["model"].parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_tied_weights_are_resized_once(make_config: MakeConfig) -> None:
-    config = make_config(disk={})
-    saved, live = make(tied=True, steps=2), make(14, tied=True)
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, saved, block=True)
-    restore(config, live, resize=["model.embed", "model.head"])
-    assert live["model"].head.weight is live["model"].embed.weight
-    assert torch.equal(live["model"].embed.weight[:10], saved["model"].embed.weight)
-    train(live)
-
-
-def test_a_transposed_view_is_resized(make_config: MakeConfig) -> None:
-    config = make_config(disk={})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, {"w": torch.arange(6.0).view(2, 3)}, block=True)
-    live = {"w": torch.full((4, 3), -1.0).t()}
-    restore(config, live, resize=["w"])
-    assert live["w"].tolist() == [[0, 1, 2, -1], [3, 4, 5, -1], [-1] * 4]
 
 
 def test_an_older_step_leaves_nothing_that_a_newer_one_wrote(
@@ -211,42 +153,6 @@ def test_a_sharded_parameter_and_its_state(make_config: MakeConfig, mesh: Device
 
 
 # Names -----------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_is_part_of_another_one_now(config: dict[str, Any]) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-    saved, outer = make(steps=2), Outer()
-    optimizer = torch.optim.AdamW(outer.parameters())
-    live = {"model": outer, "optimizer": optimizer}
-    restore(config, live, rename={"model": "model.net"})
-    for one, other in zip(saved["model"].parameters(), outer.net.parameters(), strict=True):
-        assert torch.equal(one, other)
-        theirs = optimizer.state[other]["exp_avg"]
-        assert torch.equal(saved["optimizer"].state[one]["exp_avg"], theirs)
-
-
-def test_a_model_that_was_part_of_another_one(config: dict[str, Any]) -> None:
-    body = nn.Linear(6, 6)
-    restore(
-        config, {"model": body}, only=["model.weight", "model.bias"], rename={"model.body": "model"}
-    )
-    assert torch.equal(body.weight, make(steps=2)["model"].body.weight)
-
-
-def test_a_prefix_and_a_resize_go_together(config: dict[str, Any]) -> None:
-    outer = nn.ModuleDict({"net": Net(14)})
-    restore(
-        config,
-        {"model": outer},
-        only=["model"],
-        rename={"model": "model.net"},
-        resize=["model.net.embed"],
-    )
-    assert torch.equal(outer["net"].embed.weight[:10], make(steps=2)["model"].embed.weight)
 
 
 def test_a_prefix_of_a_plain_entry_is_refused(make_config: MakeConfig) -> None:

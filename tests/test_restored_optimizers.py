@@ -4,7 +4,6 @@ warning about a parameter that is stepped and not saved."""
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ import tierfall
 from tierfall.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
-Config = dict[str, Any]
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -159,30 +157,6 @@ def test_factored_moments_of_a_parameter_that_was_skipped_are_compared_with_its_
 
 
 # A parameter that no entry holds ---------------------------------------------------------------------
-
-
-def test_the_first_save_names_a_parameter_that_is_stepped_and_not_saved(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, alpha, frozen = nn.Linear(2, 2), torch.zeros(3, requires_grad=True), torch.zeros(1)
-    groups = [{"params": [*model.parameters()]}, {"params": [frozen, alpha], "lr": 0.5}]
-    state: dict[str, Any] = {"nets": [model], "optimizers": {"all": torch.optim.Adam(groups)}}
-
-    def warnings(state: dict[str, Any], run: str) -> list[str]:
-        caplog.clear()
-        with tierfall.open(make_config(run=run)) as ckpt, caplog.at_level(logging.WARNING):
-            ckpt.save(1, state, block=True)
-            ckpt.save(2, state, block=True)
-        return [r.getMessage() for r in caplog.records if "steps what no entry" in r.getMessage()]
-
-    (text,) = warnings(state, "lacking")
-    assert 'state["optimizers"]["all"]' in text
-    assert "parameter 1 of group 1, of shape (3,)" in text
-    assert "parameter 0" not in text
-    assert warnings({**state, "alpha": alpha}, "itself") == []
-    assert warnings({**state, "alpha": alpha.detach().view(3, 1)}, "memory") == []
-    dicts = {"nets": [model.state_dict()], "alpha": alpha}
-    assert warnings({**state, **dicts}, "state_dict") == []
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

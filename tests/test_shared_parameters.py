@@ -61,23 +61,6 @@ def restore(config: Config, state: dict[str, Any], **how: Any) -> None:
         ckpt.restore(state, **how)
 
 
-def test_a_shared_encoder_is_restored_whatever_the_order_of_entries(
-    make_config: MakeConfig,
-) -> None:
-    config, saved = make_config(), actor_and_critic(0)
-    save(config, saved)
-    with tierfall.open(config) as ckpt:
-        for names in ([*saved][::-1], ["critic_optimizer", "actor", "critic", "actor_optimizer"]):
-            live = actor_and_critic(1)
-            ckpt.restore({name: live[name] for name in names}, step=1)
-            for name in ("actor", "critic"):
-                assert all(map(torch.equal, tensors_of(live, name), tensors_of(saved, name)))
-        live = actor_and_critic(2)
-        critic = {name: live[name] for name in ("critic", "critic_optimizer")}
-        ckpt.restore(critic, step=1, only=[*critic])
-        assert all(map(torch.equal, tensors_of(live, "critic"), tensors_of(saved, "critic")))
-
-
 def test_an_encoder_that_came_to_be_shared_gets_the_moments_of_the_name_that_was_saved(
     make_config: MakeConfig,
 ) -> None:
@@ -133,48 +116,6 @@ def test_a_name_whose_memory_or_bytes_another_name_restores_is_no_mismatch(
 
 
 # Targets that share memory ---------------------------------------------------------------------------
-
-
-def base() -> torch.Tensor:
-    return torch.zeros(8)
-
-
-SHARED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
-    "wholly": lambda flat: {"a": flat[:4], "b": flat[:4]},
-    "in part": lambda flat: {"a": flat[:4], "b": flat[2:6]},
-    "as a view with strides": lambda flat: {"a": flat[:4], "b": flat[::2]},
-    "as a transpose": lambda flat: {"a": flat[:4].view(2, 2), "b": flat[:4].view(2, 2).t()},
-}
-
-
-@pytest.mark.parametrize("how", SHARED)
-@pytest.mark.parametrize("strict", [True, False])
-def test_targets_that_share_memory_are_refused_before_anything_is_filled_unless_bytes_agree(
-    make_config: MakeConfig, how: str, strict: bool
-) -> None:
-    split, flat = SHARED[how], torch.arange(8.0)
-    agreeing = {name: tensor.clone() for name, tensor in split(flat).items()}
-    differing = {**agreeing, "b": agreeing["b"] + 1}
-    first = torch.arange(1024.0)  # read before, if anything is
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, {"first": first, **agreeing}, block=True)
-        ckpt.save(2, {"first": first, **differing}, block=True)
-        live, memory = torch.zeros(1024), base()
-        state = {"first": live, **split(memory)}
-        if how == "wholly" and not strict:
-            ckpt.restore(state, step=2, strict=False)  # the first one's
-            assert torch.equal(memory[:4], differing["a"])
-            return
-        with pytest.raises(RestoreError, match=r"[ab] shares memory with [ab]") as caught:
-            ckpt.restore(state, step=2, strict=strict)
-        assert "HALF FILLED" not in str(caught.value)
-        assert not live.any()
-        assert not memory.any()
-        ckpt.restore(state, step=1, strict=strict)
-        assert torch.equal(live, first)
-        for name, tensor in split(memory).items():
-            assert torch.equal(tensor, agreeing[name])
-        ckpt.save(3, state, block=True)
 
 
 def test_one_stored_tensor_for_two_targets_that_overlap(make_config: MakeConfig) -> None:

@@ -1,0 +1,49 @@
+"""Fixtures of the contract. What the tests beside this folder change inside tierfall is not changed here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.kit import Crew, Log, Place, crew, new_place
+
+
+@pytest.fixture(autouse=True)
+def impatient_probe() -> None:
+    """In place of the one of all other tests, which shortens a wait inside tierfall."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """The folders of a run."""
+    with new_place(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """The folders of a run that several tests of a file read."""
+    with new_place(tmp_path_factory.mktemp("module")) as made:
+        yield made
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """What tierfall logs, from DEBUG on."""
+    logger, handler = logging.getLogger("tierfall"), Log()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """Four ranks on one node, one start for all tests of a file."""
+    with crew(tmp_path_factory.mktemp("ranks"), 4) as ranks:
+        yield ranks
