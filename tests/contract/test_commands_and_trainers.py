@@ -90,8 +90,14 @@ def test_what_only_the_trainers_memory_holds_cannot_be_pinned_from_outside(
     place.config(disk={"flush": {"every": 2}})
     trainer = train()
     trainer.tell("capture 1")
-    for words in (["pin", "1"], ["rm", "1", "--yes", "--even-the-last"]):
+    for words in (["pin", "1"], ["unpin", "1"], ["rm", "1", "--yes", "--even-the-last"]):
         assert "memory" in place.cli(*words, code=1).err
+    trainer.tell("save 2")
+    trainer.tell("pin 2")
+    assert "unpinned 2@1 on disk" in place.cli("unpin", "2").out
+    for step in (3, 4):
+        trainer.tell(f"save {step}")
+    wait_until(lambda: trainer.tell("pinned") == [], "its memory is unpinned, too")
 
 
 def test_watch_and_ls_show_what_the_trainer_says(
@@ -161,7 +167,7 @@ def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
 ) -> None:
     died(1, 2)
     assert in_memory(place) == [1, 2]
-    assert "owed" in place.ls()["2@1"].values()
+    assert "owed" in place.cli("ls").out
     assert place.cli("latest").out == "2@1\n"
     document = place.json("drain")
     done = {(one["step"], one["tier"]) for one in document["done"]}
@@ -183,7 +189,9 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
     place: Place, died: Callable[..., None]
 ) -> None:
     died(1, 2, 3, 4)
-    place.config(disk={"flush": {"every": 100}}, far={"bandwidth": "100kB/s"}, max_wait="5s")
+    newest_first = {"flush": {"order": "newest_first"}}
+    slow = {**newest_first, "bandwidth": "100kB/s"}
+    place.config(disk={"flush": {"every": 100}}, far=slow, max_wait="5s")
     document = place.json("drain", "--deadline", "2500ms", code=1)
     there = [one["step"] for one in document["done"] if one["tier"] == "far"]
     assert there
@@ -194,7 +202,7 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
     assert document["memory_kept"]
     assert document["forecast"]
     assert in_memory(place)
-    place.config(disk={"flush": {"every": 100}}, far={}, max_wait="5s")
+    place.config(disk={"flush": {"every": 100}}, far=newest_first, max_wait="5s")
     place.cli("drain")
     assert place.steps("far") == [1, 2, 3, 4]
     for wrong in ("soon", "10x", ""):
@@ -249,7 +257,7 @@ def test_discard_frees_memory_once_the_name_of_the_run_was_typed(
     died(1, 3)
     for typed in ("", "\n", "y\n", "run1\n", " run\n"):
         answer = place.cli("drain", "--discard", input=typed, code=1)
-        assert "1@1, 3@1" in answer.out
+        assert "1@1, 3@1" in answer.out + answer.err
         assert "nothing was freed" in answer.err
     assert in_memory(place) == [1, 3]
     place.cli("drain", "--discard", "--deadline", "5s", input="run\n", code=2)
@@ -354,6 +362,8 @@ def test_the_slurm_epilog_drains_and_never_takes_a_node_out_of_service(
     broken = hook(place, "slurm_epilog.sh")
     assert broken.returncode == 0
     assert broken.stderr
+    place.yaml.unlink()
+    assert hook(place, "slurm_epilog.sh").returncode == 0
 
 
 def test_the_prestop_hook_ends_the_trainer_and_drains_what_it_left(

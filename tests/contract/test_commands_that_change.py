@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.contract.kit import (
     Place,
@@ -172,6 +173,34 @@ def test_a_run_is_not_deleted_while_a_tier_is_away_or_if_it_was_saved_after_it_w
     assert beside.steps() == [1, 2, 3]
 
 
+def test_a_run_that_two_machines_trained_is_deleted_on_each(place: Place) -> None:
+    """The second one takes the shared tier, from which the run is gone by then, for unmounted."""
+    config = place.config(host={"on_close": "keep"}, far={"shared": True})
+    save(place, 1)
+    host, far = config["tiers"]
+    there = {**config, "tiers": [{**host, "folder": str(place.root / "memory there")}, far]}
+    place.write(there)
+    save(place, 2)
+    place.write(config)
+    place.cli(*ALL, input="run\n")
+    place.write(there)
+    assert "tierfall forget" in place.cli(*ALL, input="run\n", code=1).err
+    place.cli("forget", "far")
+    place.cli(*ALL, input="run\n")
+    with place.open() as ckpt:
+        assert ckpt.restore(blank()) is None
+
+
+def test_a_tier_that_is_only_read_keeps_its_files_and_is_named(place: Place) -> None:
+    place.config(disk={}, far={})
+    save(place, 1, 2)
+    place.config(disk={}, far={"read_only": True})
+    before = files_below(place.root / "far")
+    assert "far" in place.cli(*ALL, input="run\n", code=1).err
+    assert files_below(place.root / "far") == before
+    assert place.folders("disk") == []
+
+
 def command(place: Place, *words: str) -> Program:
     """Start a command on ``tiers.yaml``, and leave it running."""
     return Program(None, [words[0], "--config", str(place.yaml), *words[1:]], place.root, {})
@@ -255,6 +284,9 @@ def test_a_tier_that_was_emptied_counts_as_unmounted_until_it_is_forgotten(place
     save(place, 2)
     assert place.steps("far")[-1] == 2
     assert place.json("ls")["ok"]
+    shutil.move(place.root / "far", place.root / "unmounted")
+    assert "disk" in place.cli("forget", "far").out
+    assert not (place.root / "far").exists(), "it creates no folder of a tier"
 
 
 # copy ------------------------------------------------------------------------------------------------------
@@ -306,7 +338,7 @@ def test_copy_respects_a_capacity_reports_what_rules_will_do_and_refuses_other_t
     assert "far" in place.cli("copy", "2", "--to", "far", code=1).err
     assert place.steps("far") == [1]
     for target in ("host", "nowhere"):
-        assert "far" in place.cli("copy", "1", "--to", target, code=2).err
+        assert target in place.cli("copy", "1", "--to", target, code=2).err
     far = {"flush": {"every": 9}, "retain": {"last": 1}}
     place.config(disk={}, far=far)
     answer = place.cli("copy", "3", "--to", "far")
@@ -369,3 +401,14 @@ def test_a_killed_copy_leaves_nothing_that_counts_and_can_be_repeated(
     assert place.ls()["1@1"] == {"disk": "committed", "slow": "committed"}
     assert place.json("verify")["notes"] == []
     assert "1@1" in tierfall_command("latest", "--config", str(place.root / "slow")).out
+
+
+def test_of_two_imports_of_one_step_the_second_says_that_the_step_is_there(place: Place) -> None:
+    place.config(disk={"bandwidth": "400kB/s"}, max_wait="60s")
+    torch.save({"w": torch.ones(300_000)}, place.root / "x.pt")
+    words = ("import", "x.pt", "--as-step", "5")
+    first = command(place, *words)
+    wait_until(lambda: any((place.root / "disk").rglob("step-*")), "the import has begun")
+    assert "5" in place.cli(*words, code=1).err
+    assert first.end().code == 0
+    assert place.ls() == {"5@1": {"disk": "committed"}}

