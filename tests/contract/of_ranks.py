@@ -145,10 +145,13 @@ def unsavable(rank: int, folder: str, bad: int) -> list[Any]:
         return [first, outcome(ckpt.save(2, own(rank, 2)), "pfs")[0]]
 
 
-def copies(rank: int, folder: str, step: int) -> list[list[str]]:
-    """Save a step, and say what became of its copy on each tier."""
+def copies(rank: int, folder: str, step: int, in_the_way: str) -> list[list[str]]:
+    """Save a step while a folder is in the way of a file; what became of its copy on each tier."""
     with tierfall.open(config(folder)) as ckpt:
         ckpt.restore(own(rank, 0))
+        if rank == 0:
+            Path(in_the_way, "folder").mkdir(parents=True)
+        dist.barrier()
         handle = ckpt.save(step, own(rank, step))
         return [outcome(handle, tier) for tier in ("nvme", "pfs")]
 
@@ -178,12 +181,14 @@ def fails(rank: int, folder: str, last: Sequence[int]) -> float:
         return time.monotonic() - began
 
 
-def cadence(rank: int, folder: str, interval: dict[str, Any], until: int) -> list[int]:
+def cadence(
+    rank: int, folder: str, interval: dict[str, Any], until: int, step_s: float
+) -> list[int]:
     """Train so many steps in step with each other; which of them were saved."""
     saved = []
     with tierfall.open(config(folder, interval=interval)) as ckpt:
         for step in range(1, until + 1):
-            time.sleep(0.01)
+            time.sleep(step_s)
             dist.barrier()
             handle = ckpt.maybe_save(step, own(rank, step))
             if handle is not None:
@@ -234,7 +239,8 @@ def commands(rank: int, folder: str) -> dict[str, Any]:
 
         def note(what: str) -> None:
             found = ckpt.checkpoints()
-            known[what] = [[c.step, c.pinned, sorted(c.tiers)] for c in found]
+            stored = [[c.step, c.pinned, sorted({*c.tiers} - {"host"})] for c in found]
+            known[what] = [one for one in stored if one[2]]
 
         ckpt.save(1, own(rank, 1), block=True)
         ckpt.pin(1)
@@ -357,12 +363,12 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def digest_of(loaded: dict[str, Any]) -> str:
     """The same digest of what ``tierfall.load`` returned."""
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    moments = loaded["optimizer"]["state"]
+    optimizer = loaded["optimizer"]
+    moments = [optimizer["state"][key] for key in optimizer["param_groups"][0]["params"]]
     found = hashlib.sha256()
     for tensor in [loaded["model"][name] for name in names]:
         found.update(tensor.numpy().tobytes())
-    for name in names:
-        each = next(moments[key] for key in moments if str(key).endswith(name))
+    for each in moments:
         for part in ("step", "exp_avg", "exp_avg_sq"):
             found.update(each[part].numpy().tobytes())
     return found.hexdigest()
@@ -381,10 +387,10 @@ def train_by_dcp(
     rank: int, folder: str, until: int, members: Sequence[int], lazily: bool = False
 ) -> Any:
     """The same training, whose loop saves and loads by ``torch.distributed.checkpoint``."""
-    group = dist.new_group(list(members))
+    training, group = dist.new_group(list(members)), dist.new_group(list(members))
     if rank not in members:
         return None
-    model = _model("fsdp", group, len(members))
+    model = _model("fsdp", training, len(members))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(config(folder), process_group=group) as ckpt:
         stager, future, first = LazyStager(ckpt), None, 1
