@@ -1,4 +1,4 @@
-"""``import``: its output, in words and as a document, its errors, and what a kill leaves."""
+"""``import`` into a run that another node trains."""
 
 from __future__ import annotations
 

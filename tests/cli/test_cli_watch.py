@@ -188,9 +188,6 @@ def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: 
     assert status_file(memory).stat().st_mode & 0o077 == 0
 
 
-# Frames ----------------------------------------------------------------------------------------------
-
-
 # For Prometheus --------------------------------------------------------------------------------------
 
 

@@ -293,10 +293,10 @@ def test_a_tier_that_cannot_be_read_is_named_and_the_others_are_shown(place: Pla
     shutil.move(place.root / "far", place.root / "unmounted")
     for words in (
         *(["ls"], ["latest"], ["show", "2"], ["runs"], ["verify"], ["watch", "--once"]),
-        *(["prune", "--dry-run"], ["check", "--size", "64KiB"]),
+        ["prune", "--dry-run"],
     ):
         answer = place.cli(*words, code=1)
-        assert "far could not be read" in answer.err, words
+        assert f"{place.root / 'far'} is not there" in answer.err, words
         assert "2" in answer.out, words
         assert any("far" in problem for problem in place.json(*words, code=1)["problems"]), words
     assert place.ls()["2@1"]["disk"] == "committed"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -331,11 +334,52 @@ def test_what_a_tier_is_owed_from_another_tier_is_left_to_the_next_start(place: 
 # Hooks of a scheduler -------------------------------------------------------------------------------------
 
 
-def hook(place: Place, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = place.root / "bin" / "tierfall"
-    command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tierfall "$@"\n')
-    command.chmod(0o755)
+COMMAND = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({address!r})
+    asked.sendall(json.dumps([sys.argv[1:], dict(os.environ)]).encode())
+    asked.shutdown(socket.SHUT_WR)
+    code, out, err = json.load(asked.makefile())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+"""``tierfall`` for a shell: it has the command run where the tests run it, with torch imported already."""
+
+
+@pytest.fixture
+def command(place: Place) -> Iterator[Path]:
+    """A file ``tierfall`` that a shell can run."""
+    path = place.root / "bin" / "tierfall"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address := f"\0tierfall-{place.memory.name}")
+        server.listen()
+        path.write_text(COMMAND.format(python=sys.executable, address=address))
+        path.chmod(0o755)
+        thread = threading.Thread(target=_run_commands, args=[server])
+        thread.start()
+        yield path
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def _run_commands(server: socket.socket) -> None:
+    while True:
+        try:
+            asking, _ = server.accept()
+        except OSError:
+            return
+        with asking, asking.makefile() as words:
+            arguments, environment = json.load(words)
+            done = tierfall_command(*arguments, **environment)
+            asking.sendall(json.dumps([done.code, done.out, done.err]).encode())
+
+
+def hook(
+    place: Place, command: Path, script: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -352,28 +396,28 @@ def hook(place: Place, script: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_the_slurm_epilog_drains_and_never_takes_a_node_out_of_service(
-    place: Place, died: Callable[..., None]
+    place: Place, died: Callable[..., None], command: Path
 ) -> None:
     died(1)
-    done = hook(place, "slurm_epilog.sh")
+    done = hook(place, command, "slurm_epilog.sh")
     assert (done.returncode, place.steps("far")) == (0, [1]), done.stderr
     assert in_memory(place) == []
     place.yaml.write_text("run: [")
-    broken = hook(place, "slurm_epilog.sh")
+    broken = hook(place, command, "slurm_epilog.sh")
     assert broken.returncode == 0
     assert broken.stderr
     place.yaml.unlink()
-    assert hook(place, "slurm_epilog.sh").returncode == 0
+    assert hook(place, command, "slurm_epilog.sh").returncode == 0
 
 
 def test_the_prestop_hook_ends_the_trainer_and_drains_what_it_left(
-    place: Place, train: Callable[..., Trainer]
+    place: Place, train: Callable[..., Trainer], command: Path
 ) -> None:
     place.config(far=SLOW, max_wait="5s")
     trainer = train()
     trainer.tell("capture 1")
     place.config(far={}, max_wait="5s")
-    done = hook(place, "kubernetes_prestop.sh", TIERFALL_NOTICE="50")
+    done = hook(place, command, "kubernetes_prestop.sh", TIERFALL_NOTICE="50")
     assert done.returncode == 0, done.stderr
     wait_until(trainer.program.ended, "the trainer has ended")
     assert place.steps("far") == [1]

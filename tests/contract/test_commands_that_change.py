@@ -366,8 +366,7 @@ def copying(place: Place) -> Iterator[Callable[[str], Program]]:
 
     yield start
     for program in started:
-        if not program.ended():
-            program.kill()
+        program.kill()
 
 
 def test_a_second_command_waits_for_the_first(

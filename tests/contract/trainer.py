@@ -114,5 +114,4 @@ def trainers(place: Place) -> Iterator[Callable[..., Trainer]]:
         yield train
     finally:
         for trainer in started:
-            if not trainer.program.ended():
-                trainer.kill()
+            trainer.kill()
