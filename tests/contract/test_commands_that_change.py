@@ -349,16 +349,16 @@ def test_copy_respects_a_capacity_reports_what_rules_will_do_and_refuses_other_t
 
 
 @pytest.fixture
-def copying(place: Place) -> Iterator[Callable[[str], Program]]:
-    """``copying(max_wait)``: ``tierfall copy`` at work for some seconds."""
+def copying(place: Place) -> Iterator[Callable[..., Program]]:
+    """``copying(max_wait, bandwidth)``: ``tierfall copy`` of 1 MB at work."""
     started: list[Program] = []
 
-    def start(max_wait: str) -> Program:
+    def start(max_wait: str, bandwidth: str = "50kB/s") -> Program:
         place.config(host={"capacity": "16MiB"})
         save(place, 1, 2, elements=250_000)
         (place.root / "slow").mkdir()
         place.config(
-            disk={}, slow={"flush": {"every": 9}, "bandwidth": "500kB/s"}, max_wait=max_wait
+            disk={}, slow={"flush": {"every": 9}, "bandwidth": bandwidth}, max_wait=max_wait
         )
         started.append(command(place, "copy", "1", "--to", "slow"))
         wait_until(lambda: any((place.root / "slow").rglob("step-*")), "the copy has begun")
@@ -370,9 +370,9 @@ def copying(place: Place) -> Iterator[Callable[[str], Program]]:
 
 
 def test_a_second_command_waits_for_the_first(
-    place: Place, copying: Callable[[str], Program]
+    place: Place, copying: Callable[..., Program]
 ) -> None:
-    first = copying("60s")
+    first = copying("60s", "600kB/s")
     assert place.json("ls")["owner"] is None, "a command is no trainer"
     assert place.cli("pin", "2").out == "pinned 2@1 on disk\n"
     assert first.end().code == 0
@@ -381,7 +381,7 @@ def test_a_second_command_waits_for_the_first(
 
 
 def test_it_waits_no_longer_than_max_wait_and_names_the_command(
-    place: Place, copying: Callable[[str], Program]
+    place: Place, copying: Callable[..., Program]
 ) -> None:
     copying("300ms")
     refused = place.cli("pin", "2", code=1)
@@ -391,7 +391,7 @@ def test_it_waits_no_longer_than_max_wait_and_names_the_command(
 
 
 def test_a_killed_copy_leaves_nothing_that_counts_and_can_be_repeated(
-    place: Place, copying: Callable[[str], Program]
+    place: Place, copying: Callable[..., Program]
 ) -> None:
     copying("60s").kill()
     assert place.folders("slow") == []
