@@ -428,6 +428,28 @@ def train_by_dcp(
         }
 
 
+def save_by_torch_alone(rank: int, path: str) -> str:
+    """Train a sharded model for a step, and save it as a DCP folder of torch's own; the digest of the whole."""
+    world_size = dist.get_world_size()
+    model = _model("fsdp", dist.new_group(list(range(world_size))), world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(8, 16)).square().mean().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "epoch": 3}, checkpoint_id=path)
+    return _digest(model, optimizer)
+
+
+def restore_in_one_process(config: dict[str, Any], run: str) -> list[Any]:
+    """The digest of what a run has, restored without any other rank; and its epoch."""
+    model = _model("plain", None, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    with tierfall.open(config, run=run) as ckpt:
+        assert ckpt.restore(state) is not None
+    return [_digest(model, optimizer), state["epoch"]]
+
+
 class Tied(nn.Module):
     """A head that is the embedding, and a buffer of the rank's own."""
 

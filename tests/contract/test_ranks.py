@@ -377,6 +377,11 @@ def test_values_go_where_on_resize_says(four: Crew, folder: str) -> None:
     for rank in (0, 1):
         assert fewer[rank][:4] == [7, 100 + rank, 100, rank]
         assert fewer[rank][4] not in drawn, "the random state fits no other number of ranks"
+    folder = f"{folder}/two"
+    four.run(of_ranks.values, folder=folder, members=[0, 1], saves=True)
+    more = four.run(of_ranks.values, folder=folder, members=members, saves=False)
+    for rank in members:
+        assert more[rank][:4] == [7, 100 + rank if rank < 2 else rank, 100, rank]
 
 
 def test_a_value_that_differed_is_named_if_another_number_of_ranks_restores(
@@ -424,6 +429,16 @@ def test_an_export_of_several_ranks_has_whole_tensors_and_the_values_of_each(
     assert imported.code == 0, imported.err
     back = tierfall.load(tmp_path / "pfs" / "whole")
     assert equal(back["model"]["0.weight"], loaded["model"]["0.weight"])
+
+
+def test_a_dcp_folder_of_several_ranks_is_imported_whole(
+    four: Crew, folder: str, tmp_path: Path
+) -> None:
+    digest = four.run(of_ranks.save_by_torch_alone, path=str(tmp_path / "dcp"))[0]
+    imported = command(folder, "import", str(tmp_path / "dcp"), "--as-step", "5")
+    assert imported.code == 0, imported.err
+    config = of_ranks.config(folder, "0")
+    assert of_ranks.restore_in_one_process(config, "run") == [digest, 3]
 
 
 # Stopped, killed and taken for others ---------------------------------------------------------------------
