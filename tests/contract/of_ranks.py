@@ -531,7 +531,8 @@ def values(rank: int, folder: str, members: Sequence[int], saves: bool) -> Any:
         "replicate": tierfall.item(base + rank, on_resize="replicate"),
         "drop": tierfall.item(base + rank, on_resize="drop"),
     }
-    with tierfall.open(config(folder), process_group=group) as ckpt:
+    of_each_node = config(folder, nvme={"shared": False})
+    with tierfall.open(of_each_node, process_group=group) as ckpt:
         if saves:
             torch.manual_seed(rank)
             ckpt.save(1, state, block=True)
