@@ -301,10 +301,11 @@ def test_copy_brings_a_step_to_a_tier_whatever_its_rule_is(place: Place) -> None
     assert place.ls()["1@1"] == {"disk": "committed", "far": "committed"}
     assert [path.name for path in folder_of(place, 1, "far").glob("*.zst")] == [f"{IMAGE}.zst"]
     assert place.steps("far") == [1]
-    again = place.json("copy", "1", "--to", "far")
-    assert again["already"]
     place.config(far={})
     assert pinned(place) == [1], "the pin went with the copy"
+    far = {"flush": {"every": 9}, "compress": {"codec": "zstd"}}
+    place.config(disk={}, far=far)
+    assert place.json("copy", "1", "--to", "far")["already"]
     place.config(disk={}, far={"retain": {"last": 1}})
     save(place, 3)
     assert place.steps("far") == [1, 3]
