@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -222,7 +224,14 @@ def _run() -> None:
     if sys.argv[0] == "-m":
         _, module, *arguments = sys.argv
         sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code: object = 0
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+        if isinstance(code, int):
+            _end(code)
+        sys.exit(code)  # type: ignore[arg-type]
     elif sys.argv[0] == "-c":
         _, code, *arguments = sys.argv
         sys.argv = ["-c", *arguments]
@@ -231,8 +240,25 @@ def _run() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def _commands() -> list[str]:
+    """What commands import when they need it: all of tierfall but adapters of frameworks and its entry points."""
+    package = importlib.import_module("tierfall")
+    names = [each.name for each in pkgutil.walk_packages(package.__path__, "tierfall.")]
+    left_out = ("tierfall.__main__", "tierfall.demo", "tierfall.integrations")
+    return [name for name in names if not name.startswith(left_out)]
+
+
+def _end(code: int) -> None:
+    """End as an interpreter does, but for its taking down all modules, which were here before the command."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    for name in [*IMPORTED, *os.environ.get(MORE, "").split()]:
+    for name in [*IMPORTED, *os.environ.get(MORE, "").split(), *_commands()]:
         importlib.import_module(name)
     gc.freeze()  # a child whose collector walked all of that would copy it
     threads = len(os.listdir("/proc/self/task"))

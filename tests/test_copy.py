@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.types.errors import (
     BackendError,
-    CapacityError,
     FencedError,
     IntegrityError,
     LockError,
@@ -121,18 +119,6 @@ def test_the_tier_knows_the_newest_attempt_afterwards_and_no_attempt_was_taken(
     name = "run/attempts/a0001.json"
     assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
     assert len(list((tmp_path / "disk/run/attempts").iterdir())) == 1
-
-
-def test_the_next_trainer_restores_from_the_copy_alone(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    run_copy(config, TWO)
-    shutil.rmtree(tmp_path / "disk")
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        assert ckpt.restore(state).step == 2
-        ckpt.save(3, state_of(3), block=True)
-    assert step_in(state) == 2
 
 
 def test_latest_does_not_go_back(config: dict[str, Any], tmp_path: Path) -> None:
@@ -300,16 +286,6 @@ def test_latest_that_cannot_be_written_is_no_failure(
 # Who else may be at work -----------------------------------------------------------------------------
 
 
-def test_a_living_trainer_of_this_machine_keeps_it_from_copying(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        with pytest.raises((LockError, tierfall.errors.ConfigError), match=r"Checkpointer|owned"):
-            run_copy(config)
-    assert not step_folder(tmp_path / "far").exists()
-
-
 def test_the_lock_is_held_while_it_copies_and_given_back(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,14 +423,6 @@ def test_a_tier_that_is_not_there_is_not_made(config: dict[str, Any], tmp_path: 
     assert not (tmp_path / "far").exists()
 
 
-def test_capacity_is_kept(make_saved: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    config = make_saved({"capacity": "200KiB"})
-    run_copy(config)
-    with pytest.raises(CapacityError, match=r"of the capacity of 200 KiB there is room for .* KiB"):
-        run_copy(config, TWO)
-    assert steps_on(tmp_path / "far") == [1]
-
-
 def test_what_retention_will_say_is_reported(make_saved: Callable[..., dict[str, Any]]) -> None:
     config = make_saved({"retain": {"last": 1}})
     assert run_copy(config, TWO).notes == ()
@@ -475,21 +443,6 @@ def test_what_a_copy_pushes_out_is_reported_too(make_saved: Callable[..., dict[s
     (note,) = run_copy(config, TWO).notes
     assert note.startswith("beside 2@1, the rules of far delete 1@1 after the next commit")
     assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
-
-
-def test_what_a_killed_copy_had_not_finished_goes(config: dict[str, Any], tmp_path: Path) -> None:
-    far = tmp_path / "far"
-    pid = os.fork()
-    if not pid:
-        writer = PosixBackend(far).create(f"run/step-00000001-a0001/{IMAGE}.zst", length=100_000)
-        writer.write(0, memoryview(bytes(1000)))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    left = {path for path in step_folder(far).rglob("*") if path.is_file()}
-    assert left
-    run_copy(config)
-    assert not any(path.exists() for path in left)
-    assert_good(far)
 
 
 def test_the_parts_that_a_killed_copy_uploaded_go(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli
 
 import tierfall
 from tests.object_store import KEY, SECRET, SeaweedFS
@@ -39,28 +39,6 @@ def cli(make_cli: MakeCli, tmp_path: Path) -> Cli:
     with tierfall.open(cli.config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
     return cli
-
-
-def test_every_tier_is_measured_and_nothing_is_left(cli: Cli, tmp_path: Path, memory: Path) -> None:
-    before = files_below(tmp_path), files_below(memory)
-    document = cli.json("check", *SMALL)
-    assert (document["ok"], document["size_bytes"]) == (True, 300 << 10)
-    assert [one["name"] for one in document["tiers"]] == ["host", "disk", "far"]
-    for name in ("disk", "far"):
-        found = tier(document, name)
-        assert found["write_bytes_per_s"] > 1000
-        assert found["read_bytes_per_s"] > 1000
-        assert 0 < found["round_trip_s"] < 10
-        assert (found["durable"], found["fenced"], found["error"]) == (True, True, None)
-        assert found["place"] == str(tmp_path / name)
-        free = shutil.disk_usage(tmp_path).free
-        assert free / 2 < found["free_bytes"] < free * 2
-    assert tier(document, "far")["capacity_bytes"] == 1 << 30
-    host = tier(document, "host")
-    assert (host["write_bytes_per_s"], host["durable"], host["error"]) == (None, None, None)
-    assert host["free_bytes"] > 0
-    assert (files_below(tmp_path), files_below(memory)) == before
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
 
 
 def test_what_a_tier_promises_is_reported_in_words(
@@ -284,24 +262,8 @@ def test_before_the_first_start_memory_has_no_folder_yet(
     assert list(memory.iterdir()) == []
 
 
-@pytest.mark.parametrize("size", ["0", "much", "-1MiB", "5GiB", "1.5.2MiB"])
-def test_a_size_that_makes_no_sense_is_wrong_usage(cli: Cli, size: str) -> None:
-    assert "--size: " in cli("check", f"--size={size}", code=2).err
-
-
 def test_one_byte_can_be_measured(cli: Cli) -> None:
     assert tier(cli.json("check", "--size", "1B"), "disk")["read_bytes_per_s"] > 0
-
-
-def test_beside_a_living_trainer_it_works_as_ever(
-    cli: Cli, train: Callable[[Cli], Trainer], tmp_path: Path
-) -> None:
-    trainer = train(cli)
-    trainer.tell("save 2")
-    cli("check", *SMALL)
-    trainer.tell("save 3")
-    assert cli.json("verify")["ok"]
-    assert not list(tmp_path.rglob("*tierfall-check*"))
 
 
 def with_store(cli: Cli, url: str, options: dict[str, Any]) -> None:

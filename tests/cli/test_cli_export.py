@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
-from cli_kit import Cli, Trainer, flip, run_process
+from cli_kit import Cli, Trainer, flip
 
 import tierfall
 from tests.steps import files_below, state_of, steps_on
@@ -86,53 +85,11 @@ def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
         assert "damaged in every copy" in err
 
 
-def test_an_export_refuses_what_is_there(cli: Cli, tmp_path: Path) -> None:
-    words = ("export", "1", "--to", str(tmp_path / "out"))
-    cli(*words)
-    before = files_below(tmp_path)
-    answer = cli(*words, code=1)
-    assert "exists already: --force replaces it" in answer.err
-    assert answer.err.count("\n") == 1
-    assert files_below(tmp_path) == before
-    cli(*words, "--force")
-    assert files_below(tmp_path) == before
-
-
 def test_an_export_changes_nothing_on_the_tiers(cli: Cli, tmp_path: Path, memory: Path) -> None:
     before = files_below(tmp_path / "disk"), files_below(tmp_path / "far"), files_below(memory)
     cli("export", "2", "--to", str(tmp_path / "out"), "--format", "torch")
     after = files_below(tmp_path / "disk"), files_below(tmp_path / "far"), files_below(memory)
     assert after == before
-
-
-@pytest.mark.filterwarnings(ALONE)
-def test_dcp_is_a_folder_at_the_place_that_is_named(cli: Cli, tmp_path: Path) -> None:
-    words = ("export", "1", "--to", str(tmp_path / "out"), "--format", "dcp")
-    document = cli.json(*words, "--only", "w")
-    assert document["path"] == str(tmp_path / "out")
-    state = {"w": torch.zeros_like(state_of(1)["w"])}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert torch.equal(state["w"], state_of(1)["w"])
-    assert "is there already" in cli(*words, "--force", code=1).err
-    assert "'xyz'" in cli("export", "1", "--to", "out", "--format", "xyz", code=2).err
-
-
-def test_shards_of_another_dtype_with_a_file_beside_them(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    words = ["export", "2", "--to", str(tmp_path / "out"), "--only", "w", "--dtype", "bf16"]
-    more = ["--max-shard", "10KB", "--with", str(tmp_path / "config.json")]
-    document = cli.json(*words, *more)
-    assert document["path"] == str(tmp_path / "out")
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "w.safetensors"}
-    opened = safetensors.torch.load_file(tmp_path / "out/w.safetensors")
-    assert torch.equal(opened["w"], state_of(2)["w"].to(torch.bfloat16))
-    before = files_below(tmp_path)
-    assert "is there already" in cli(*words, *more, "--force", code=1).err
-    for wrong in (["--max-shard", "many"], ["--dtype", "int4"], ["--with", "nothing.json"]):
-        answer = cli(*words, *wrong, code=2)
-        assert wrong[0] in answer.err
-        assert answer.err.count("\n") == 1
-    assert files_below(tmp_path) == before
 
 
 def test_beside_a_trainer_a_step_in_its_memory_is_exported(
@@ -143,11 +100,6 @@ def test_beside_a_trainer_a_step_in_its_memory_is_exported(
     trainer.tell("capture 1")
     document = cli.json("export", "1", "--to", str(tmp_path / "out"))
     assert list(document["sources"]) == ["host"]
-
-
-def test_a_process_exports_as_the_function_does(cli: Cli, tmp_path: Path) -> None:
-    answer = run_process("export", "1", "--to", str(tmp_path / "out"), "--config", str(cli.path))
-    assert (answer.code, answer.err) == (0, "")
 
 
 # copy ------------------------------------------------------------------------------------------------
@@ -165,40 +117,6 @@ def test_a_copy_says_what_it_did_and_why(cli: Cli, tmp_path: Path) -> None:
     assert again.out.startswith("far holds 1@1 already, and it is good (")
     document = cli.json("copy", "1", "--to", "far")
     assert (document["already"], document["marks"], document["tier"]) == (True, [], "far")
-
-
-def test_a_copy_is_a_document_too(cli: Cli) -> None:
-    document = cli.json("copy", "1", "--to", "far")
-    assert (document["step"], document["already"], list(document["sources"])) == (
-        1,
-        False,
-        ["disk"],
-    )
-    assert document["bytes"] > 80_000
-
-
-def test_memory_and_unknown_tiers_are_no_target(cli: Cli) -> None:
-    assert "is memory" in cli("copy", "1", "--to", "host", code=2).err
-    assert "no tier is named 'nvme'" in cli("copy", "1", "--to", "nvme", code=2).err
-
-
-def test_a_copy_is_left_to_a_trainer_that_lives(
-    make_cli: MakeCli, train: Callable[[Cli], Trainer], tmp_path: Path
-) -> None:
-    cli = make_cli(disk={}, far={"flush": {"every": 1000}})
-    trainer = train(cli)
-    trainer.tell("save 1")
-    before = files_below(tmp_path)
-    answer = cli("copy", "1", "--to", "far", code=1)
-    assert f"copy: a trainer owns run 'run' (process {trainer.pid} on " in answer.err
-    assert "nothing was copied" in answer.err
-    assert (answer.out, answer.err.count("\n")) == ("", 1)
-    answer = cli("verify", "--repair", code=1)
-    assert f"verify --repair: a trainer owns run 'run' (process {trainer.pid} on " in answer.err
-    assert files_below(tmp_path) == before
-    trainer.close()
-    cli("copy", "1", "--to", "far")
-    assert steps_on(tmp_path / "far") == [1]
 
 
 def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(

@@ -62,16 +62,3 @@ def test_what_contradicts_the_ending_is_refused(
     assert words[0] in answer.err
     assert answer.err.count("\n") == 1
     assert files_below(tmp_path) == before
-
-
-def test_a_file_that_is_there_is_replaced_by_force_alone(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "w.pt"
-    path.write_text("mine")
-    words = ("export", "1", "--to", str(path), "--only", "w")
-    assert "exists already: --force replaces it" in cli(*words, code=1).err
-    assert path.read_text() == "mine"
-    cli(*words, "--force")
-    assert torch.equal(torch.load(path, weights_only=True), state_of(1)["w"])
-    (tmp_path / "folder.pt").mkdir()
-    again = ("export", "1", "--to", str(tmp_path / "folder.pt"), "--only", "w", "--force")
-    assert "is a folder" in cli(*again, code=1).err

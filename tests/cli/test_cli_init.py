@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from cli_kit import Answer, run
 from test_cli_startup import modules_of
 
@@ -70,14 +69,6 @@ def test_defaults_need_no_answers_and_the_file_passes_the_check_that_is_advised(
         assert f"a day with a save every {pace}" in checked.out
 
 
-def test_options_are_answers() -> None:
-    init("--disk", "fast", "--disk", "slow", "--far", "far", "--parameters", "1M", "--every", "50")
-    names = [(tier.name, tier.flush.every) for tier in written().stored]
-    assert names == [("disk1", 1), ("disk2", 1), ("far", 10)]
-    assert written().interval.every_steps == 50
-    assert all(Path(name).is_dir() for name in ("fast", "slow", "far"))
-
-
 def test_at_a_terminal_five_questions_at_most_and_enter_takes_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,27 +101,6 @@ def test_a_number_without_its_unit_and_a_folder_that_is_not_there_are_asked_agai
     assert sum("/nowhere does not exist: mount it, create it" in line for line in again) == 3
 
 
-def test_an_option_that_does_not_fit_is_named() -> None:
-    for words, message in (
-        (["--every", "often"], "--every: 'often' does not fit; expected steps such as 100"),
-        (["--parameters", "7G"], "--parameters: '7G' does not fit; expected a number"),
-        (["--parameters", "7"], "--parameters: 7 or 7B? expected a number of parameters"),
-        (["--disk", "s3://x/y"], "--disk: s3://x/y is no folder of this machine: name it by --far"),
-        (["--far", "$HOME/x"], "tiers[2].path"),
-        (["--run", "a/b"], "run"),
-    ):
-        assert message in init(*words, code=2).err
-        assert not Path("tiers.yaml").exists()
-
-
-def test_an_existing_file_is_replaced_only_by_force() -> None:
-    Path("tiers.yaml").write_text("mine")
-    assert "tiers.yaml exists; --force replaces it" in init("--yes", code=2).err
-    assert Path("tiers.yaml").read_text() == "mine"
-    init("--yes", "--force")
-    assert yaml.safe_load(Path("tiers.yaml").read_text())["run"] == "gpt"
-
-
 def test_a_folder_whose_parent_is_missing_is_not_created() -> None:
     answer = init("--far", "/nowhere-at-all/checkpoints", "--parameters", "1000B")
     assert "note: /nowhere-at-all does not exist: mount it, or create it" in answer.out
@@ -161,14 +131,6 @@ def test_what_a_note_advises_can_be_done(tmp_path: Path) -> None:
     assert (
         "to change tiers.yaml, edit it, or repeat tierfall init with --force" in init("--force").out
     )
-
-
-def test_json_has_the_figures_and_asks_nothing() -> None:
-    found = init("--json", "--parameters", "1M", "--ranks", "2").document
-    assert found["ok"]
-    assert found["image_bytes"] == 7_000_000
-    assert found["capacity_bytes"] == written().host.capacity_bytes
-    assert found["check"].endswith(" --ranks 2")
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_kit import Cli, flip
+from cli_kit import Cli
 
 import tierfall
-from tests.steps import blank, files_below, state_of, steps_on
+from tests.steps import steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.config import load_config
@@ -43,23 +42,6 @@ def refuse_deletions(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 
 
 # pin and unpin ---------------------------------------------------------------------------------------
-
-
-def test_a_pin_protects_on_every_tier_until_it_is_taken_away(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli(disk={}, far={})
-    saved(cli, range(1, 4))
-    assert cli("pin", "1").out == "pinned 1@1 on disk, far\n"
-    assert cli.json("pin", "1@1")["done"] == ["disk", "far"]
-    assert pinned(cli) == [1]
-    cli.configure(make_cli(disk={"retain": {"last": 1}}, far={"retain": {"last": 1}}).config)
-    cli("prune")
-    assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([1, 3], [1, 3])
-    assert cli("unpin", "1").out == "unpinned 1@1 on disk, far\n"
-    assert pinned(cli) == []
-    cli("prune")
-    assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([3], [3])
 
 
 def test_a_pin_and_an_unpin_reach_into_memory(make_cli: MakeCli, saved: Saved) -> None:
@@ -109,53 +91,6 @@ def test_a_pin_that_comes_too_late_claims_nothing(
 # rm --------------------------------------------------------------------------------------------------
 
 
-def test_rm_takes_a_step_from_every_tier_and_from_memory(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path, memory: Path
-) -> None:
-    cli = make_cli(disk={}, far={}, host={"on_close": "keep"})
-    saved(cli, [1, 2])
-    assert cli("rm", "1").out == "deleted 1@1 on host, disk, far\n"
-    assert cli.steps() == {"2@1": {"host": "sealed", "disk": "committed", "far": "committed"}}
-    assert not list(tmp_path.glob("*/run/step-00000001-*"))
-    cli("rm", "2@1", "--yes", "--even-the-last")
-    assert cli.steps() == {}
-    assert not list(memory.rglob("*.arena")), "memory without an image is given back"
-    assert cli("drain").out == "run run: nothing is in host memory\n"
-
-
-def test_rm_leaves_files_of_others_alone(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
-    cli = make_cli()
-    saved(cli, [1, 2])
-    mine = tmp_path / "disk" / "run" / "step-00000001-a0001" / "notes.txt"
-    mine.write_text("mine")
-    cli("rm", "1")
-    assert [path.name for path in mine.parent.iterdir()] == ["notes.txt"]
-
-
-def test_a_pinned_step_is_not_deleted(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
-    cli = make_cli()
-    saved(cli, [1, 2])
-    cli("pin", "1")
-    before = files_below(tmp_path)
-    assert "tierfall unpin 1@1" in cli("rm", "1", "--yes", code=1).err
-    assert files_below(tmp_path) == before
-
-
-def test_the_newest_step_is_deleted_only_on_demand(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli()
-    saved(cli, [1, 2])
-    before = files_below(tmp_path)
-    answer = cli("rm", "2", code=1)
-    assert "newest step that can be restored; the next is 1@1" in answer.err
-    assert "--yes" in answer.err
-    assert files_below(tmp_path) == before
-    assert cli("rm", "2", "--yes").out == "deleted 2@1 on disk\n"
-    assert (tmp_path / "disk" / "run" / "latest").read_text() == "step-00000001-a0001\n"
-    assert "no step is left" in cli("rm", "1", code=1).err
-
-
 @pytest.mark.parametrize(("typed", "left"), [("y", [1]), ("n", [1, 2]), ("", [1, 2])])
 def test_a_person_at_a_terminal_is_asked(
     make_cli: MakeCli,
@@ -173,18 +108,6 @@ def test_a_person_at_a_terminal_is_asked(
     answer = cli("rm", "2", input=typed + "\n", code=0 if typed == "y" else 1)
     assert "Delete it?" in answer.out
     assert steps_on(tmp_path / "disk") == left
-
-
-def test_an_older_step_is_deleted_by_a_newest_that_is_damaged(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    """What counts as the newest is what a restore would take."""
-    cli = make_cli()
-    saved(cli, [1, 2])
-    flip(tmp_path / "disk" / "run" / "step-00000002-a0001" / "commit.json", 40)
-    assert "no step is left that can be restored" in cli("rm", "1", code=1).err
-    assert cli("rm", "2").out == "deleted 2@1 on disk\n"
-    assert cli.steps() == {"1@1": {"disk": "committed"}}
 
 
 def test_what_is_left_of_a_deletion_is_reported_per_tier(
@@ -219,43 +142,6 @@ def test_a_tier_that_is_away_keeps_its_copy_and_that_is_reported(
 # prune -----------------------------------------------------------------------------------------------
 
 
-def drops(document: dict[str, Any]) -> list[tuple[str, int, str]]:
-    return [
-        (d["tier"], d["step"], d["reason"]) for d in document["decisions"] if d["verdict"] == "drop"
-    ]
-
-
-def test_prune_does_what_the_dry_run_reported(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli(disk={}, far={"flush": {"every": 2}})
-    saved(cli, range(1, 7))
-    cli("pin", "2")
-    cli.configure(
-        make_cli(
-            disk={"retain": {"last": 2}}, far={"flush": {"every": 2}, "retain": {"last": 1}}
-        ).config
-    )
-    before = files_below(tmp_path)
-    planned = cli.json("prune", "--dry-run")
-    assert planned["dry_run"]
-    assert drops(planned) == [
-        *(("disk", step, "no rule keeps it (last 2)") for step in (1, 3, 4)),
-        ("far", 4, "no rule keeps it (last 1)"),
-    ]
-    assert all(d["bytes"] > 80_000 and not d["dropped"] for d in planned["decisions"])
-    assert files_below(tmp_path) == before
-    text = cli("prune", "--dry-run").out
-    assert "drop  no rule keeps it (last 2)" in text
-    assert "keep  pinned" in text
-    assert "4 of 9 copies would be dropped" in text
-    done = cli.json("prune")
-    assert drops(done) == drops(planned)
-    assert {d["step"] for d in done["decisions"] if d["dropped"]} == {1, 3, 4}
-    assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([2, 5, 6], [2, 6])
-    assert cli("prune").out.endswith("0 of 5 copies dropped, 0 B\n")
-
-
 def test_prune_takes_no_attempt_flushes_nothing_and_collects_nothing(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:
@@ -278,21 +164,6 @@ def test_prune_takes_no_attempt_flushes_nothing_and_collects_nothing(
     )
 
 
-def test_a_copy_that_another_tier_waits_for_is_not_pruned(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    """A person pins nothing here: far is owed step 2 and could get it from nowhere else."""
-    cli = make_cli(disk={})
-    saved(cli, range(1, 4))
-    cli.configure(make_cli(disk={"retain": {"last": 1}}, far={"flush": {"every": 2}}).config)
-    (tmp_path / "far").mkdir()
-    planned = cli.json("prune", "--dry-run")
-    reasons = {d["step"]: d["reason"] for d in planned["decisions"]}
-    assert "far is still owed" in reasons[2]
-    cli("prune")
-    assert steps_on(tmp_path / "disk") == [2, 3]
-
-
 def test_what_could_not_be_dropped_is_reported(
     make_cli: MakeCli, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,17 +176,6 @@ def test_what_could_not_be_dropped_is_reported(
     assert "0 of 3 copies dropped" in answer.out
 
 
-def test_a_tier_that_could_not_be_read_is_left_out_of_the_plan_and_reported(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli(disk={"retain": {"last": 5}}, far={"retain": {"last": 5}})
-    saved(cli, range(1, 4))
-    shutil.move(tmp_path / "far", tmp_path / "unmounted")
-    document = cli.json("prune", "--dry-run", code=1)
-    assert {d["tier"] for d in document["decisions"]} == {"disk"}
-    assert "tier far could not be read" in document["problems"][0]
-
-
 def test_a_run_of_another_node_is_warned_about(
     make_cli: MakeCli, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,15 +185,3 @@ def test_a_run_of_another_node_is_warned_about(
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     for words in (["pin", "1"], ["prune"]):
         assert "whether its trainer is alive" in cli(*words).err
-
-
-def test_after_an_order_the_run_goes_on(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
-    cli = make_cli()
-    saved(cli, [1, 2])
-    cli("rm", "2", "--yes")
-    with tierfall.open(cli.config) as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert report.step == 1
-        ckpt.save(2, state_of(2), block=True)
-    assert cli.steps() == {"1@1": {"disk": "committed"}, "2@2": {"disk": "committed"}}

@@ -14,7 +14,7 @@ import pytest
 from cli_kit import Cli, flip, save_on_two_nodes
 
 import tierfall
-from tests.steps import blank, files_below, state_of, steps_on
+from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
 from tierfall.core.format.records import Attempt, Mark
@@ -118,16 +118,6 @@ def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
     assert (files_below(tmp_path / "far"), files_below(folder(tmp_path / "disk", 2))) == others
 
 
-def test_a_raw_copy_is_what_it_was_byte_for_byte(cli: Cli, tmp_path: Path) -> None:
-    before = files_below(tmp_path / "disk")
-    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000)):
-        flip(folder(tmp_path / "disk") / file, offset)
-    answer = cli("verify", "1", "--tier", "disk", "--repair")
-    assert "repaired disk 1@1: rewritten from far\n" in answer.out
-    assert "nothing is damaged" in answer.out
-    assert files_below(tmp_path / "disk") == before
-
-
 @pytest.mark.parametrize("far", ["there", "damaged"])
 def test_what_the_tier_is_still_owed_stands_in_the_record_that_is_written_anew(
     cli: Cli, tmp_path: Path, far: str
@@ -141,39 +131,6 @@ def test_what_the_tier_is_still_owed_stands_in_the_record_that_is_written_anew(
     (repair, *_) = cli.json("verify", "--tier", "disk", "--repair")["repairs"]
     assert repair["done"]
     assert store_of(tmp_path / "disk").read_commit(TWO).owed == owes.owed
-
-
-def test_nothing_damaged_changes_nothing(cli: Cli, tmp_path: Path) -> None:
-    before = files_below(tmp_path)
-    assert cli.json("verify", "--repair")["repairs"] == []
-    assert files_below(tmp_path) == before
-
-
-def test_two_raw_copies_damaged_in_different_places_mend_each_other(
-    cli: Cli, tmp_path: Path
-) -> None:
-    before = files_of_persons(tmp_path)
-    flip(folder(tmp_path / "disk") / IMAGE, 70_000)
-    flip(folder(tmp_path / "far") / IMAGE, -1)
-    advice = {one["tier"]: one["advice"] for one in cli.json("verify", code=1)["damage"]}
-    for tier, other in (("disk", "far"), ("far", "disk")):
-        repair = f"tierfall verify 1@1 --tier {tier} --repair"
-        assert advice[tier] == f"restores read this part from {other}; to repair it: {repair}"
-    assert [repair["done"] for repair in cli.json("verify", "--repair")["repairs"]] == [True, True]
-    assert files_of_persons(tmp_path) == before
-
-
-def test_damage_in_every_copy_is_reported_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
-    for tier in ("disk", "far"):
-        flip(folder(tmp_path / tier) / IMAGE, -1)
-    before = files_of_persons(tmp_path)
-    answer = cli("verify", "--repair", code=1)
-    assert "not repaired: disk 1@1: chunk 2 is damaged in every copy" in answer.err
-    assert "not repaired: far 1@1: " in answer.err
-    assert files_of_persons(tmp_path) == before
-    document = cli.json("verify", "--repair", code=1)
-    assert [repair["done"] for repair in document["repairs"]] == [False, False]
-    assert {one["tier"] for one in document["damage"]} == {"disk", "far"}
 
 
 def test_every_commit_record_damaged_is_past_repair(cli: Cli, tmp_path: Path) -> None:
@@ -286,20 +243,6 @@ def test_a_damaged_mark_is_taken_from_another_tier_or_written_anew(
         flip(folder(tmp_path / tier) / "marks" / "pin", 40)
     cli("verify", "--repair")
     assert cli.json("show", "1")["pinned"]
-
-
-def test_records_of_attempts_and_latest_are_written_anew(cli: Cli, tmp_path: Path) -> None:
-    before = files_below(tmp_path)
-    flip(tmp_path / "disk/run/attempts/a0001.json", 40)
-    (tmp_path / "far/run/latest").write_text("step-00000009-a0001\n")
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    document = cli.json("verify", "--repair")
-    assert {(one["tier"], one["file"]): one["why"] for one in document["repairs"]} == {
-        ("disk", "attempts/a0001.json"): "rewritten from far",
-        ("far", "latest"): "names 2@1",
-        ("disk", None): "rewritten from far",
-    }
-    assert files_below(tmp_path) == before
 
 
 def test_a_record_of_an_attempt_that_no_tier_has_whole_is_reported(
@@ -546,15 +489,3 @@ def test_a_tier_that_fails_while_it_is_looked_at_is_reported(
     document = cli.json("verify", "--repair", code=1)
     assert [one["place"] for one in document["unread"]] == ["disk", "far"]
     assert document["repairs"] == []
-
-
-def test_beside_a_living_trainer_nothing_is_repaired(cli: Cli, tmp_path: Path) -> None:
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    with tierfall.open(cli.config) as ckpt:
-        ckpt.restore(blank())
-        before = files_below(tmp_path)
-        answer = cli("verify", "--repair", code=1)
-        assert "a trainer owns run 'run'" in answer.err
-        assert (answer.out, answer.err.count("\n")) == ("", 1)
-        assert files_below(tmp_path) == before
-    cli("verify", "--repair")

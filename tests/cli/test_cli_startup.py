@@ -110,13 +110,6 @@ def test_a_file_that_cannot_be_read_completes_nothing_and_prints_nothing(
         assert offered.strip() == ""
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_is_printed(shell: str) -> None:
-    printed, modules = modules_of(_TIERFALL_COMPLETE=f"source_{shell}")
-    assert f"_TIERFALL_COMPLETE=complete_{shell}" in printed
-    assert modules & HEAVY == set()
-
-
 def test_importing_the_package_imports_no_torch_until_a_name_is_used() -> None:
     look = "assert ('torch' in sys.modules) is"
     program = f"import sys, tierfall; dir(tierfall); {look} False; tierfall.open; {look} True"

@@ -12,7 +12,7 @@ import pytest
 from cli_kit import Cli, Trainer, flip, save_on_two_nodes
 
 import tierfall
-from tests.steps import blank, files_below, state_of, steps_on, wait_until
+from tests.steps import blank, files_below, state_of, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.format.records import parse_commit
@@ -55,18 +55,6 @@ def cli(make_cli: MakeCli, saved: Saved) -> Cli:
     return cli
 
 
-def test_a_good_run_is_good_and_everything_was_read(cli: Cli, tmp_path: Path) -> None:
-    document = cli.json("verify")
-    assert [(c["step"], c["tier"], c["good"], c["chunks"]) for c in document["copies"]] == [
-        *((step, "disk", True, 3) for step in (1, 2)),
-        *((step, "far", True, 3) for step in (1, 2)),
-    ]
-    images = [path.stat().st_size for path in tmp_path.rglob(IMAGE)]
-    assert document["bytes"] == sum(images) > 4 * 80_000
-    assert (document["damage"], document["unread"], document["notes"]) == ([], [], [])
-    assert "4 of 4 copies are good" in cli("verify").out
-
-
 @pytest.mark.parametrize(
     ("file", "offset", "chunk"),
     [
@@ -88,27 +76,6 @@ def test_one_flipped_bit_is_found_in_every_kind_of_file(
     assert (found["file"], found["chunk"]) == (file, chunk)
     good = {(c["step"], c["tier"]): c["good"] for c in cli.json("verify", code=1)["copies"]}
     assert good == {(1, "disk"): False, (2, "disk"): True, (1, "far"): True, (2, "far"): True}
-
-
-def test_what_is_advised_repairs(cli: Cli, tmp_path: Path) -> None:
-    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000), ("marks/pin", 40)):
-        flip(folder(tmp_path / "disk") / file, offset)
-        (found,) = damage(cli)
-        command = found["advice"].rpartition(": tierfall ")[2]
-        assert command == "verify 1@1 --tier disk --repair"
-        cli(*command.split())
-        cli("verify")
-    assert steps_on(tmp_path / "disk") == [1, 2]
-
-
-def test_damage_in_every_copy_is_reported_to_be_past_repair(cli: Cli, tmp_path: Path) -> None:
-    for tier in ("disk", "far"):
-        flip(folder(tmp_path / tier) / IMAGE, -1)
-    found = damage(cli)
-    assert [one["tier"] for one in found] == ["disk", "far"]
-    assert all("no good copy of it is left" in one["advice"] for one in found)
-    (alone,) = damage(cli, "--tier", "disk")
-    assert "other tiers hold it too" in alone["advice"]
 
 
 def test_no_deletion_is_advised_while_a_tier_that_may_hold_a_good_copy_is_unread(
@@ -141,23 +108,6 @@ def test_no_deletion_is_advised_while_another_copy_could_not_be_read(
     monkeypatch.setattr(StoredTier, "read_into", fail)
     (found,) = damage(cli)
     assert "far could not be read and may hold one" in found["advice"]
-
-
-@pytest.mark.parametrize("file", [MANIFEST, IMAGE])
-def test_a_missing_file_is_found(cli: Cli, tmp_path: Path, file: str) -> None:
-    (folder(tmp_path / "far") / file).unlink()
-    (found,) = damage(cli)
-    assert (found["file"], found["problem"]) == (file, "it is missing")
-
-
-@pytest.mark.parametrize("change", [-1, -70_000, 1, 4096])
-def test_an_image_of_another_length_is_found(cli: Cli, tmp_path: Path, change: int) -> None:
-    path = folder(tmp_path / "far") / IMAGE
-    data = path.read_bytes()
-    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
-    found = damage(cli)
-    assert {one["file"] for one in found} == {IMAGE}
-    assert f"it has {len(data) + change} bytes" in found[0]["problem"]
 
 
 def test_a_longer_image_is_found_even_where_the_commit_record_is_damaged(
@@ -214,54 +164,6 @@ def test_a_copy_is_compared_with_each_part_of_its_checkpoint(tmp_path: Path) -> 
     ]
     assert [finding.tier for finding in contradictions(copies)] == ["pfs"]
     assert "than that on nvme" in contradictions(copies)[0].problem
-
-
-def test_the_record_of_an_attempt_is_checked_and_so_is_latest(cli: Cli, tmp_path: Path) -> None:
-    flip(tmp_path / "disk" / "run" / "attempts" / "a0001.json", 40)
-    (tmp_path / "far" / "run" / "latest").write_text("step-00000009-a0001\n")
-    found = {one["tier"]: one for one in damage(cli)}
-    assert found["disk"]["file"] == "attempts/a0001.json"
-    assert (found["far"]["file"], found["far"]["step"]) == ("latest", None)
-    assert "9@1" in found["far"]["problem"]
-    assert cli.json("verify", "2")["ok"], "it belongs to no step"
-
-
-def test_only_what_was_asked_for_is_read(cli: Cli, tmp_path: Path) -> None:
-    flip(folder(tmp_path / "disk", 1) / IMAGE, -1)
-    for words, count in (
-        (["2"], 2),
-        (["2@1"], 2),
-        (["--tier", "far"], 2),
-        (["1", "--tier", "far"], 1),
-    ):
-        assert len(cli.json("verify", *words)["copies"]) == count
-    assert len(damage(cli, "1")) == 1
-    assert "disk, far" in cli("verify", "--tier", "nvme", code=2).err
-    assert "is not there" in cli("verify", "1", "--tier", "host", code=1).err
-
-
-def test_a_tier_that_could_not_be_read_is_no_damage_and_no_success(
-    cli: Cli, tmp_path: Path
-) -> None:
-    shutil.move(tmp_path / "far", tmp_path / "unmounted")
-    document = cli.json("verify", code=1)
-    assert [one["place"] for one in document["unread"]] == ["far"]
-    assert document["damage"] == []
-    assert len(document["copies"]) == 2
-    cli("verify", "--tier", "disk")
-
-
-def test_files_of_others_and_unfinished_copies_are_noted_and_no_damage(
-    cli: Cli, tmp_path: Path
-) -> None:
-    disk = tmp_path / "disk"
-    (folder(disk) / "README").write_text("mine")
-    shutil.copytree(folder(disk), folder(disk, 3))
-    (folder(disk, 3) / "commit.json").unlink()
-    notes = cli.json("verify")["notes"]
-    assert len(notes) == 2
-    assert any("README" in note for note in notes)
-    assert any("3@1: unfinished" in note for note in notes)
 
 
 @pytest.mark.parametrize("when", ["files", "read_manifest", "read_into"])
@@ -370,22 +272,6 @@ def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
 
 def marks_of_damage(root: Path) -> list[Path]:
     return list(root.rglob("marks/damaged-*"))
-
-
-def test_what_was_found_is_known_to_ls_and_costs_no_good_copy(
-    make_cli: MakeCli, saved: Saved, tmp_path: Path
-) -> None:
-    cli = make_cli(disk={})
-    saved(cli, range(1, 4))
-    flip(folder(tmp_path / "disk", 3) / IMAGE, 66_000)
-    damage(cli)
-    listed = cli("ls", code=1)
-    assert "3@1 is damaged on tier disk" in listed.err
-    assert "bytes 65536 to" in listed.err
-    cli.config["tiers"][1]["retain"] = {"last": 1}
-    cli.configure(cli.config)
-    cli("prune", code=-1)
-    assert [folder(tmp_path / "disk", step).exists() for step in (1, 2)] == [False, True]
 
 
 def test_the_next_start_takes_it_for_damage_and_repairs_it(cli: Cli, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 from cli_kit import Cli, Trainer
 
 import tierfall
-from tests import forked
 from tests.steps import state_of, wait_until
 from tierfall.core.format import documents
 from tierfall.telemetry import status
@@ -57,43 +56,6 @@ def steps_of(document: dict[str, Any]) -> dict[int, dict[str, str]]:
 
 
 # A trainer that lives --------------------------------------------------------------------------------
-
-
-def test_a_living_trainer_is_shown_as_it_says_it_is(
-    make_cli: MakeCli, train: Train, memory: Path
-) -> None:
-    cli = make_cli(disk={"capacity": "1GiB"}, far={"flush": {"every": 2}})
-    trainer = train(cli)
-    for step in (1, 2):
-        trainer.tell(f"save {step}")
-    found = says(cli, lambda d: steps_of(d).get(2, {}).get("far") == "committed", "step 2 is far")
-    (slot,) = found["slots"]
-    assert slot["alive"]
-    assert (slot["pid"], slot["rank"], slot["world_size"]) == (trainer.pid, 0, 1)
-    assert slot["age_s"] < 10
-    assert found["owner"]["pid"] == trainer.pid
-    assert steps_of(found)[1] == {"host": "sealed", "disk": "committed"}
-    tiers = {tier["name"]: tier for tier in found["tiers"]}
-    assert tiers["disk"]["capacity_bytes"] == 1 << 30
-    assert tiers["disk"]["used_bytes"] > 2 * 80_000
-    assert (tiers["disk"]["checkpoints"], tiers["far"]["checkpoints"]) == (2, 1)
-    assert tiers["host"]["capacity_bytes"] >= tiers["host"]["used_bytes"] > 0
-    assert found["newest"] == {"process": 2, "node": None, "site": None}
-    assert found["loss_bound"]["process"]["steps_lost"] == 0
-    assert found["loss_bound"]["process"]["tier"] == "host"
-    kinds = [event["kind"] for event in found["events"]]
-    assert {"captured", "committed"} <= set(kinds)
-    assert (found["ok"], found["transfers"]) == (True, [])
-    listed = cli.json("ls")["loss_bound"]
-    assert listed["process"] == found["loss_bound"]["process"], "ls says what the trainer says"
-    assert listed["node"] == found["loss_bound"]["node"]
-    assert re.search(r"of the process, 2@1 on host, .*\b0 steps.* lost; of the node", cli("ls").out)
-    out = cli("watch", "--once").out
-    assert f"run run: trained by process {trainer.pid} on " in out
-    assert "survives the loss of the process, 2@1 on host" in out
-    assert "2@1  sealed  committed  committed" in out
-    trainer.close()
-    assert not status_file(memory).exists(), "who closed its run says nothing any more"
 
 
 def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> None:
@@ -182,47 +144,6 @@ def test_a_dead_trainers_status_is_reported_to_be_so_with_its_age(
     assert "arriving" not in out
 
 
-def test_without_any_trainer_the_tiers_are_listed(
-    make_cli: MakeCli, saved: Callable[..., None]
-) -> None:
-    cli = make_cli(disk={}, far={"flush": {"every": 2}})
-    saved(cli, (1, 2, 3))
-    found = cli.json("watch", "--once")
-    assert found["owner"] is None
-    assert [slot["status"] for slot in found["slots"] if "status" in slot] == []
-    assert steps_of(found) == {
-        1: {"disk": "committed"},
-        2: {"disk": "committed", "far": "committed"},
-        3: {"disk": "committed"},
-    }
-    assert found["newest"]["process"] == 3
-    assert "no trainer is alive on this machine" in cli("watch", "--once").out
-
-
-def test_a_tier_that_cannot_be_read_is_reported(
-    make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
-) -> None:
-    cli = make_cli(disk={}, far={})
-    saved(cli, (1,))
-    (tmp_path / "far").rename(tmp_path / "gone")
-    answer = cli("watch", "--once", code=1)
-    assert "tier far" in answer.err
-    assert "1@1  -     committed" in answer.out
-
-
-def test_events_of_a_run_that_ended_come_from_its_log(
-    make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
-) -> None:
-    cli = make_cli(events=str(tmp_path / "events.jsonl"))
-    saved(cli, (1, 2))
-    with (tmp_path / "events.jsonl").open("ab") as log:
-        log.write(b'{"torn')
-    kinds = [event["kind"] for event in cli.json("watch", "--once")["events"]]
-    assert kinds[-1] == "closed"
-    assert len(kinds) == 10
-    assert " closed" in cli("watch", "--once").out
-
-
 # What is not to be believed --------------------------------------------------------------------------
 
 
@@ -265,38 +186,6 @@ def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: 
     train(cli)
     says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
     assert status_file(memory).stat().st_mode & 0o077 == 0
-
-
-# Frames ----------------------------------------------------------------------------------------------
-
-
-def test_each_frame_is_one_document_until_it_is_interrupted(
-    make_cli: MakeCli, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cli = make_cli()
-    trainer = train(cli)
-    monkeypatch.setenv("TIERFALL_CONFIG", str(cli.path))
-    process = forked.start(["-m", "tierfall", "watch", "--json", "--every", "100ms"])
-    try:
-        first = json.loads(process.stdout.readline())
-        trainer.tell("save 1")
-        while line := process.stdout.readline():
-            frame = json.loads(line)
-            assert frame["ok"]
-            if steps_of(frame).get(1, {}).get("disk") == "committed":
-                break
-        assert frame["wall_time_s"] > first["wall_time_s"]
-        process.send_signal(2)
-        assert process.wait(30) == 0, "an interrupt is how it ends"
-    finally:
-        process.kill()
-        process.wait()
-        process.close()
-
-
-@pytest.mark.parametrize("every", ["0s", "10ms", "soon"])
-def test_a_frame_comes_not_too_often(make_cli: MakeCli, every: str) -> None:
-    assert "--every" in make_cli()("watch", "--every", every, code=2).err
 
 
 # For Prometheus --------------------------------------------------------------------------------------

@@ -168,33 +168,6 @@ def relaunched(folder: str, **changes: Any) -> Any:
     return found
 
 
-def meet_stall(folder: str, **changes: Any) -> Any:
-    """Save while rank 0 stands still, and say how long each call took; go on once it is back."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        ckpt.save(1, make_state(1, own())).wait("pfs", 30)
-        ready(folder)
-        if RANK == 0:
-            while not Path(folder, "saved").exists():
-                time.sleep(0.01)
-            handle = ckpt.save(2, make_state(2, own()))
-            handle.wait("pfs", 30)
-            return {"outcome": program.outcome_of(handle)}
-        while not Path(folder, "stalled").exists():
-            time.sleep(0.01)
-        began = time.monotonic()
-        handle = ckpt.save(2, make_state(2, own()))
-        ckpt.wait_captured()
-        took = time.monotonic() - began
-        try:
-            handle.wait("pfs", 1.0)
-            said = "it is there"
-        except TimeoutError as error:
-            said = str(error)
-        waited = time.monotonic() - began - took
-        Path(folder, "saved").touch()
-        return {"took": took, "said": said, "waited": waited, "outcome": program.outcome_of(handle)}
-
-
 def give_up_on_stall(folder: str, call: str, **changes: Any) -> Any:
     """Rank 0 stands still for good: say how long a call takes to end, and what it says."""
     ckpt = tierfall.open(program.config(folder, **changes))

@@ -139,17 +139,6 @@ def go_on(folder: str, saved: str, **changes: Any) -> None:
         time.sleep(600)
 
 
-def stand_by(folder: str, **changes: Any) -> None:
-    """Restore, save nothing, and wait to be killed once peer memory has that checkpoint on all nodes again."""
-    dist.init_process_group("gloo")
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        restored = ckpt.restore(make_state(0))
-        assert restored is not None
-        wait_until(lambda: has_again(ckpt, restored.step))
-        Path(folder, f"ready-{RANK}").touch()
-        time.sleep(600)
-
-
 def save_and_note(
     folder: str,
     steps: list[int],

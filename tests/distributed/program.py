@@ -92,29 +92,6 @@ def finish(folder: str, steps: list[int], **changes: Any) -> None:
             ckpt.wait_captured()
 
 
-def fail(folder: str, last: list[int], apart: bool, **changes: Any) -> float:
-    """Save up to step ``last`` of this rank, and fail; rank 0 does not notice before the others have left, if they fail
-    ``apart``. Return how many seconds ``close`` took."""
-    settings = config(folder, interval={"every": 1}, **changes)
-    began_s = 0.0
-    try:
-        with tierfall.open(settings) as ckpt:
-            ckpt.restore(make_state(0))
-            for step in range(1, last[RANK] + 1):
-                ckpt.maybe_save(step, make_state(step))
-                ckpt.wait_captured()
-            Path(folder, f"saved-{RANK}").touch()
-            awaited = "left-1" if apart and RANK == 0 else "saved-1"
-            while not Path(folder, awaited).exists():
-                time.sleep(0.01)
-            began_s = time.monotonic()
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        took_s = time.monotonic() - began_s
-        Path(folder, f"left-{RANK}").touch()
-        return took_s
-
-
 def restore(folder: str, **changes: Any) -> Any:
     """Restore the newest, say from where, and whether it is bit for bit what this rank saved."""
     with tierfall.open(config(folder, **changes)) as ckpt:
@@ -141,37 +118,6 @@ def die(folder: str, steps: list[int], when: str, **changes: Any) -> Any:
             handle.wait(when, 20)
     Path(folder, f"ready-{RANK}").touch()
     time.sleep(600)
-
-
-def save_alone(folder: str, only: int, **changes: Any) -> Any:
-    """One rank saves a step that the others do not; then all save the same until one is through."""
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        said = None
-        if only == RANK:
-            handle = ckpt.save(1, make_state(1))
-            said = outcome_of(handle)
-            Path(folder, "said").touch()
-        while not Path(folder, "said").exists():  # step 2 is not to be late, too
-            time.sleep(0.05)
-        for step in range(2, 9):
-            outcome, _ = outcome_of(ckpt.save(step, make_state(step)))
-            if outcome == "saved":
-                break
-        return {"said": said, "steps": [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]}
-
-
-def bad_state(folder: str, bad: int, **changes: Any) -> Any:
-    """One rank's state cannot be saved at step 1; all save step 2."""
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        state = make_state(1)
-        if bad == RANK:
-            state["extra"]["function"] = main
-        try:
-            said = outcome_of(ckpt.save(1, state))
-        except tierfall.errors.CaptureError as error:
-            said = ["raised", str(error)]
-        ckpt.save(2, make_state(2)).wait("pfs", 20)
-        return {"said": said, "steps": [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]}
 
 
 def refused(folder: str, full: int, **changes: Any) -> Any:

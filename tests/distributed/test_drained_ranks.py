@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.distributed.job import Job
 from tests.forked import Forked, server_of
@@ -77,34 +74,3 @@ def test_one_node_commits_whole_checkpoints_and_gives_the_memory_back(
         assert (tmp_path / tier / "many/latest").read_text().strip() == STEP.partition("/")[2]
     restored = make_job(2).run("restore")
     assert restored == [{"step": 2, "good": True, "tiers": ["nvme"]}] * 2
-
-
-@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.torture)])
-def test_each_node_brings_its_parts_and_the_last_one_commits(
-    make_job: MakeJob, tmp_path: Path, at_once: bool
-) -> None:
-    kill_with_all_in_memory(make_job(2, TWO_NODES), tmp_path, shared=False)
-    if at_once:
-        both = [start_drain(tmp_path, node, shared=False) for node in (0, 1)]
-        documents = [ended(process) for process in both]
-        assert [document["code"] for document in documents] == [0, 0], documents
-    else:
-        first = ended(start_drain(tmp_path, 0, max_wait="2s", shared=False))
-        assert (first["code"], first["memory_kept"]) == (1, True), first
-        assert moved(first, "left") == {(step, "pfs") for step in (1, 2)}
-        assert list((tmp_path / "pfs" / STEP).glob("rank-*.json")), "it has brought its part"
-        assert not (tmp_path / "pfs" / STEP / "commit.json").exists(), "one part is no checkpoint"
-        assert list((tmp_path / "memory-0").rglob("*.arena")), "they are still needed"
-        last = ended(start_drain(tmp_path, 1, shared=False))
-        assert (last["code"], last["memory_kept"]) == (0, False), last
-        assert moved(last) == {(step, tier) for step in (1, 2) for tier in ("nvme", "pfs")}
-        again = ended(start_drain(tmp_path, 0, shared=False))
-        assert (again["code"], again["memory_kept"]) == (0, False), again
-    record = json.loads((tmp_path / "pfs" / STEP / "commit.json").read_text())
-    assert len([f for f in record["files"] if f["name"].endswith(".safetensors")]) == 2
-    assert not list(tmp_path.rglob("*.arena"))
-    if at_once:  # the disks of the nodes hold their parts; without them, the shared one holds all
-        shutil.rmtree(tmp_path / "nvme-1")
-    restored = make_job(2, TWO_NODES).run("restore")
-    tiers = ["nvme", "pfs" if at_once else "nvme"]
-    assert restored == [{"step": 2, "good": True, "tiers": [tier]} for tier in tiers]

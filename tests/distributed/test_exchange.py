@@ -119,20 +119,6 @@ def test_what_lies_on_another_node_only_is_read_there_and_sent(
 
 
 @pytest.mark.torture
-def test_a_node_without_its_disk_gets_from_the_disk_of_another(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    each_its_own = {"shared": False}  # one node's images do not tell whether others see the disk
-    job(4, ONE_NODE).run("save", nvme=each_its_own)
-    remove(tmp_path, "pfs")
-    answers = job(4, TWO_NODES).run("restore", nvme=each_its_own)
-    all_good(answers)
-    assert [bool(answer["read"]) for answer in answers] == [True, True, False, False]
-    # A rank without its own part asks for that header first, and for all others once it does not fit.
-    assert read(answers, "nvme") <= WHOLE + 10 * HEADER
-
-
-@pytest.mark.torture
 def test_the_disk_of_another_node_goes_before_the_slower_tier(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -142,18 +128,6 @@ def test_the_disk_of_another_node_goes_before_the_slower_tier(
     # Its own header a rank reads where it can, before it knows of the others.
     assert read(answers, "pfs") <= 4 * HEADER
     assert {tier for answer in answers for tier, _, _ in answer["got"]} == {"nvme"}
-
-
-@pytest.mark.torture
-def test_a_replaced_node_reads_the_shared_tier_and_the_others_their_disks(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job(4, TWO_NODES).run("save")
-    remove(tmp_path, "nvme-1")
-    answers = job(4, TWO_NODES).run("restore", mine=True)
-    all_good(answers)
-    assert [list(answer["read"]) for answer in answers] == [["nvme"]] * 2 + [["pfs"]] * 2
-    assert not any(answer["got"] for answer in answers), "each its own image: nothing is handed on"
 
 
 @pytest.mark.torture

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.job import Job, stopped, wait_for
+from tests.distributed.job import stopped, wait_for
 from tests.distributed.peer_jobs import (
     NODES,
     PROGRAM,
-    STORED,
     MakeJob,
     check_resumed,
     lose,
@@ -26,49 +25,6 @@ PAIRS = list(combinations(NODES, 2))
 SEED = 21
 QUICK = Random(SEED).sample(PAIRS, 2)
 TWO = {"copies": 2}
-
-
-class RackJob(Job):
-    """Its nodes have names, and are in racks by a file of labels, which each has in a place of its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for node in NODES:
-            labels = "".join(f"tux{node} {'ab'[node % 2]}\n" for node in NODES)
-            (self.folder / f"racks-{node}").write_text(labels)
-
-    def launcher(self, rank: int) -> dict[str, str]:
-        return {**super().launcher(rank), "SLURMD_NODENAME": f"tux{rank}"}
-
-
-@pytest.mark.parametrize(
-    "lost",
-    [pair if pair in QUICK else pytest.param(pair, marks=pytest.mark.torture) for pair in PAIRS],
-)
-def test_any_two_of_four_nodes_are_lost(
-    make_job: MakeJob, tmp_path: Path, lost: tuple[int, int]
-) -> None:
-    train(make_job, peers=TWO)
-    for node in lost:
-        lose(tmp_path, node)
-    fewer = (
-        {"copies": 1} if lost == QUICK[0] else TWO
-    )  # what is kept from before is found all the same
-    check_resumed(run_again(make_job, peers=fewer), step=3)
-
-
-def test_a_rack_is_lost(tmp_path: Path) -> None:
-    """By nodes alone, its two would keep each other's images."""
-    rack = {"spread": "rack", "domains": str(tmp_path / "racks-{node}")}
-    job = RackJob(tmp_path, 4, NODES, program=PROGRAM)
-    try:
-        job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, peers=rack).wait_ready()
-    finally:
-        job.kill()
-    for node in (0, 2):
-        lose(tmp_path, node)
-    again = RackJob(tmp_path, 4, NODES, program=PROGRAM)
-    check_resumed(again.run("resume", peers=rack), step=3)
 
 
 def test_a_copy_with_flipped_bytes_is_not_used(make_job: MakeJob, tmp_path: Path) -> None:
@@ -97,24 +53,6 @@ def test_a_copy_with_flipped_bytes_is_not_used(make_job: MakeJob, tmp_path: Path
     assert [(answer.get("step"), answer.get("good")) for answer in answers] == [(2, True)] * 4
     assert "step 3" in skipped(answers)
     assert "digest" in skipped(answers)
-
-
-def test_memory_of_an_older_start_is_not_taken_for_the_newer(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    """A node is lost, and comes back with what it had: the steps after that are restored from the others."""
-    train(make_job, peers=TWO)
-    for kept in ("memory", "peers"):
-        shutil.copytree(tmp_path / f"{kept}-1", tmp_path / f"older-{kept}")
-    lose(tmp_path, 1)
-    job = make_job(4, NODES, program=PROGRAM).start("train", steps=[4], peers=TWO)
-    job.wait_ready()
-    job.kill()
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-1")
-        (tmp_path / f"older-{kept}").rename(tmp_path / f"{kept}-1")
-    lose(tmp_path, 2)
-    check_resumed(run_again(make_job, peers=TWO), step=4)
 
 
 def test_a_node_that_stands_still_in_a_transfer_is_waited_for_by_its_copies_alone(

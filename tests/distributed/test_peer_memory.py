@@ -21,26 +21,6 @@ PROGRAM = ROOT / "tests/distributed/peers_program.py"
 LONG = pytest.mark.torture
 
 
-@pytest.mark.parametrize("lost", [0, *(pytest.param(node, marks=LONG) for node in (1, 2, 3))])
-def test_one_of_four_nodes_is_lost(make_job: Callable[..., Job], tmp_path: Path, lost: int) -> None:
-    train(make_job)
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-{lost}")
-    check_resumed(run_again(make_job), step=3)
-
-
-def test_the_memory_of_two_machines_is_exchanged(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    """The ranks come to other machines than before: each finds what the others left there."""
-    train(make_job)
-    for kept in ("memory", "peers"):
-        (tmp_path / f"{kept}-1").rename(tmp_path / "aside")
-        (tmp_path / f"{kept}-2").rename(tmp_path / f"{kept}-1")
-        (tmp_path / "aside").rename(tmp_path / f"{kept}-2")
-    check_resumed(run_again(make_job), step=3)
-
-
 def test_fewer_nodes_go_on(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """A node is lost and not replaced: the others know all that it saved."""
     train(make_job)
@@ -49,17 +29,6 @@ def test_fewer_nodes_go_on(make_job: Callable[..., Job], tmp_path: Path) -> None
     answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume_any")
     assert [answer.get("step") for answer in answers] == [3] * 3, answers
     assert all(answer["good"] and "pfs" not in answer["tiers"] for answer in answers)
-
-
-def test_a_pair_that_is_lost_costs_the_steps_since_storage(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    train(make_job, pfs={"flush": {"every": 2}}, wait="pfs")
-    for node in (0, 2):  # each keeps the other's images
-        for kept in ("memory", "peers"):
-            shutil.rmtree(tmp_path / f"{kept}-{node}")
-    answers = run_again(make_job)
-    check_resumed(answers, step=2, reads="pfs")
 
 
 def test_a_node_that_is_lost_while_training_goes_on(
@@ -86,23 +55,6 @@ def test_a_node_that_is_lost_while_training_goes_on(
     for kept in ("memory", "peers"):
         shutil.rmtree(tmp_path / f"{kept}-2")
     check_resumed(run_again(make_job), step=5)
-
-
-@pytest.mark.parametrize("lost", [(1, 3), pytest.param((3, 1), marks=LONG)])
-def test_a_start_after_a_loss_makes_the_copies_again_before_it_saves(
-    make_job: Callable[..., Job], tmp_path: Path, lost: tuple[int, int]
-) -> None:
-    """Two nodes that keep each other's images are lost, one after the other."""
-    train(make_job)
-    first, second = lost
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-{first}")
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("stand_by")
-    job.wait_ready()
-    job.kill()
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-{second}")
-    check_resumed(run_again(make_job), step=3)
 
 
 def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(
@@ -150,17 +102,6 @@ def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     check_resumed(run_again(make_job), step=2)
 
 
-def test_a_clean_close_frees_the_memory_of_all_nodes(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM)
-    assert job.run("finish", steps=[1, 2], peers={"copies": 2}) == [2] * 4
-    left = [path for node in range(4) for path in (tmp_path / f"peers-{node}").rglob("rank-*")]
-    assert left == []
-    answers = run_again(make_job)
-    check_resumed(answers, step=2, reads="pfs")
-
-
 def test_what_peer_memory_alone_has_stays_at_a_clean_close(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -169,13 +110,6 @@ def test_what_peer_memory_alone_has_stays_at_a_clean_close(
     shutil.rmtree(tmp_path / "memory-1")
     shutil.rmtree(tmp_path / "peers-1")
     check_resumed(run_again(make_job), step=2)
-
-
-def test_with_one_node_the_tier_is_left_out(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    answers = make_job(2, [0, 0], program=PROGRAM).run("finish", steps=[1, 2])
-    assert answers == [2, 2]
-    assert "there is one node, so tier peers is left out" in (tmp_path / "rank-0.log").read_text()
-    assert not (tmp_path / "peers-0").exists()
 
 
 def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
@@ -190,21 +124,6 @@ def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
         answer = shown(tmp_path, "forget", "pfs", node=node)
         assert "pfs is forgotten by peers, this machine" in answer
     check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=2)
-
-
-def test_one_node_alone_does_not_begin_anew(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """It has a part of the newest checkpoint: to begin anew would abandon that, and the other nodes may come back."""
-    job = make_job(3, [0, 1, 2], program=PROGRAM)
-    job.start("train", steps=[1, 2]).wait_ready()
-    job.kill()
-    (answer,) = make_job(1, [0], program=PROGRAM).run("finish", steps=[1, 2])
-    assert answer["error"] == "RestoreError", answer
-    assert "Bring back the machines or tiers that hold the rest" in answer["text"]
-    log = (tmp_path / "rank-0.log").read_text()
-    assert "there is one node, so tier peers is only read" in log
-    assert "a restart begins anew" not in log
-    answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume")
-    check_resumed(answers, step=2)
 
 
 def test_what_a_node_keeps_is_nobody_elses_to_read(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.job import Job, stopped, wait_for
+from tests.distributed.job import Job, stopped
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 MakeJob = Callable[..., Job]
@@ -30,28 +30,6 @@ def test_a_name_used_twice_on_one_node_is_refused_to_the_second_job(
     (tmp_path / "go-on").touch()
     for answer in first.wait():
         assert answer == {"outcome": ["saved", ""], "then": None}, "the first goes on, unharmed"
-
-
-def test_a_name_used_twice_on_two_nodes_is_reported_to_both_jobs(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    first = make_job(2, [0, 0], program=PROGRAM).start("train_until_told")
-    first.wait_ready()
-    for answer in make_job(2, [7, 7], program=PROGRAM).run("reuse", how="save"):
-        assert answer["error"] == "StepError", "it has restored none of what is there"
-        assert "has checkpoints already" in answer["text"]
-        assert "choose another run name" in answer["text"]
-    (tmp_path / "go-on").touch()
-    for answer in first.wait():
-        _, said = answer[
-            "outcome"
-        ]  # sealed in memory perhaps, but it never comes to the shared tier
-        assert "attempt 1 " in said
-        assert "attempt 2 " in said
-        kind, text = answer["then"]
-        assert kind == "FencedError"
-        assert "attempt 2 " in text
-    assert not (tmp_path / "pfs/many/step-00000002-a0001/commit.json").exists()
 
 
 def test_wrong_clocks_change_nothing(make_job: MakeJob, tmp_path: Path) -> None:
@@ -73,21 +51,6 @@ def test_wrong_clocks_change_nothing(make_job: MakeJob, tmp_path: Path) -> None:
     assert (tmp_path / "pfs/many/latest").read_text() == "step-00000005-a0003\n"
 
 
-def test_saves_go_on_while_rank_0_stands_still_and_are_whole_once_it_is_back(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    job = make_job(2, program=PROGRAM).start("meet_stall", max_wait="15s")
-    job.wait_ready()
-    with stopped(job, 0):
-        (tmp_path / "stalled").touch()
-        wait_for(job, tmp_path / "saved")
-    zero, one = job.wait()
-    assert one["took"] < 3.0, "nobody waits for another at a save"
-    assert one["said"] != "it is there"
-    assert one["waited"] < 3.0, "a wait ends when it was to end"
-    assert [zero["outcome"], one["outcome"]] == [["saved", ""]] * 2
-
-
 @pytest.mark.parametrize("call", [pytest.param("restore", marks=pytest.mark.torture), "close"])
 def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
     make_job: MakeJob, tmp_path: Path, call: str
@@ -101,28 +64,6 @@ def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
     assert answer["seconds"] < 25.0
     said = " ".join(answer["said"]) + job.log(1)
     assert f"{call}: rank 1: rank 0 gave no answer within" in said
-
-
-@pytest.mark.parametrize(
-    ("apart", "last"),
-    [
-        (False, [1, 1]),
-        (False, [2, 1]),
-        (False, [1, 2]),
-        (True, [2, 1]),
-        pytest.param(True, [1, 1], marks=pytest.mark.torture),
-    ],
-)
-def test_ranks_that_fail_end_within_seconds(
-    make_job: MakeJob, last: list[int], apart: bool
-) -> None:
-    """All fail at once, or one while the others are in a collective. A step that not all have saved is given up."""
-    answers = make_job(2).run("fail", last=last, apart=apart, max_wait="60s")
-    assert all(took_s < 15.0 for took_s in answers), answers
-    if not apart:
-        assert max(answers) < 5.0, answers
-    restored = make_job(2).run("restore")
-    assert [(each["step"], each["good"]) for each in restored] == [(1, True)] * 2
 
 
 @pytest.mark.torture

@@ -60,27 +60,6 @@ def save_torch(path: Path, trained: Trained, **more: Any) -> Path:
     return path
 
 
-def save_lightning(path: Path, trained: Trained) -> Path:
-    """Write what Lightning's ``dump_checkpoint`` makes of a module with one optimizer and one scheduler."""
-    model = {f"net.{name}": tensor for name, tensor in trained.model.state_dict().items()}
-    torch.save(
-        {
-            "epoch": 2,
-            "global_step": 40,
-            "pytorch-lightning_version": "2.6.6",
-            "state_dict": model,
-            "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 3}}}},
-            "callbacks": {},
-            "optimizer_states": [trained.optimizer.state_dict()],
-            "lr_schedulers": [trained.scheduler.state_dict()],
-            "hparams_name": "kwargs",
-            "hyper_parameters": {"width": 16},
-        },
-        path,
-    )
-    return path
-
-
 def save_sharded(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 2) -> Path:
     """Write shards of safetensors with an index, as Hugging Face does."""
     import json

@@ -19,7 +19,6 @@ from tests.imports.foreign import (
     dcp_state,
     fresh,
     save_dcp,
-    save_lightning,
     save_sharded,
     save_torch,
 )
@@ -89,71 +88,6 @@ def test_shards_become_one_model_of_any_name(
     assert_same_model(found, trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_dtypes_and_shapes_stay(config: Config, tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {
-        "scalar": torch.ones((), dtype=dtype),
-        "none": torch.ones(0, 3, dtype=dtype),
-        "odd": torch.ones(3, 5, dtype=torch.uint8),
-        "many": (torch.arange(90_000) % 2).to(dtype),
-    }
-    safetensors.torch.save_file(tensors, tmp_path / "t.safetensors")
-    bring_in(config, tmp_path / "t.safetensors")
-    loaded = tierfall.load(config)["model"]
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(loaded[name], tensor)
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_torch_file_with_all_of_a_training_continues_it(
-    config: Config, tmp_path: Path, trained: Trained, legacy: bool
-) -> None:
-    state = {name: part.state_dict() for name, part in trained.parts.items()}
-    path = tmp_path / "checkpoint.pt"
-    torch.save({**state, "epoch": 3}, path, _use_new_zipfile_serialization=not legacy)
-    assert bring_in(config, path).entries == ("model", "optimizer", "scheduler", "epoch")
-    found = fresh()
-    other = {**found.parts, "epoch": 0}
-    restored(config, other)
-    assert_same_model(found, trained)
-    assert_same_optimizer(found, trained)
-    assert found.scheduler.state_dict() == trained.scheduler.state_dict()
-    assert other["epoch"] == 3
-
-
-def test_a_bare_state_dict_of_torch_becomes_the_model(
-    config: Config, tmp_path: Path, trained: Trained
-) -> None:
-    torch.save(trained.model.state_dict(), tmp_path / "model.pth")
-    assert bring_in(config, tmp_path / "model.pth").entries == ("model",)
-    found = fresh()
-    restored(config, {"model": found.model})
-    assert_same_model(found, trained)
-
-
-def test_names_of_the_file_become_those_of_the_state_by_rename(
-    config: Config, tmp_path: Path, trained: Trained
-) -> None:
-    torch.save(
-        {
-            "model_state_dict": trained.model.state_dict(),
-            "optimizer_state_dict": trained.optimizer.state_dict(),
-        },
-        tmp_path / "tutorial.pt",
-    )
-    bring_in(config, tmp_path / "tutorial.pt")
-    found = fresh()
-    restored(
-        config,
-        {"model": found.model, "optimizer": found.optimizer},
-        rename={"model_state_dict": "model", "optimizer_state_dict": "optimizer"},
-    )
-    assert_same_model(found, trained)
-    assert_same_optimizer(found, trained)
-
-
 def test_tied_weights_stay_tied(config: Config, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False))
     model[1].weight = model[0].weight
@@ -162,21 +96,6 @@ def test_tied_weights_stay_tied(config: Config, tmp_path: Path) -> None:
     loaded = tierfall.load(config)["model"]
     assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
     assert torch.equal(loaded["0.weight"], model[0].weight)
-
-
-def test_a_lightning_checkpoint_gets_the_usual_names(
-    config: Config, tmp_path: Path, trained: Trained
-) -> None:
-    bring_in(config, save_lightning(tmp_path / "epoch=2.ckpt", trained))
-    found = fresh()
-    model = torch.nn.ModuleDict({"net": found.model})
-    state = {"model": model, "optimizer": found.optimizer, "scheduler": found.scheduler}
-    restored(config, state, only=list(state))
-    assert_same_model(found, trained)
-    assert_same_optimizer(found, trained)
-    assert found.scheduler.last_epoch == trained.scheduler.last_epoch
-    rest = tierfall.load(config)["lightning"]
-    assert (rest["global_step"], rest["hyper_parameters"]) == (40, {"width": 16})
 
 
 def test_a_dcp_folder_continues_a_training_by_the_names_of_its_parameters(

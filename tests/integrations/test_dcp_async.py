@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
-from tests.integrations.dcp_help import QUIET, Renaming, copied, emptied, nested, same
+from tests.integrations.dcp_help import QUIET, Renaming, copied, nested, same
 from tierfall.core.image import segments
 from tierfall.core.types.errors import CaptureError, ConfigError
-from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
+from tierfall.integrations.dcp import LazyStager, TierWriter
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -211,17 +211,6 @@ def test_a_planner_that_changes_what_was_captured_is_refused_and_the_capture_sta
         assert tierfall.load(make_config())["w"].tolist() == [1, 1, 1]
 
 
-def test_a_state_that_cannot_be_saved_fails_the_call(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        with pytest.raises(CaptureError, match=r'state\["f"\]'):
-            dcp.async_save(
-                {"f": print},
-                storage_writer=TierWriter(ckpt, step=1),
-                async_stager=LazyStager(ckpt),
-            )
-        assert ckpt.checkpoints() == []
-
-
 def test_a_capture_that_fails_is_the_futures_to_tell(make_config: MakeConfig, held: Held) -> None:
     trainer = Trainer()
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
@@ -235,23 +224,6 @@ def test_a_capture_that_fails_is_the_futures_to_tell(make_config: MakeConfig, he
         held.free.set()
         with pytest.raises(CheckpointException, match="was changed between save"):
             result(future)
-
-
-def test_dcps_own_stager_copies_first(make_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = Trainer()
-    trainer.step()
-    with tierfall.open(make_config()) as ckpt:
-        saved = []
-        for step in (1, 2):
-            state = nested(trainer)
-            saved.append(copied(state))
-            future = dcp.async_save(state, storage_writer=TierWriter(ckpt, step=step, until="disk"))
-            trainer.step()
-            result(future)
-        found = emptied(saved[0])
-        dcp.load(found, storage_reader=TierReader(ckpt, step=1, resume=False))
-        assert same(found, saved[0])
-    assert same(tierfall.load(tmp_path / "disk", step=2), saved[1])
 
 
 def test_saves_of_dcps_thread_and_of_the_loop_come_one_after_the_other(

@@ -1,0 +1,560 @@
+"""What one rank does in the tests of ranks and of peer memory: functions that a ``Crew`` calls by name.
+
+Each gets the rank, and what the test passes. A node's memory and disk are folders with its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tierfall
+from tests.contract.kit import equal
+from tierfall.errors import TierfallError
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
+
+NODE = os.environ.get("GROUP_RANK", "0")
+torch.set_num_threads(1)
+held: dict[str, Any] = {}
+"""What a rank keeps from one call to the next."""
+
+
+def config(folder: str, node: str = NODE, **words: Any) -> dict[str, Any]:
+    """Host memory, ``nvme`` of the node, and ``pfs`` that all nodes see; with ``peers`` peer memory in place of
+    ``nvme``."""
+    root = Path(folder)
+    host = {"name": "host", "kind": "host", "folder": str(root / f"memory-{node}")}
+    nvme = {"name": "nvme", "kind": "file", "path": str(root / f"nvme-{node}")}
+    peers = {"name": "peers", "kind": "peer", "path": str(root / f"peers-{node}")}
+    pfs = {"name": "pfs", "kind": "file", "path": str(root / "pfs"), "shared": True}
+    near = peers | words.pop("peers") if "peers" in words else nvme | words.pop("nvme", {})
+    return {
+        "run": "run",
+        "max_wait": "20s",
+        "chunk": "64KiB",
+        "tiers": [host | words.pop("host", {}), near, pfs | words.pop("pfs", {})],
+        **words,
+    }
+
+
+def own(rank: int, step: int) -> dict[str, Any]:
+    """A state that differs from rank to rank and from step to step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {
+        "weights": {f"w{i}": torch.randn(100 + rank, 50, generator=generator) for i in range(2)},
+        "step": torch.full((1,), float(step)),
+        "extra": {"step": step, "rank": rank},
+        "rng": None,
+    }
+
+
+def outcome(handle: tierfall.SaveHandle, tier: str | None = None) -> list[str]:
+    """What became of a save, and why it failed."""
+    try:
+        handle.wait(tier, 30)
+    except TierfallError as error:
+        return ["failed", str(error)]
+    return ["saved", ""]
+
+
+# One checkpoint, or none ------------------------------------------------------------------------------
+
+
+def go_on(
+    rank: int, folder: str, steps: Sequence[int] = (), wait: Sequence[str] = ("pfs",), **words: Any
+) -> dict[str, Any]:
+    """Continue from where the run is, save these steps, and close; with ``members`` these ranks alone, with ``domains``
+    in the failure domain of the rank."""
+    members, domains = words.pop("members", None), words.pop("domains", None)
+    group = None if members is None else dist.new_group(list(members))
+    if members is not None and rank not in members:
+        return {}
+    if domains and domains[rank]:
+        os.environ["TIERFALL_DOMAIN"] = domains[rank]
+    try:
+        with tierfall.open(config(folder, **words), process_group=group) as ckpt:
+            state = own(rank, 0)
+            report = ckpt.restore(state)
+            found: dict[str, Any] = {"step": None if report is None else report.step}
+            if report is not None:
+                found["good"] = equal(state, own(rank, report.step))
+                found["tiers"] = sorted({source.tier for source in report.sources})
+                found["fallbacks"] = [f"{one.what}: {one.reason}" for one in report.fallbacks]
+            for step in steps:
+                handle = ckpt.save(step, own(rank, step))
+                for tier in wait or ("host",):
+                    handle.captured(30) if tier == "host" else handle.wait(tier, 30)
+            found["known"] = [[c.step, c.attempt, sorted(c.tiers)] for c in ckpt.checkpoints()]
+            survival = ckpt.statistics().peer_survival
+            found["survives"] = None if survival is None else asdict(survival)
+            return found
+    finally:
+        os.environ.pop("TIERFALL_DOMAIN", None)
+
+
+def stay(rank: int, folder: str, steps: Sequence[int], wait: str = "", **words: Any) -> None:
+    """Open, save these steps, and stay open; wait for a tier, or for this rank's memory."""
+    ckpt = held["ckpt"] = tierfall.open(config(folder, **words))
+    ckpt.restore(own(rank, 0))
+    for step in steps:
+        held["handle"] = ckpt.save(step, own(rank, step))
+        held["handle"].wait(wait, 30) if wait else held["handle"].captured(30)
+    while not all(any(c.step == s and c.tiers for c in ckpt.checkpoints()) for s in steps):
+        time.sleep(0.01)
+
+
+def leave(rank: int) -> None:
+    held.pop("ckpt").close()
+
+
+def alone(rank: int, folder: str, only: int) -> list[Any]:
+    """One rank saves step 1, which the others do not; all save the steps after that."""
+    with tierfall.open(config(folder, max_wait="1s")) as ckpt:
+        first = outcome(ckpt.save(1, own(rank, 1)), "pfs") if rank == only else None
+        dist.barrier()
+        later = [outcome(ckpt.save(step, own(rank, step)), "pfs")[0] for step in (2, 3, 4)]
+        return [first, later]
+
+
+def unsavable(rank: int, folder: str, bad: int) -> list[Any]:
+    """The state of one rank cannot be saved at step 1; all save step 2."""
+    with tierfall.open(config(folder)) as ckpt:
+        state = own(rank, 1)
+        if rank == bad:
+            state["extra"]["function"] = unsavable
+        try:
+            first = outcome(ckpt.save(1, state), "pfs")
+        except TierfallError as error:
+            first = ["raised", str(error)]
+        return [first, outcome(ckpt.save(2, own(rank, 2)), "pfs")[0]]
+
+
+def copies(rank: int, folder: str, step: int, in_the_way: str) -> list[list[str]]:
+    """Save a step while a folder is in the way of a file; what became of its copy on each tier."""
+    with tierfall.open(config(folder, max_wait="2s")) as ckpt:
+        ckpt.restore(own(rank, 0))
+        if rank == 0:
+            Path(in_the_way, "folder").mkdir(parents=True)
+        dist.barrier()
+        handle = ckpt.save(step, own(rank, step))
+        return [outcome(handle, tier) for tier in ("nvme", "pfs")]
+
+
+def misfit(rank: int, folder: str, bad: int) -> None:
+    """Restore, one rank into a state of another shape."""
+    with tierfall.open(config(folder)) as ckpt:
+        state = own(rank, 0)
+        if rank == bad:
+            state["step"] = torch.zeros(2)
+        ckpt.restore(state)
+
+
+def fails(rank: int, folder: str, last: Sequence[int]) -> float:
+    """Save up to step ``last`` of this rank; then the training fails. How many seconds the close takes."""
+    began = 0.0
+    try:
+        with tierfall.open(config(folder, interval={"every": 1}, max_wait="60s")) as ckpt:
+            ckpt.restore(own(rank, 0))
+            for step in range(1, last[rank] + 1):
+                ckpt.maybe_save(step, own(rank, step))
+                ckpt.wait_captured()
+            dist.barrier()
+            began = time.monotonic()
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        return time.monotonic() - began
+
+
+def cadence(
+    rank: int, folder: str, interval: dict[str, Any], until: int, step_s: float
+) -> list[int]:
+    """Train so many steps in step with each other; which of them were saved."""
+    saved = []
+    with tierfall.open(config(folder, interval=interval)) as ckpt:
+        for step in range(1, until + 1):
+            time.sleep(step_s)
+            dist.barrier()
+            handle = ckpt.maybe_save(step, own(rank, step))
+            if handle is not None:
+                saved.append(handle.step)
+    return saved
+
+
+def save_timed(rank: int, step: int) -> list[Any]:
+    """Save a step of the open run: seconds until ``save`` returned, and whether a wait of half a second ended by its
+    timeout."""
+    began = time.monotonic()
+    held["handle"] = held["ckpt"].save(step, own(rank, step))
+    took = time.monotonic() - began
+    try:
+        held["handle"].wait("pfs", 0.5)
+    except TimeoutError:
+        return [took, True]
+    return [took, False]
+
+
+def wait_and_leave(rank: int) -> list[str]:
+    found = outcome(held.pop("handle"), "pfs")
+    leave(rank)
+    return found
+
+
+def save_expecting_nothing(rank: int, step: int) -> str:
+    """Save a step of the open run until it raises; the name of the class that came."""
+    try:
+        for number in range(step, step + 50):
+            held["ckpt"].save(number, own(rank, number)).wait("pfs", 10)
+    except (TierfallError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with suppress(TierfallError):
+            leave(rank)
+    return ""
+
+
+# Commands ----------------------------------------------------------------------------------------------
+
+
+def commands(rank: int, folder: str) -> dict[str, Any]:
+    """Pin, prune, unpin, delete and drain, as all ranks do; what each returned, and what is known after each."""
+    known: dict[str, Any] = {}
+    with tierfall.open(config(folder, nvme={"retain": {"last": 1}})) as ckpt:
+        ckpt.restore(own(rank, 0))
+
+        def note(what: str) -> None:
+            found = ckpt.checkpoints()
+            stored = [[c.step, c.pinned, sorted({*c.tiers} - {"host"})] for c in found]
+            known[what] = [one for one in stored if one[2]]
+
+        ckpt.save(1, own(rank, 1), block=True)
+        ckpt.pin(1)
+        for step in (2, 3):
+            ckpt.save(step, own(rank, step), block=True)
+        note("pinned")
+        decisions = ckpt.prune()
+        known["prune"] = sorted([d.checkpoint.step, d.tier, d.verdict] for d in decisions)
+        ckpt.unpin(1)
+        ckpt.prune()
+        note("unpinned")
+        ckpt.delete(2)
+        note("deleted")
+        ckpt.save(4, own(rank, 4))
+        report = ckpt.drain(30)
+        known["drain"] = [sorted(map(list, part)) for part in (report.done, report.left)]
+    return known
+
+
+def commands_that_differ(rank: int, folder: str) -> list[Any]:
+    """Each rank pins another step; then one rank alone unpins; then all pin the same."""
+    with tierfall.open(config(folder, max_wait="1s")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, own(rank, step), block=True)
+        dist.barrier()
+        found = [_refused(lambda: ckpt.pin(1 + rank % 2))]
+        dist.barrier()
+        found.append([[c.step for c in ckpt.checkpoints() if c.pinned]])
+        dist.barrier()
+        found.append(_refused(lambda: ckpt.unpin(1)) if rank == 0 else [])
+        dist.barrier()
+        ckpt.pin(2)
+        found.append([[c.step for c in ckpt.checkpoints() if c.pinned]])
+        return found
+
+
+def _refused(call: Any) -> list[str]:
+    try:
+        call()
+    except TierfallError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+# Models that ranks hold together ----------------------------------------------------------------------
+
+
+def _model(layout: str, group: Any, world_size: int) -> nn.Module:
+    """Two layers whose rows no number of ranks divides, laid out as ``layout`` says."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(16, 26), nn.ReLU(), nn.Linear(26, 10))
+    if layout in ("fsdp", "tp"):
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+        _shard(model, mesh) if layout == "fsdp" else _cut(model, mesh)
+    if layout == "hsdp":
+        names = ("replicate", "shard")
+        _shard(model, init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names))
+    if layout == "tp-fsdp":
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        _cut(model, mesh["tp"])
+        _shard(model, mesh["dp"])
+    if layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model, process_group=group)
+    return model
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def train_model(
+    rank: int, folder: str, layout: str, until: int, members: Sequence[int], saves: bool = True
+) -> Any:
+    """The ranks ``members`` train a model until a step, and return a digest of the whole of it with its optimizer."""
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return None
+    model = _model(layout, group, len(members))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tierfall.open(config(folder), process_group=group) as ckpt:
+        mine = tierfall.item(100 + rank, on_resize="per_rank")
+        state = {"model": model, "optimizer": optimizer, "own": mine}
+        report = ckpt.restore(state)
+        first = report.step + 1 if report else 1
+        for step in range(first, until + 1):
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves:
+                handle = ckpt.save(step, state)
+        if saves and first <= until:
+            handle.wait("pfs", 30)
+        return {
+            "first": first,
+            "digest": _digest(model, optimizer),
+            "lazy": ckpt.statistics().lazy_saves,
+            "own": state["own"].value,
+        }
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    tensors: list[Any] = list(model.parameters())
+    for parameter in list(tensors):
+        moments = optimizer.state[parameter]
+        tensors += [moments["step"], moments["exp_avg"], moments["exp_avg_sq"]]
+    found = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digest_of(loaded: dict[str, Any]) -> str:
+    """The same digest of what ``tierfall.load`` returned."""
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    optimizer = loaded["optimizer"]
+    moments = [optimizer["state"][key] for key in optimizer["param_groups"][0]["params"]]
+    found = hashlib.sha256()
+    for tensor in [loaded["model"][name] for name in names]:
+        found.update(tensor.numpy().tobytes())
+    for each in moments:
+        for part in ("step", "exp_avg", "exp_avg_sq"):
+            found.update(each[part].numpy().tobytes())
+    return found.hexdigest()
+
+
+def load_model(rank: int, folder: str) -> list[Any]:
+    """Load the newest step as a dict, without continuing from it."""
+    with tierfall.open(config(folder)) as ckpt:
+        found = ckpt.load(resume=False)
+        assert found is not None
+        report, loaded = found
+        return [report.step, digest_of(loaded), loaded["own"]]
+
+
+def train_by_dcp(
+    rank: int, folder: str, until: int, members: Sequence[int], lazily: bool = False
+) -> Any:
+    """The same training, whose loop saves and loads by ``torch.distributed.checkpoint``."""
+    training, group = dist.new_group(list(members)), dist.new_group(list(members))
+    if rank not in members:
+        return None
+    model = _model("fsdp", training, len(members))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tierfall.open(config(folder), process_group=group) as ckpt:
+        stager, future, first = LazyStager(ckpt), None, 1
+        if ckpt.checkpoints():
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optim": moments, "extra": {"step": 0}}
+            dcp.load(state, storage_reader=TierReader(ckpt), process_group=group)
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+            )
+            first = state["extra"]["step"] + 1
+        for step in range(first, until + 1):
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if future is not None:
+                future.result(30)
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optim": moments, "extra": {"step": step}}
+            words: Any = {
+                "storage_writer": TierWriter(ckpt, step=step, until="pfs"),
+                "process_group": group,
+            }
+            if lazily:
+                future = dcp.async_save(state, async_stager=stager, **words)
+            else:
+                dcp.save(state, **words)
+        if future is not None:
+            future.result(30)
+        return {
+            "first": first,
+            "digest": _digest(model, optimizer),
+            "lazy": ckpt.statistics().lazy_saves,
+        }
+
+
+def save_by_torch_alone(rank: int, path: str) -> str:
+    """Train a sharded model for a step, and save it as a DCP folder of torch's own; the digest of the whole."""
+    world_size = dist.get_world_size()
+    model = _model("fsdp", dist.new_group(list(range(world_size))), world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(8, 16)).square().mean().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "epoch": 3}, checkpoint_id=path)
+    return _digest(model, optimizer)
+
+
+def restore_in_one_process(config: dict[str, Any], run: str) -> list[Any]:
+    """The digest of what a run has, restored without any other rank; and its epoch."""
+    model = _model("plain", None, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    with tierfall.open(config, run=run) as ckpt:
+        assert ckpt.restore(state) is not None
+    return [_digest(model, optimizer), state["epoch"]]
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, and a buffer of the rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(200, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 200, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.full((4,), float(rank)))
+
+
+def _replica(rank: int) -> dict[str, Any]:
+    model = Tied(rank)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.body(model.embedding(torch.arange(50)))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer, "extra": {"epoch": 3}}
+
+
+def replicas(rank: int, folder: str, steps: Sequence[int], differ_at: int = 0) -> list[Any]:
+    """Save models that are replicas of each other; at ``differ_at`` rank 2 has changed a row of its own."""
+    state = _replica(rank)
+    found = []
+    with tierfall.open(config(folder)) as ckpt:
+        for step in steps:
+            if step == differ_at and rank == 2:
+                with torch.no_grad():
+                    state["model"].body.weight.add_(1)
+            found.append(outcome(ckpt.save(step, state), "pfs"))
+    return found
+
+
+def replicas_again(rank: int, folder: str, changed: bool = False) -> list[Any]:
+    """Restore them into fresh models: whether each has its own back, and the tie holds."""
+    expected, state = _replica(rank), _replica(rank)
+    if changed and rank == 2:
+        with torch.no_grad():
+            expected["model"].body.weight.add_(1)
+    with torch.no_grad():
+        for tensor in (*state["model"].parameters(), *state["model"].buffers()):
+            tensor.fill_(-1)
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
+    with tierfall.open(config(folder)) as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+    model = state["model"]
+    good = equal(dict(model.state_dict()), dict(expected["model"].state_dict()))
+    moments = equal(state["optimizer"].state_dict(), expected["optimizer"].state_dict())
+    return [report.step, good and moments, model.head.weight is model.embedding.weight]
+
+
+def refused_states(rank: int, folder: str) -> list[list[str]]:
+    """Save what no checkpoint can hold: sums that are not summed up yet, and a model in FSDP1."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with tierfall.open(config(folder)) as ckpt:
+        return [
+            _refused(lambda: ckpt.save(1, {"partial": partial})),
+            _refused(lambda: ckpt.save(2, {"wrapped": fsdp1})),
+        ]
+
+
+# Values, when the number of ranks changes ---------------------------------------------------------------
+
+
+def values(rank: int, folder: str, members: Sequence[int], saves: bool) -> Any:
+    """Save values of each rank, or restore them into others."""
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return None
+    base = 100 if saves else 0
+    state = {
+        "same": 7 if saves else 0,
+        "per_rank": tierfall.item(base + rank, on_resize="per_rank"),
+        "replicate": tierfall.item(base + rank, on_resize="replicate"),
+        "drop": tierfall.item(base + rank, on_resize="drop"),
+    }
+    of_each_node = config(folder, nvme={"shared": False})
+    with tierfall.open(of_each_node, process_group=group) as ckpt:
+        if saves:
+            torch.manual_seed(rank)
+            ckpt.save(1, state, block=True)
+            return torch.rand(1).item()
+        torch.manual_seed(77)
+        ckpt.restore(state)
+        found = [getattr(value, "value", value) for value in state.values()]
+        return [*found, torch.rand(1).item()]
+
+
+def values_that_differ(rank: int, folder: str, members: Sequence[int], saves: bool) -> Any:
+    """The same with a value, and a tensor, that no wrapper speaks of."""
+    group = dist.new_group(list(members))
+    if rank not in members:
+        return None
+    state = {"position": 100 + rank if saves else -1, "w": torch.full((3,), float(rank))}
+    with tierfall.open(config(folder), process_group=group) as ckpt:
+        if saves:
+            ckpt.save(1, state, block=True)
+            return None
+        try:
+            ckpt.restore(state)
+        except TierfallError as error:
+            return [str(error), state["position"], state["w"][0].item()]
+        return ["", state["position"], state["w"][0].item()]
