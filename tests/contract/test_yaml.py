@@ -430,6 +430,27 @@ def test_a_misspelt_word_is_answered_by_the_nearest_one(
     assert {key: fault for key, fault in found.items() if fault} == {}
 
 
+REMEDIES = re.compile(
+    "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|indented|keep|must be|is missing"
+)
+
+
+def test_what_people_mistake_is_named_by_file_and_line_with_a_remedy(
+    wrong: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that people wrote, in ``mistakes.txt``."""
+    monkeypatch.delenv("NOPE", raising=False)
+    texts = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
+    assert len(texts) > 90
+    bad = {}
+    for text in texts:
+        found = wrong(text)
+        good = [re.match(r"tiers\.yaml:(\d+:)* ?", x) and REMEDIES.search(x) for x in found]
+        if not found or not all(good):
+            bad[text] = found
+    assert bad == {}
+
+
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(
     wrong: Callable[[str], list[str]],
 ) -> None:
@@ -595,7 +616,7 @@ def test_capture_verify_takes_each_of_its_words(place: Place, verify: object) ->
         handle = ckpt.save(2, state)
         handle.wait(timeout=SOON_S)
         assert handle.stats.lazy
-    assert equal(tierfall.load(place.yaml)["model"], dict(state["model"].state_dict()))
+    assert equal(dict(tierfall.load(place.yaml)["model"]), dict(state["model"].state_dict()))
 
 
 def test_chunk_is_the_unit_of_digests(place: Place) -> None:
