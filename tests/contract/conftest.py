@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contract.kit import Crew, Place, crew
+from tests.contract.kit import Crew, Log, Place, crew, new_place
 
 
 @pytest.fixture(autouse=True)
@@ -18,12 +18,28 @@ def impatient_probe() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """The folders of a run; its memory is below ``/dev/shm`` if there is one, and goes afterwards."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        prefix="tierfall-test-", dir=shared if shared.is_dir() else tmp_path
-    ) as memory:
-        yield Place(tmp_path, Path(memory))
+    """The folders of a run."""
+    with new_place(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """The folders of a run that several tests of a file read."""
+    with new_place(tmp_path_factory.mktemp("module")) as made:
+        yield made
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """What tierfall logs, from DEBUG on."""
+    logger, handler = logging.getLogger("tierfall"), Log()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

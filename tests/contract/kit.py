@@ -1,4 +1,5 @@
-"""What the tests of the contract share: small states, a run's folders, the command line, programs and ranks.
+"""What the tests of the contract share: small states, a run's folders, a tier that a test holds, the command line,
+programs and ranks.
 
 A program or a command is a fork of a process that has imported torch and tierfall already (``tests/forked.py``): it
 starts within 50 ms.
@@ -8,11 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
+import math
 import os
+import re
 import select
 import signal
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +26,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
+import numpy as np
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import tierfall
@@ -54,9 +62,7 @@ def step_in(state: Mapping[str, Any]) -> int:
 def training_state(seed: int = 0) -> dict[str, Any]:
     """A model, its optimizer after one step, and a plain value: about 100 KiB."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     train_a_step(model, optimizer)
     return {"model": model, "optimizer": optimizer, "extra": {"epoch": seed}}
@@ -69,22 +75,165 @@ def train_a_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two nested values are the same bit for bit: dtype, shape and stride of tensors included."""
+    """Whether two nested values are the same bit for bit: dtype, shape and stride of tensors, the order of keys and the
+    sign of zero included."""
     if isinstance(a, torch.Tensor):
         return (
             isinstance(b, torch.Tensor)
             and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-            and a.detach().cpu().contiguous().reshape(-1).view(torch.uint8).equal(
-                b.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            )
+            and a.detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .equal(b.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
         )
     if type(a) is not type(b):
         return False
+    if isinstance(a, torch.Generator):
+        return equal(a.get_state(), b.get_state())
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     if isinstance(a, Mapping):
-        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+        return equal(list(a), list(b)) and all(map(equal, a.values(), b.values()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b) or (a != a and b != b)
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    return bool(a == b)
+
+
+# A tier that a test holds ----------------------------------------------------------------------------
+
+
+class Gate:
+    """An object tier in a folder, by a file system of fsspec's whose calls a test holds or refuses.
+
+    A call is ``read``, ``write``, ``list`` or ``delete``; without any, all of them. ``part`` limits it to paths that
+    contain that text.
+
+    >>> gate = Gate(place.root / "store")
+    >>> place.config(store=gate.tier())
+    >>> gate.refuse(PermissionError(13, "denied"), "read", part="step-00000002")
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._rule: Callable[[str, str], object] = lambda call, path: None
+        self._opened = threading.Event()
+        self.met = threading.Event()
+        """A call was held or refused."""
+        folder.mkdir(exist_ok=True)
+        _GATES[self._folder] = self
+
+    def tier(self, **settings: Any) -> dict[str, Any]:
+        return {"kind": "object", "url": f"gate://{self._folder}", **settings}
+
+    def hold(self, *calls: str, part: str = "") -> None:
+        """Let such calls wait until ``open``."""
+        opened = self._opened = threading.Event()
+        self._set(calls, part, lambda: opened.wait(60))
+
+    def refuse(self, error: OSError, *calls: str, part: str = "") -> None:
+        """Let such calls raise this until ``open``."""
+
+        def answer() -> None:
+            raise type(error)(*error.args)
+
+        self._set(calls, part, answer)
+
+    def hide(self, part: str) -> None:
+        """Leave such paths out of listings until ``open``; they are there, and can be read."""
+        self._set(("hide",), part, lambda: True)
+
+    def open(self) -> None:
+        """Answer everything, and what is held."""
+        self._rule = lambda call, path: None
+        self._opened.set()
+
+    def _set(self, calls: Sequence[str], part: str, answer: Callable[[], object]) -> None:
+        chosen = set(calls or ("read", "write", "list", "delete"))
+
+        def rule(call: str, path: str) -> object:
+            if call not in chosen or part not in path:
+                return None
+            self.met.set()
+            return answer()
+
+        self._rule = rule
+
+    @staticmethod
+    def ask(call: str, path: str) -> object:
+        """What the file system below does before each call."""
+        for folder, gate in list(_GATES.items()):
+            if str(path).startswith(folder):
+                return gate._rule(call, str(path))
+        return None
+
+
+_GATES: dict[str, Gate] = {}
+
+
+class _GateFileSystem(LocalFileSystem):  # type: ignore[misc]
+    protocol = "gate"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("gate://"))
+
+    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        Gate.ask("write" if set(mode) & set("wax") else "read", path)
+        return super().open(path, mode, **more)
+
+    def cat_file(self, path: str, **more: Any) -> Any:
+        Gate.ask("read", path)
+        return super().cat_file(path, **more)
+
+    def info(self, path: str, **more: Any) -> Any:
+        Gate.ask("list", path)
+        return super().info(path, **more)
+
+    def ls(self, path: str, detail: bool = False, **more: Any) -> Any:
+        Gate.ask("list", path)
+        found = super().ls(path, detail=True, **more)
+        found = [each for each in found if not Gate.ask("hide", each["name"])]
+        return found if detail else [each["name"] for each in found]
+
+    def rm_file(self, path: str) -> Any:
+        Gate.ask("delete", path)
+        return super().rm_file(path)
+
+    def mv(self, path1: str, path2: str, **more: Any) -> Any:
+        Gate.ask("write", path2)
+        return super().mv(path1, path2, **more)
+
+
+fsspec.register_implementation("gate", _GateFileSystem, clobber=True)
+
+
+# The log ---------------------------------------------------------------------------------------------
+
+
+class Log(logging.Handler):
+    """What tierfall has logged: its threads log a moment later, so that a test waits for what it expects."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def lines(self, pattern: str = "", level: int = logging.WARNING) -> list[str]:
+        """The messages of at least this level in which the pattern is found."""
+        found = [r.getMessage() for r in list(self.records) if r.levelno >= level]
+        return [line for line in found if re.search(pattern, line, re.DOTALL)]
+
+    def wait(self, pattern: str, level: int = logging.WARNING) -> str:
+        """The first such message, which may still come."""
+        wait_until(lambda: bool(self.lines(pattern, level)), f"a message with {pattern!r}", 20)
+        return self.lines(pattern, level)[0]
 
 
 # One run's folders -----------------------------------------------------------------------------------
@@ -164,7 +313,9 @@ class Place:
             for step in steps:
                 ckpt.save(step, state_of(step), block=True, **words)
 
-    def cli(self, *words: str, code: int = 0, input: str | None = None, **environment: str) -> Answer:
+    def cli(
+        self, *words: str, code: int = 0, input: str | None = None, **environment: str
+    ) -> Answer:
         """Run ``tierfall`` on ``tiers.yaml``, and compare its exit code; ``code`` -1 takes any."""
         command, *rest = words
         answer = tierfall_command(
@@ -206,6 +357,16 @@ class Place:
         return self.start(code, *arguments, **environment).end()
 
 
+@contextmanager
+def new_place(root: Path) -> Iterator[Place]:
+    """The folders of a run; its memory is below ``/dev/shm`` if there is one, and goes afterwards."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        prefix="tierfall-test-", dir=shared if shared.is_dir() else root
+    ) as memory:
+        yield Place(root, Path(memory))
+
+
 SECTIONS = ("capture", "interval", "retain", "metrics", "drain", "events", "bandwidth", "compress")
 """Settings of a run that are mappings: not tiers."""
 
@@ -228,7 +389,12 @@ class Program:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 - ``end`` closes it
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         self._process = forked.Forked(
-            forked.server_of(), [*command, *arguments], environment, self._err, has_stdin=True, cwd=cwd
+            forked.server_of(),
+            [*command, *arguments],
+            environment,
+            self._err,
+            has_stdin=True,
+            cwd=cwd,
         )
         self.pid = self._process.pid
 
@@ -388,7 +554,9 @@ class Crew:
                 forked.server_of(rank), ["-c", _RANK], environment, log, has_stdin=True, cwd=ROOT
             )
 
-    def run(self, function: Callable[..., Any], timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], timeout_s: float = 60.0, **arguments: Any
+    ) -> list[Any]:
         """Call a function with its rank and these arguments on all ranks; return what each returned (JSON)."""
         found = self.outcomes(function, timeout_s, **arguments)
         assert not any(isinstance(one, Raised) for one in found), f"{found}\n{self.logs()}"
