@@ -46,10 +46,11 @@ class Faulty:
         """The settings of the tier, for ``Place.config``."""
         return {"kind": "object", "url": f"faulty://{self.folder}", **settings}
 
-    def set(self, fault: str, part: str = "") -> None:
-        """Set a fault of all keys that have this part."""
+    def set(self, fault: str, part: str = "", call: str = "") -> None:
+        """Set a fault of all keys that have this part; of one call alone: ``get``, ``put``, ``delete`` or ``list``."""
+        self._struck(fault).unlink(missing_ok=True)
         new = self.faults / f".{fault}"
-        new.write_text(part)
+        new.write_text(f"{call} {part}")
         new.rename(self.faults / fault)
 
     def heal(self) -> None:
@@ -57,8 +58,11 @@ class Faulty:
             file.unlink()
 
     def struck(self, fault: str) -> bool:
-        """Whether a call has met the fault."""
-        return (self.faults.parent / f"{self.faults.name}.{fault}").exists()
+        """Whether a call has met the fault since it was set."""
+        return self._struck(fault).exists()
+
+    def _struck(self, fault: str) -> Path:
+        return self.faults.with_name(f"{self.faults.name}.{fault}")
 
     def steps(self) -> list[int]:
         """The steps that have a commit record."""
@@ -73,32 +77,33 @@ class Store(toolkit.KeyValueStore):
         self.folder = Path(url.removeprefix("faulty://"))
         self.faults = self.folder.with_name(f"{self.folder.name}.faults")
 
-    def fault(self, name: str, key: str) -> bool:
+    def fault(self, name: str, call: str, key: str) -> bool:
         try:
-            found = (self.faults / name).read_text() in key
+            of, _, part = (self.faults / name).read_text().partition(" ")
         except FileNotFoundError:
             return False
-        if found:
-            self.faults.with_name(f"{self.faults.name}.{name}").touch()
-        return found
+        if of not in ("", call) or part not in key:
+            return False
+        self.faults.with_name(f"{self.faults.name}.{name}").touch()
+        return True
 
-    def meet(self, key: str, *faults: str) -> None:
-        while self.fault("hang", key):
+    def meet(self, call: str, key: str, *faults: str) -> None:
+        while self.fault("hang", call, key):
             time.sleep(0.005)
         for name in ("away", *faults):
-            if self.fault(name, key):
+            if self.fault(name, call, key):
                 raise FAULTS[name](f"{key}: {name}")
 
     def get(self, key: str) -> bytes | None:
-        self.meet(key, "deny")
+        self.meet("get", key, "deny")
         try:
-            return None if self.fault("absent", key) else (self.folder / key).read_bytes()
+            return None if self.fault("absent", "get", key) else (self.folder / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
-        self.meet(key, "refuse", "full")
-        if self.fault("lose", key):
+        self.meet("put", key, "refuse", "full")
+        if self.fault("lose", "put", key):
             return True
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,13 +121,14 @@ class Store(toolkit.KeyValueStore):
         return True
 
     def delete(self, key: str) -> None:
-        self.meet(key)
+        self.meet("delete", key)
         (self.folder / key).unlink(missing_ok=True)
 
     def list(self, prefix: str) -> Iterable[toolkit.StoredObject]:
-        self.meet(prefix)
+        self.meet("list", prefix)
         return [
             toolkit.StoredObject(key=key, bytes=path.stat().st_size)
             for path in (self.folder / prefix).rglob("*")
-            if path.is_file() and not self.fault("hide", key := str(path.relative_to(self.folder)))
+            if path.is_file()
+            and not self.fault("hide", "list", key := str(path.relative_to(self.folder)))
         ]

@@ -450,6 +450,7 @@ class Program:
 
 PRELUDE = """
 import os, sys, time
+sys.stdout.reconfigure(line_buffering=True)
 import torch
 import tierfall
 from tests.contract.kit import *

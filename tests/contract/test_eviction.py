@@ -18,7 +18,7 @@ from tests.contract.kit import Place, blank, state_of, step_in, wait_until
 from tierfall.errors import CapacityError
 
 SOON_S = 20.0
-THREE = {"capacity": "450KiB"}
+THREE = {"capacity": "480KiB"}
 """Room for three checkpoints of ``state_of``."""
 
 
@@ -96,7 +96,7 @@ def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_o
 
 
 def test_a_pin_makes_no_room_and_its_removal_does_at_once(place: Place) -> None:
-    place.config(disk={"capacity": "300KiB"})
+    place.config(disk={"capacity": "330KiB"})
     with place.open() as ckpt:
         for step in (1, 2):
             save(ckpt, step)
@@ -114,7 +114,7 @@ def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(place: Place) 
     store = Faulty(place.root)
     place.config(
         host={"capacity": "400KiB"},
-        disk={"capacity": "300KiB"},
+        disk={"capacity": "330KiB"},
         store=store.tier(),
         plugins=[faulty.__file__],
     )
@@ -133,7 +133,7 @@ def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(place: Place) 
 
 
 def test_room_is_never_made_by_the_only_copy_that_survives_a_loss(place: Place) -> None:
-    place.config(disk={}, pfs={"shared": True, "capacity": "150KiB", "flush": {"every": 2}})
+    place.config(disk={}, pfs={"shared": True, "capacity": "200KiB", "flush": {"every": 2}})
     with place.open() as ckpt:
         save(ckpt, 1, 2)
         fourth = ckpt.save(3, state_of(3))

@@ -87,7 +87,6 @@ def test_what_a_start_left_unfinished_the_next_one_finishes(place: Place) -> Non
             ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
         assert [c.owed for c in ckpt.checkpoints()] == [(), ("pfs",), ("pfs",)]
     assert place.steps("pfs") == [1]
-    assert place.ls()["2@2"]["pfs"] == "owed"
     shutil.rmtree(place.memory / "run", ignore_errors=True)
     place.config(disk={}, pfs={})
     with place.open() as ckpt:
@@ -107,13 +106,15 @@ def test_in_order_is_the_default_and_newest_first_begins_with_the_newest(
         place.config(disk={}, store=store.tier(flush=flush), plugins=PLUGIN, run=name)
         with place.open() as ckpt:
             ckpt.save(1, state_of(1), block=True)
-            store.set("hang", "step-00000002")
+            store.set("hang", "step-00000002", call="put")
             ckpt.save(2, state_of(2)).wait("disk", timeout=SOON_S)
             wait_until(lambda: store.struck("hang"), "the copy of step 2 has begun")
-            for step in (3, 4, 5):
-                ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
+            handles = [ckpt.save(step, state_of(step)) for step in (3, 4, 5)]
+            for handle in handles:
+                handle.wait("disk", timeout=SOON_S)
             store.heal()
-            assert ckpt.drain(deadline=SOON_S).left == ()
+            for handle in handles:
+                handle.wait("store", timeout=SOON_S)
         records = (store.folder / name).glob("step-*/commit.json")
         order = [
             int(p.parent.name[5:13]) for p in sorted(records, key=lambda p: p.stat().st_mtime_ns)
@@ -133,7 +134,7 @@ def test_newest_first_gives_up_what_retention_would_delete_at_once(
     )
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        store.set("hang", "step-00000002")
+        store.set("hang", "step-00000002", call="put")
         handles = {}
         for step in (2, 3, 4):
             handles[step] = ckpt.save(step, state_of(step))
@@ -154,15 +155,15 @@ def test_a_tier_further_behind_than_within_is_reported_once_and_counted(
     place.config(disk={}, store=store.tier(flush={"within": "200ms"}), plugins=PLUGIN)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        assert ckpt.statistics().late == {"store": 0}
-        store.set("hang", "step-00000002")
+        assert ckpt.statistics().late["store"] == 0
+        store.set("hang", "step-00000002", call="put")
         ckpt.save(2, state_of(2)).wait("disk", timeout=SOON_S)
         wait_until(lambda: ckpt.statistics().late["store"] == 1, "it is late")
         assert ckpt.statistics().behind_s["store"] > 0.2
         store.heal()
         assert ckpt.drain(deadline=SOON_S).left == ()
         assert ckpt.statistics().behind_s["store"] == 0
-        assert ckpt.statistics().late == {"store": 1}
+        assert ckpt.statistics().late["store"] == 1
     late = [r for r in caplog.records if "within" in r.getMessage()]
     assert len(late) == 1
     assert "store" in late[0].getMessage()
@@ -232,7 +233,7 @@ def test_supersede_gives_up_the_oldest_that_only_waits(place: Place, store: Faul
     place.config(host=host, store=store.tier(), plugins=PLUGIN)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        store.set("hang", "step-00000002")
+        store.set("hang", "step-00000002", call="put")
         handles = {2: ckpt.save(2, state_of(2))}
         wait_until(lambda: store.struck("hang"), "the copy of step 2 has begun")
         for step in range(3, 9):
@@ -255,7 +256,7 @@ def test_a_tiers_own_when_full_gives_up_copies_to_it_alone(place: Place, store: 
     place.config(host=TWO, disk={}, store=store.tier(when_full="supersede"), plugins=PLUGIN)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        store.set("hang", "step-00000002")
+        store.set("hang", "step-00000002", call="put")
         ckpt.save(2, state_of(2)).wait("disk", timeout=SOON_S)
         wait_until(lambda: store.struck("hang"), "the copy of step 2 has begun")
         for step in range(3, 8):
@@ -367,7 +368,7 @@ def test_a_drain_reports_what_arrived_and_what_did_not(place: Place, store: Faul
 
 
 def test_a_drain_forecasts_what_can_arrive_before_its_deadline(place: Place) -> None:
-    place.config(disk={}, pfs={"bandwidth": "100kB/s"})
+    place.config(disk={}, pfs={"bandwidth": "100kB/s"}, max_wait="300ms")
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         ckpt.save(2, state_of(2, elements=400_000)).wait("disk", timeout=SOON_S)
@@ -377,7 +378,6 @@ def test_a_drain_forecasts_what_can_arrive_before_its_deadline(place: Place) -> 
         (forecast,) = [f for f in report.forecast if f.tier == "pfs"]
         assert (forecast.step, forecast.attempt, forecast.arrives) == (2, 1, False)
         assert forecast.left_bytes > 1_000_000
-        shutil.rmtree(place.root / "pfs")  # nothing more is copied there: the test ends
 
 
 def test_close_waits_for_max_wait_and_leaves_the_rest_in_memory(

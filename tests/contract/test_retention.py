@@ -266,7 +266,7 @@ def test_files_of_others_are_never_touched(place: Place) -> None:
     run = place.root / "disk" / "run"
     strangers = {
         run / "notes.txt": "mine",
-        run / "step-x" / "commit.json": "mine",
+        run / "step-x" / "weights.bin": "mine",
         run / "step-00000009" / "weights.bin": "mine",
         run / "step-00000001-a0001" / "mine.txt": "mine",
         place.root / "disk" / "another" / "file": "mine",
@@ -306,7 +306,7 @@ def test_a_damaged_newest_is_no_reason_to_delete_an_older_one(place: Place) -> N
 
 def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> None:
     """A person, or a cleaner of a scratch file system, removed an image in mid-run."""
-    place.config(disk={"retain": {"last": 2}})
+    place.config(host={"capacity": "200KiB"}, disk={"retain": {"last": 2}})
     with place.open() as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
