@@ -21,7 +21,7 @@ from tests.contract.kit import (
 )
 from tierfall.errors import ConfigError, StepError, TierfallError
 
-SOON_S = 20.0
+SOON_S = 10.0
 Save = dict[str, Any]
 
 
