@@ -668,25 +668,21 @@ def test_metrics_are_served_from_open_to_close(place: Place) -> None:
 
 
 def test_verify_bandwidth_limits_what_is_read_before_a_deletion(place: Place) -> None:
-    """At 1 kB/s no copy that the restore did not read is verified within this test: nothing is deleted there."""
-    place.config(host={"capacity": "16MiB"}, disk={}, pfs={})
+    """The restore reads memory. At 1 kB/s no copy on the disk is verified within this test: nothing is deleted there."""
+    host = {"capacity": "16MiB", "on_close": "keep"}
+    place.config(host=host)
     with place.open() as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step, elements=500_000), block=True)
     for rate, wanted in (("1kB/s", 3), ("1GB/s", 2)):
-        place.config(
-            host={"capacity": "16MiB"},
-            disk={},
-            pfs={"retain": {"last": 2}},
-            verify_bandwidth=rate,
-        )
+        place.config(host=host, disk={"retain": {"last": 2}}, verify_bandwidth=rate)
         with place.open() as ckpt:
             ckpt.restore(blank(elements=500_000))
             if wanted == 3:
                 time.sleep(0.3)
-                assert len(place.folders("pfs")) == 3
+                assert len(place.folders()) == 3
             else:
-                wait_until(lambda: len(place.folders("pfs")) == 2, "step 1 goes")
+                wait_until(lambda: len(place.folders()) == 2, "step 1 goes")
 
 
 def test_plugins_are_imported_beside_the_file_for_training_and_commands(place: Place) -> None:
