@@ -54,19 +54,11 @@ def test_watermarks_make_room_in_few_rounds(place: Place) -> None:
     assert place.steps()[-1] == 15
 
 
-def test_what_no_rule_keeps_goes_before_what_a_rule_keeps(place: Place) -> None:
-    place.config(disk={**THREE, "retain": {"tags": ["keep"], "for": "1h"}})
+def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(place: Place) -> None:
+    place.config(disk={**THREE, "retain": {"last": 10}})
     with place.open() as ckpt:
-        save(ckpt, 1, tags=["keep"])
-        save(ckpt, 2, 3, 4, 5)
-    assert place.steps()[-1] == 5
-    place.config(disk={**THREE, "retain": {"tags": ["keep"], "last": 3}}, run="other")
-    with place.open() as ckpt:
-        save(ckpt, 1, tags=["keep"])
-        save(ckpt, 2, 3, 4, 5)
-        steps = [c.step for c in ckpt.checkpoints() if "disk" in c.tiers]
-    assert steps[-1] == 5
-    assert len(steps) == 3
+        save(ckpt, 1, 2, 3, 4, 5)
+    assert place.steps() == [3, 4, 5]
 
 
 def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_oldest(
