@@ -668,7 +668,7 @@ def test_metrics_are_served_from_open_to_close(place: Place) -> None:
 
 
 def test_verify_bandwidth_limits_what_is_read_before_a_deletion(place: Place) -> None:
-    """The restore reads memory. At 1 kB/s no copy on the disk is verified within this test: nothing is deleted there."""
+    """The restore reads memory. At 1 kB/s no copy on the disk is verified in this test: nothing is deleted there."""
     host = {"capacity": "16MiB", "on_close": "keep"}
     place.config(host=host)
     with place.open() as ckpt:
