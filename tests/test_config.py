@@ -265,12 +265,6 @@ def test_a_tier_inside_another_ones_folder_is_refused(tmp_path: Path) -> None:
     load_config(config_of(tiers=[HOST, *beside]))
 
 
-def test_a_tab_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tiers.yaml").write_text("run: r\ntiers:\n\t- name: host\n")
-    with pytest.raises(ConfigError, match=r"tiers.yaml:3:1: a tab; YAML is indented with spaces"):
-        load_config(tmp_path / "tiers.yaml")
-
-
 def test_paths_are_absolute_and_the_home_folder_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,47 +326,6 @@ def test_a_name_that_looks_like_a_date_is_a_name(load: Load) -> None:
 
 
 # Where something is wrong.
-
-
-def test_an_error_names_file_line_place_and_the_nearest_word(load: Load) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(FULL.replace("flush: {every: 10,", "flush: {evry: 10,"))
-    assert (
-        str(caught.value)
-        == 'tiers.yaml:20: tiers[2].flush.evry: unknown key; did you mean "every"?'
-    )
-
-
-def test_all_problems_are_reported_at_once_in_the_files_order(load: Load) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(
-            "run: a b\nmax-wait: 3s\nchunk: 5KiB\n"
-            "tiers:\n"
-            "- {name: host, kind: hst}\n"
-            "- name: d\n  kind: file\n  capacity: 3Gb\n"
-            "- {name: d, kind: file, path: ./c, retain: 3}\n"
-        )
-    assert str(caught.value).startswith("tiers.yaml: 8 problems\n")
-    assert [line.split(": ")[:2] for line in problems(caught)] == [
-        ["tiers.yaml:1", "run"],
-        ["tiers.yaml:2", "max-wait"],
-        ["tiers.yaml:3", "chunk"],
-        ["tiers.yaml:5", "tiers[0].kind"],
-        ["tiers.yaml:6", "tiers[1].path"],
-        ["tiers.yaml:8", "tiers[1].capacity"],
-        ["tiers.yaml:9", "tiers[2].retain"],
-        ["tiers.yaml:9", "tiers[2].name"],
-    ]
-    assert not isinstance(caught.value, NotSupportedError)
-
-
-def test_a_dict_has_places_and_no_lines() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(tier_of(flush={"every": 0}))
-    assert (
-        str(caught.value)
-        == "tiers[1].flush.every: 0 does not fit; expected a whole number, 1 or more"
-    )
 
 
 @pytest.mark.parametrize(
@@ -642,21 +595,6 @@ def test_a_chain_that_makes_no_sense_is_refused(
         assert any(re.match(message, line) for line in problems(caught)), str(caught.value)
 
 
-def test_two_tiers_in_one_folder_are_found_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    tiers = [HOST] + [
-        {"name": name, "kind": "file", "path": str(tmp_path / name)} for name in ("real", "link")
-    ]
-    with pytest.raises(ConfigError, match=r"^tiers\[2\].path: the same path as tiers\[1\]"):
-        load_config(config_of(tiers=tiers))
-
-
-def test_a_broken_file_says_line_and_column(load: Load) -> None:
-    with pytest.raises(ConfigError, match=r"^tiers.yaml:3:10: not valid YAML: .*"):
-        load("run: x\ntiers:\n  - {a: b]\n")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -817,17 +755,6 @@ def test_what_a_variable_holds_is_not_looked_at_again() -> None:
     assert config.stored[0].path == Path("/${env:B}/${")
 
 
-def test_a_variable_that_is_not_set_is_named_with_its_place(load: Load) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(
-            "run: x\ntiers:\n- {name: host, kind: host}\n- {name: d, kind: file, path: '${env:ROOT}/c'}\n",
-            environ={},
-        )
-    assert str(caught.value) == (
-        "tiers.yaml:4: tiers[1].path: the environment variable ROOT is not set; set it, or write the value"
-    )
-
-
 @pytest.mark.parametrize(
     "text", ["${env:}", "${env:A", "${env: A}", "${A}", "${env:1}", "${ENV:A}", "x${"]
 )
@@ -959,7 +886,7 @@ def test_the_example_of_the_design_is_understood_to_the_last_key() -> None:
     assert found.bandwidth_bytes_per_s == 500_000_000
 
 
-# The schema, and the page that describes it.
+# The schema.
 
 
 def sections() -> dict[str, dict[str, Any]]:
@@ -990,19 +917,6 @@ def sections() -> dict[str, dict[str, Any]]:
     return {"The first level": schema} | {
         headings[name]: part for name, part in schema["$defs"].items()
     }
-
-
-def documented() -> dict[str, dict[str, str]]:
-    """An example by heading and key, as the page says."""
-    found: dict[str, dict[str, str]] = {}
-    heading = ""
-    for line in DOCUMENTATION.read_text().splitlines():
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        row = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(row) == 4 and row[0].startswith("`"):
-            found.setdefault(heading, {})[row[0].strip("`")] = row[3].strip("`")
-    return found
 
 
 def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
@@ -1046,21 +960,6 @@ def my_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("my_plugin", None)
-
-
-def test_every_key_of_the_schema_is_in_the_documentation() -> None:
-    assert {heading: set(keys) for heading, keys in documented().items()} == {
-        heading: set(section["properties"]) for heading, section in sections().items()
-    }
-
-
-@pytest.mark.usefixtures("my_plugin")
-@pytest.mark.parametrize(
-    ("heading", "key", "example"),
-    [(h, k, example) for h, keys in documented().items() for k, example in keys.items()],
-)
-def test_the_documentations_examples_are_good_ones(heading: str, key: str, example: str) -> None:
-    load_config(placed(heading, key, yaml.safe_load(example)))
 
 
 def test_the_documentations_files_are_good_ones() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes that people make in a YAML file and in calls: each answer has the place, and what was expected or to do."""
+"""Mistakes that people make in calls: each answer has the place, and what was expected or to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,30 +15,13 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.config import load_config
-from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.errors import TierfallError
 
 REMEDIES = re.compile(
     "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|first|must be|"
     "there are|not known|nearest|leave it out|save |close it|open another|is not a device|has a codec|register_codec|"
     "is not one of|names no|holds no|only=|resize=|wait.timeout|put the object itself"
 )
-YAML = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
-
-
-@pytest.mark.parametrize("text", YAML)
-def test_each_problem_of_a_file_is_named_with_its_line_and_a_remedy(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NOPE", raising=False)
-    Path("tiers.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config("tiers.yaml")
-    first, *others = str(caught.value).splitlines()
-    for line in others if first.endswith(" problems") else [first]:
-        assert re.match(r" *tiers\.yaml:(\d+:)* ?", line), line
-        assert REMEDIES.search(line), line
 
 
 class Run:

@@ -21,20 +21,6 @@ def is_full(handle: tierfall.SaveHandle) -> bool:
     return isinstance(handle.exception(), tierfall.errors.CapacityError)
 
 
-def test_a_full_disk_takes_a_copy_as_soon_as_an_older_one_is_unpinned(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config(disk={"capacity": "400KiB"})) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-            ckpt.pin(step)
-        third = ckpt.save(3, state_of(3))
-        wait_until(lambda: is_full(third), "there is no room")
-        ckpt.unpin(1)
-        wait_until(lambda: third.done("disk"), "the unpinned checkpoint makes room", AT_ONCE_S)
-        assert steps_on(tmp_path / "disk") == [2, 3]
-
-
 def test_a_full_disk_takes_a_copy_as_soon_as_a_slower_tier_has_an_older_one(
     make_config: MakeConfig, store: MemoryStore, tmp_path: Path
 ) -> None:
@@ -50,20 +36,6 @@ def test_a_full_disk_takes_a_copy_as_soon_as_a_slower_tier_has_an_older_one(
         wait_until(lambda: third.done("disk"), "step 1 gives way", AT_ONCE_S)
         assert store.steps()[0] == 1
         assert steps_on(tmp_path / "disk") == [2, 3]
-
-
-def test_retention_deletes_what_is_unpinned_at_once(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        ckpt.pin(1)
-        ckpt.save(2, state_of(2), block=True)
-        assert ckpt.drain().left == ()
-        assert steps_on(tmp_path / "disk") == [1, 2]
-        ckpt.unpin(1)
-        first = tmp_path / "disk/run/step-00000001-a0001/commit.json"
-        wait_until(lambda: not first.exists(), "it goes", AT_ONCE_S)
 
 
 @pytest.mark.parametrize("call", ["rm_file", "info"])

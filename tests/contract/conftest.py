@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,23 @@ def log() -> Iterator[Log]:
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path, str], None]]:
+    """``mount(folder, size)``: a file system of that size there, unless this user may mount none."""
+    mounted: list[Path] = []
+
+    def make(folder: Path, size: str) -> None:
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(folder)]
+        if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("this user mounts nothing")
+        mounted.append(folder)
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(scope="module")

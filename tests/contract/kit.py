@@ -7,6 +7,7 @@ starts within 50 ms.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
@@ -449,11 +450,61 @@ class Program:
 
 PRELUDE = """
 import os, sys, time
+sys.stdout.reconfigure(line_buffering=True)
 import torch
 import tierfall
 from tests.contract.kit import *
 """
 """How each program of a test begins."""
+
+
+# Media -----------------------------------------------------------------------------------------------
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative name."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def flip_a_bit(path: Path, at: int = -1) -> None:
+    """Change one bit of a file, as a bad medium does; ``at`` -1: in the last byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+class Modes:
+    """While it is entered, file modes count for this thread and for those that it starts, though it may be root's."""
+
+    def __enter__(self) -> None:
+        self._before = _capabilities()
+        _set_capabilities(self._before & ~_IGNORE_MODES)
+
+    def __exit__(self, *raised: object) -> None:
+        _set_capabilities(self._before)
+
+
+_IGNORE_MODES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+_VERSION_3 = 0x20080522
+
+
+def _capabilities() -> int:
+    found = (ctypes.c_uint32 * 6)()
+    _capability_call("capget", found)
+    return found[0]
+
+
+def _set_capabilities(effective: int) -> None:
+    found = (ctypes.c_uint32 * 6)()
+    _capability_call("capget", found)
+    found[0] = effective
+    _capability_call("capset", found)
+
+
+def _capability_call(name: str, data: Any) -> None:
+    header = (ctypes.c_uint32 * 2)(_VERSION_3, 0)
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(header, data):
+        raise OSError(ctypes.get_errno(), name)
 
 
 # Ranks -----------------------------------------------------------------------------------------------

@@ -237,9 +237,12 @@ class _SignalHub:
 
     def _effect(self, number: Signals) -> Any:
         """Return a signal's effect after the work functions; the main thread may be restoring the handler."""
-        before = self._before(number)
         now = signal.getsignal(number)
-        return before if now == self._handle else now
+        if now != self._handle:
+            return now
+        # Not _before: the main thread may be calling the handler at this moment.
+        latest = next(reversed(self._previous.get(number, ())), None)
+        return signal.SIG_DFL if latest is None else latest
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler, on the main thread."""

@@ -1,0 +1,210 @@
+"""What a tier deletes if its capacity, or its disk, is short; what it never deletes; what memory evicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.contract import faulty
+from tests.contract.faulty import Faulty
+from tests.contract.kit import Place, blank, state_of, step_in, wait_until
+from tierfall.errors import CapacityError
+
+SOON_S = 20.0
+THREE = {"capacity": "480KiB"}
+"""Room for three checkpoints of ``state_of``."""
+
+
+def save(ckpt: tierfall.Checkpointer, *steps: int, **words: Any) -> None:
+    for step in steps:
+        ckpt.save(step, state_of(step), block=True, **words)
+
+
+# Which go first --------------------------------------------------------------------------------------
+
+
+def test_the_oldest_makes_room_for_the_next(place: Place) -> None:
+    place.config(disk=THREE)
+    with place.open() as ckpt:
+        save(ckpt, 1, 2, 3)
+        assert place.steps() == [1, 2, 3]
+        save(ckpt, 4)
+        assert place.steps() == [2, 3, 4]
+        assert ckpt.statistics().dropped_copies == 1
+
+
+def test_watermarks_make_room_in_few_rounds(place: Place) -> None:
+    """Above 90 % of ten images, deletions down to 50 %."""
+    place.config(disk={"capacity": "1460KiB", "evict": {"high": "90%", "low": "50%"}})
+    held = []
+    with place.open() as ckpt:
+        for step in range(1, 16):
+            save(ckpt, step)
+            held.append(len(place.folders()))
+    drops = [a - b for a, b in pairwise(held) if b < a]
+    assert drops
+    assert all(drop >= 2 for drop in drops)
+    assert max(held) <= 9
+    assert place.steps()[-1] == 15
+
+
+def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(place: Place) -> None:
+    place.config(disk={**THREE, "retain": {"last": 10}})
+    with place.open() as ckpt:
+        save(ckpt, 1, 2, 3, 4, 5)
+    assert place.steps() == [3, 4, 5]
+
+
+def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_oldest(
+    place: Place,
+) -> None:
+    """Step 1 is on this tier alone; the other has all later ones."""
+    for order, wanted in (("cheapest", [1, 4, 5]), ("oldest", [3, 4, 5])):
+        a = {**THREE, "path": str(place.root / order), "evict": {"order": order}}
+        b = {"path": str(place.root / f"{order}-other"), "flush": {"every": 2}}
+        place.config(a=a, b=b, run=order)
+        with place.open() as ckpt:
+            save(ckpt, 1)
+            for step in (2, 3):
+                save(ckpt, step)
+                place.cli("copy", str(step), "--to", "b", code=-1)
+            save(ckpt, 4, 5)
+        found = sorted(
+            int(p.parent.name[5:13])
+            for p in (place.root / order / order).glob("step-*/commit.json")
+        )
+        assert found[-1] == 5
+        assert (1 in found) == (1 in wanted), (order, found)
+
+
+# What never goes -------------------------------------------------------------------------------------
+
+
+def test_a_pin_makes_no_room_and_its_removal_does_at_once(place: Place) -> None:
+    place.config(disk={"capacity": "330KiB"})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            save(ckpt, step)
+            ckpt.pin(step)
+        third = ckpt.save(3, state_of(3))
+        with pytest.raises(CapacityError, match=r"(?s)disk.*unpin"):
+            third.wait(timeout=SOON_S)
+        assert place.steps() == [1, 2]
+        ckpt.unpin(1)
+        wait_until(lambda: third.done("disk"), "the unpinned one makes room")
+        assert place.steps() == [2, 3]
+
+
+def test_what_a_slower_tier_is_owed_makes_no_room_until_it_has_it(place: Place) -> None:
+    store = Faulty(place.root)
+    place.config(
+        host={"capacity": "400KiB"},
+        disk={"capacity": "330KiB"},
+        store=store.tier(),
+        plugins=[faulty.__file__],
+    )
+    with place.open() as ckpt:
+        store.set("refuse", "step-")
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait("disk", timeout=SOON_S)
+        third = ckpt.save(3, state_of(3))
+        wait_until(lambda: third.exception() is not None, "there is no room")
+        assert place.steps("disk") == [1, 2]
+        store.heal()
+        ckpt.drain(deadline=SOON_S)
+        wait_until(lambda: third.done("disk"), "step 1 gives way")
+    assert store.steps() == [1, 2, 3]
+    assert place.steps("disk") == [2, 3]
+
+
+def test_room_is_never_made_by_the_only_copy_that_survives_a_loss(place: Place) -> None:
+    place.config(
+        disk={}, pfs={"shared": True, "capacity": "200KiB", "flush": {"every": 2}}, max_wait="1s"
+    )
+    with place.open() as ckpt:
+        save(ckpt, 1, 2)
+        third = ckpt.save(3, state_of(3))
+        third.wait("disk", timeout=SOON_S)
+        fourth = ckpt.save(4, state_of(4))
+        with pytest.raises(CapacityError, match="pfs"):
+            fourth.wait("pfs", timeout=SOON_S)
+        assert place.steps("pfs") == [2]
+        assert place.steps("disk") == [1, 2, 3, 4]
+
+
+def test_memory_evicts_only_what_no_tier_needs_any_more(place: Place) -> None:
+    """With room for two images, ten saves pass through it; none is lost, and the newest stays."""
+    place.config(host={"capacity": "400KiB"}, disk={}, pfs={})
+    with place.open() as ckpt:
+        for step in range(1, 11):
+            ckpt.save(step, state_of(step))
+        assert ckpt.drain().left == ()
+        assert ckpt.statistics().skipped_saves == 0
+        assert "host" in ckpt.checkpoints()[-1].tiers
+        assert "host" not in ckpt.checkpoints()[0].tiers
+    assert place.steps("disk") == place.steps("pfs") == list(range(1, 11))
+
+
+# A disk that is full ---------------------------------------------------------------------------------
+
+
+def test_a_full_disk_deletes_the_oldest_for_each_new_one_and_reports_it_once(
+    place: Place, mount: Callable[[Path, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    mount(place.root / "disk", "600k")
+    place.config()
+    with place.open() as ckpt:
+        save(ckpt, *range(1, 11))
+        wait_until(lambda: "full" in caplog.text, "it is logged")
+        assert ckpt.statistics().given_up_copies == 0
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and "full" in r.getMessage()]
+    assert len(warned) == 1
+    assert "disk" in warned[0].getMessage()
+    held = place.steps()
+    assert held == list(range(held[0], 11))
+    assert 1 < len(held) < 6
+
+
+def test_a_disk_that_others_fill_is_reported_and_gets_what_it_is_owed_later(
+    place: Place, mount: Callable[[Path, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tier gets every step; nothing of this one is damaged."""
+    disk = place.root / "disk"
+    mount(disk, "500k")
+    place.config(disk={"shared": True}, other={})
+    with place.open() as ckpt:
+        save(ckpt, 1)
+        (disk / "theirs").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
+        handle = ckpt.save(2, state_of(2))
+        handle.wait("other", timeout=SOON_S)
+        wait_until(lambda: handle.exception() is not None, "it has no room")
+        assert "disk" in str(handle.exception())
+        assert place.steps("disk") == [1]
+        (disk / "theirs").unlink()
+        assert ckpt.drain(deadline=SOON_S).left == ()
+    assert place.steps("disk") == place.steps("other") == [1, 2]
+    state = blank()
+    with place.open() as ckpt:
+        assert ckpt.restore(state) is not None
+    assert step_in(state) == 2
+
+
+def test_a_store_without_room_deletes_what_its_rules_allow(place: Place) -> None:
+    store = Faulty(place.root)
+    place.config(store=store.tier(), plugins=[faulty.__file__])
+    with place.open() as ckpt:
+        save(ckpt, 1, 2)
+        store.set("full", "step-00000003")
+        handle = ckpt.save(3, state_of(3))
+        wait_until(lambda: 1 not in store.steps(), "the oldest goes")
+        assert 2 in store.steps()
+        store.heal()
+        assert ckpt.drain(deadline=SOON_S).left == ()
+        assert handle.outcome == "saved"
+    assert store.steps() == [2, 3]

@@ -1,0 +1,407 @@
+"""What each tier keeps, what it deletes and when, and what no rule deletes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.contract.kit import (
+    Place,
+    blank,
+    files_below,
+    flip_a_bit,
+    state_of,
+    step_in,
+    wait_until,
+)
+from tierfall.errors import ConfigError, StepError, TierfallError
+
+SOON_S = 10.0
+Save = dict[str, Any]
+
+
+def kept(place: Place, retain: dict[str, Any], *saves: Save) -> list[int]:
+    """The steps that a tier with these rules has after these saves: step 1, 2 and so on unless ``step`` says else."""
+    place.config(disk={"retain": retain})
+    with place.open() as ckpt:
+        for number, words in enumerate(saves, 1):
+            step = words.pop("step", number)
+            ckpt.save(step, state_of(step), block=True, **words)
+        ckpt.drain()
+        ckpt.prune()
+    return place.steps()
+
+
+def steps(*numbers: int) -> list[Save]:
+    return [{"step": number} for number in numbers]
+
+
+def losses(*values: object) -> list[Save]:
+    return [{} if value is None else {"metrics": {"loss": value}} for value in values]
+
+
+def settle(place: Place, *wanted: int, tier: str = "disk") -> None:
+    """Wait until a tier has these steps and no others."""
+
+    def found() -> list[int]:
+        return [int(folder.name[5:13]) for folder in place.folders(tier)]
+
+    wait_until(lambda: found() == list(wanted), f"{tier} has {wanted}", SOON_S)
+
+
+# The rules -------------------------------------------------------------------------------------------
+
+
+def test_without_a_rule_everything_stays(place: Place) -> None:
+    assert kept(place, {}, *steps(*range(1, 13))) == list(range(1, 13))
+
+
+def test_last_keeps_the_newest(place: Place) -> None:
+    assert kept(place, {"last": 3}, *steps(*range(1, 8))) == [5, 6, 7]
+
+
+def test_the_newest_is_the_largest_number_whatever_its_name_sorts_as(place: Place) -> None:
+    numbers = (9, 10, 99_999_999, 100_000_000, 10**17)
+    assert kept(place, {"last": 2}, *steps(*numbers)) == [100_000_000, 10**17]
+    assert place.cli("latest").out == f"{10**17}@1\n"
+
+
+def test_every_of_steps_keeps_the_first_at_or_after_each_multiple(place: Place) -> None:
+    """And step 0. A cadence that misses the multiples keeps one for each of them."""
+    saved = steps(0, 40, 90, 101, 130, 199, 200, 210, 330, 390, 401)
+    assert kept(place, {"every": 100, "last": 1}, *saved) == [0, 101, 200, 330, 401]
+
+
+def test_every_of_a_time_keeps_the_first_of_each_period(place: Place) -> None:
+    assert kept(place, {"every": "36500d", "last": 1}, *steps(1, 2, 3, 4)) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "wanted"),
+    [
+        ({"metric": "loss"}, (3.0, 1.0, 2.0, 4.0), [2, 4]),
+        ({"metric": "loss", "mode": "max"}, (3.0, 5.0, 2.0, 4.0), [2, 4]),
+        ({"metric": "loss", "count": 2}, (3.0, 1.0, 2.0, 4.0, 5.0), [2, 3, 5]),
+        ({"metric": "loss"}, (1.0, 1.0, 2.0), [2, 3]),  # of equal ones the newer
+        ({"metric": "loss"}, (2.0, math.nan, None, 3.0), [1, 4]),
+        ({"metric": "loss"}, (2, torch.tensor(1.0), 3), [2, 3]),
+        ({"metric": "loss"}, (-math.inf, 1.0, 2.0), [1, 3]),
+    ],
+    ids=["min", "max", "two", "equal", "nan and none", "int and tensor", "inf"],
+)
+def test_best_keeps_the_best_by_a_metric(
+    place: Place, rule: dict[str, Any], values: tuple[object, ...], wanted: list[int]
+) -> None:
+    assert kept(place, {"last": 1, "best": rule}, *losses(*values)) == wanted
+
+
+def test_tags_keep_what_has_one_of_them(place: Place) -> None:
+    saved: list[Save] = [{"tags": ["a"]}, {"tags": ["b", "c"]}, {}, {"tags": ["d"]}, {}]
+    assert kept(place, {"last": 1, "tags": ["a", "c"]}, *saved) == [1, 2, 5]
+
+
+def test_any_tag_may_be_named_by_true(place: Place) -> None:
+    assert kept(place, {"last": 1, "tags": True}, {"tags": ["x"]}, {}, {}) == [1, 3]
+
+
+def test_for_deletes_what_is_older_and_never_the_last_two(place: Place) -> None:
+    """A trainer does so by itself, though nothing is saved any more."""
+    place.config(disk={"retain": {"for": "1s"}})
+    with place.open() as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(step, state_of(step), block=True)
+        assert [c.step for c in ckpt.checkpoints()] == [1, 2, 3, 4]
+        settle(place, 3, 4)
+
+
+def test_a_checkpoint_that_any_rule_keeps_is_kept(place: Place) -> None:
+    rules = {"last": 1, "every": 4, "best": {"metric": "loss"}, "tags": ["keep"]}
+    saved: list[Save] = [{"metrics": {"loss": 9.0 - step}} for step in range(1, 8)]
+    saved[1]["metrics"] = {"loss": 0.0}
+    saved[2]["tags"] = ["keep"]
+    assert kept(place, rules, *saved) == [2, 3, 4, 7]
+
+
+def test_metrics_and_tags_of_an_earlier_start_count(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1, "best": {"metric": "loss"}, "tags": ["t"]}})
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), metrics={"loss": 0.1}, block=True)
+        ckpt.save(2, state_of(2), metrics={"loss": 0.5}, tags=["t"], block=True)
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        for step in (3, 4):
+            ckpt.save(step, state_of(step), metrics={"loss": 0.9}, block=True)
+        settle(place, 1, 2, 4)
+
+
+def test_a_metric_of_best_that_no_step_has_is_reported_once_with_the_nearest(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.config(disk={"retain": {"last": 1, "best": {"metric": "los"}}})
+    with place.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), metrics={"loss": 1.0}, block=True)
+        wait_until(lambda: "los" in caplog.text, "it is logged")
+    said = [r.getMessage() for r in caplog.records if "loss" in r.getMessage()]
+    assert len(said) == 1
+    assert any("loss" in note for note in place.json("prune", "--dry-run")["notes"])
+
+
+def test_each_tier_has_its_own_rules(place: Place) -> None:
+    place.config(a={"retain": {"last": 1}}, b={"retain": {"last": 3}, "flush": {"every": 2}}, c={})
+    with place.open() as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+    settle(place, 8, tier="a")
+    settle(place, 4, 6, 8, tier="b")
+    settle(place, *range(1, 9), tier="c")
+
+
+# Pins ------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_outlives_rules_and_starts_until_it_is_removed(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1}}, pfs={"retain": {"last": 1}})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+            ckpt.pin(step)
+        ckpt.save(3, state_of(3), block=True)
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(4, state_of(4), block=True)
+        ckpt.drain()
+        assert [c.step for c in ckpt.checkpoints() if c.pinned] == [1, 2]
+        for tier in ("disk", "pfs"):
+            settle(place, 1, 2, 4, tier=tier)
+        ckpt.unpin(1)  # deleted at once: no save is needed
+        for tier in ("disk", "pfs"):
+            settle(place, 2, 4, tier=tier)
+    place.cli("unpin", "2")
+    place.cli("prune")
+    assert place.steps("disk") == place.steps("pfs") == [4]
+
+
+def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> None:
+    place.config(disk={"retain": {"last": 2}})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        place.cli("pin", "1")
+        for step in (3, 4):
+            ckpt.save(step, state_of(step), block=True)
+        settle(place, 1, 3, 4)
+
+
+def test_a_pinned_step_is_not_deleted_by_hand_and_the_last_one_only_if_asked_twice(
+    place: Place,
+) -> None:
+    place.config()
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.pin(1)
+        with pytest.raises(StepError, match="pinned"):
+            ckpt.delete(1)
+        ckpt.unpin(1)
+        ckpt.delete(1)
+        with pytest.raises((StepError, TierfallError), match="even_the_last"):
+            ckpt.delete(2)
+        ckpt.delete(2, even_the_last=True)
+        assert ckpt.checkpoints() == []
+    assert place.folders() == []
+    assert not [p for p in (place.root / "disk/run").rglob("*.safetensors")]
+
+
+@pytest.mark.parametrize("call", ["pin", "unpin", "delete"])
+def test_a_step_that_is_not_there_is_named(place: Place, call: str) -> None:
+    place.config()
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        with pytest.raises(StepError, match="7"):
+            getattr(ckpt, call)(7)
+
+
+# What no rule deletes --------------------------------------------------------------------------------
+
+
+def test_the_newest_that_survives_each_loss_stays_whatever_the_rules_say(place: Place) -> None:
+    """Step 2 alone survives the loss of the node: step 3 is on a disk of this node."""
+    place.config(
+        disk={"retain": {"last": 1}},
+        pfs={"shared": True, "flush": {"every": 2}, "retain": {"tags": ["never"]}},
+    )
+    with place.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+        settle(place, 3)
+        settle(place, 2, tier="pfs")
+        reasons = {(d.checkpoint.step, d.tier): d.reason for d in ckpt.prune(dry_run=True)}
+    assert "node" in reasons[2, "pfs"]
+
+
+def test_a_start_that_has_restored_nothing_deletes_nothing(place: Place) -> None:
+    place.config()
+    place.save(1, 2, 3)
+    place.config(disk={"retain": {"last": 1}})
+    with place.open() as ckpt:
+        assert tierfall.load(place.yaml)
+        ckpt.drain()
+    assert place.steps() == [1, 2, 3]
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        settle(place, 3)
+
+
+def test_files_of_others_are_never_touched(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1}})
+    place.save(1)
+    run = place.root / "disk" / "run"
+    strangers = {
+        run / "notes.txt": "mine",
+        run / "step-x" / "weights.bin": "mine",
+        run / "step-00000009" / "weights.bin": "mine",
+        run / "step-00000001-a0001" / "mine.txt": "mine",
+        place.root / "disk" / "another" / "file": "mine",
+    }
+    for path, text in strangers.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        for step in (2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        settle(place, 3)
+        ckpt.delete(3, even_the_last=True)
+    place.cli("rm", "--all", "--run", "run", input="run\n")
+    assert {path: path.read_text() for path in strangers} == strangers
+
+
+def test_a_damaged_newest_is_no_reason_to_delete_an_older_one(place: Place) -> None:
+    """Of an earlier start: it is read before anything is deleted because of it."""
+    place.config(disk={"retain": {"last": 2}}, pfs={"flush": {"every": 100}})
+    place.save(1, 2)
+    flip_a_bit(place.folders()[1] / "rank-00000-of-00001.safetensors")
+    place.config(disk={"retain": {"last": 1}})
+    with place.open() as ckpt:
+        report = ckpt.restore(blank(), step=1)
+        assert report is not None
+        ckpt.drain()
+    assert [f.name[:13] for f in place.folders()] == ["step-00000001", "step-00000002"]
+    state = blank()
+    with place.open() as ckpt:
+        report = ckpt.restore(state)
+    assert report is not None
+    assert (step_in(state), report.fallbacks[0].id is not None) == (1, True)
+
+
+def test_a_purge_of_the_newest_is_found_before_older_ones_go(place: Place) -> None:
+    """A person, or a cleaner of a scratch file system, removed an image in mid-run."""
+    place.config(host={"capacity": "200KiB"}, disk={"retain": {"last": 2}})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        (place.folders()[1] / "rank-00000-of-00001.safetensors").unlink()
+        ckpt.save(3, state_of(3), block=True)
+        ckpt.drain()
+        wait_until(lambda: bool(ckpt.checkpoints()[1].damage), "it counts as damaged")
+        assert step_in(tierfall.load(place.folders()[0])) == 1
+
+
+def test_what_was_left_behind_goes_whatever_the_rules_say_unless_it_is_pinned(
+    place: Place,
+) -> None:
+    """After a restore of an older step and a save, the later steps of the old lineage are abandoned."""
+    place.config()
+    place.save(1, 2, 3, 4)
+    with place.open() as ckpt:
+        ckpt.pin(3)
+        assert ckpt.restore(blank(), step=1) is not None
+        assert [c.step for c in ckpt.checkpoints() if c.abandoned] == []
+        ckpt.save(2, state_of(2), block=True)
+        wait_until(lambda: len(ckpt.checkpoints()) == 3, "they go")
+        found = [(c.step, c.attempt, c.abandoned) for c in ckpt.checkpoints()]
+        assert found == [(1, 1, False), (2, 2, False), (3, 1, True)]
+    state = blank()
+    with place.open() as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, report.attempt, step_in(state)) == (2, 2, 2)
+        with pytest.raises(TierfallError, match="3"):
+            ckpt.restore(blank(), step=3)
+        assert ckpt.restore(state, step=3, attempt=1) is not None
+        assert step_in(state) == 3
+
+
+# Prune -----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_what_a_real_one_does(place: Place) -> None:
+    place.config()
+    place.save(1, 2, 3)
+    place.config(disk={"retain": {"last": 1}})
+    before = files_below(place.root / "disk")
+    planned = place.json("prune", "--dry-run")
+    assert files_below(place.root / "disk") == before
+    done = place.json("prune")
+    keys = ("step", "attempt", "tier", "verdict", "reason")
+    assert [[d[k] for k in keys] for d in planned["decisions"]] == [
+        [d[k] for k in keys] for d in done["decisions"]
+    ]
+    assert [(d["step"], d["verdict"]) for d in done["decisions"]] == [
+        (1, "drop"),
+        (2, "drop"),
+        (3, "keep"),
+    ]
+    assert all(d["reason"] for d in done["decisions"])
+    assert place.steps() == [3]
+
+
+def test_a_checkpointer_prunes_with_the_same_reasons(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1}})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+            ckpt.pin(step)
+        verdicts = [(d.checkpoint.step, d.verdict, d.tier) for d in ckpt.prune(dry_run=True)]
+        assert verdicts == [(1, "keep", "disk"), (2, "keep", "disk")]
+        assert "pinned" in next(iter(ckpt.prune())).reason
+
+
+def test_a_deletion_is_never_half_done_for_a_reader(place: Place) -> None:
+    """A step that goes is deleted record first: no folder has a record and lacks what it names."""
+    place.config(disk={"retain": {"last": 1}})
+    with place.open() as ckpt:
+        for step in range(1, 12):
+            ckpt.save(step, state_of(step), block=True)
+            for folder in place.folders():
+                if (folder / "commit.json").exists() and not (
+                    folder / "rank-00000-of-00001.safetensors"
+                ).exists():
+                    assert not (folder / "commit.json").exists()
+    assert place.steps() == [11]
+
+
+def test_deleting_reaches_every_tier_and_memory(place: Place) -> None:
+    place.config(host={"on_close": "keep"}, disk={}, pfs={})
+    with place.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.delete(2)
+        assert [c.step for c in ckpt.checkpoints()] == [1]
+    assert place.ls().keys() == {"1@1"}
+    assert place.steps("disk") == place.steps("pfs") == [1]
+
+
+def test_a_rule_that_is_none_is_refused_with_the_nearest(place: Place) -> None:
+    place.config(disk={"retain": {"lst": 3}})
+    with pytest.raises(ConfigError, match=r'retain\.lst: .*"last"'):
+        place.open()
+    shutil.rmtree(place.root / "disk", ignore_errors=True)

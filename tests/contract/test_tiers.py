@@ -1,0 +1,451 @@
+"""Each kind of tier keeps what its settings say: host memory, folders, and places that an address names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.contract.kit import (
+    Place,
+    blank,
+    equal,
+    files_below,
+    state_of,
+    step_in,
+    training_state,
+    wait_until,
+)
+from tierfall.errors import CapacityError, ConfigError, RestoreError
+
+SOON_S = 20.0
+SLOW = {"bandwidth": "10kB/s"}
+"""A tier that gets nothing within a test."""
+
+
+def restored(place: Place, *, elements: int | None = None, **how: Any) -> tuple[int, set[str]]:
+    """Restore in a start of its own: the step that the state then has, and the tiers that were read."""
+    state = blank() if elements is None else blank(elements=elements)
+    with place.open() as ckpt:
+        report = ckpt.restore(state, **how)
+    assert report is not None
+    assert report.step == step_in(state)
+    return report.step, {source.tier for source in report.sources}
+
+
+def memory_of(place: Place) -> list[Path]:
+    return [p for p in place.memory.rglob("*") if p.is_file() and p.stat().st_blocks > 1000]
+
+
+# Host memory -----------------------------------------------------------------------------------------
+
+
+def test_memory_outlives_a_killed_process_and_is_restored_from(place: Place) -> None:
+    """The next start restores the step that no tier has, and brings it to the tier that is owed it."""
+    place.config(disk=SLOW)
+    program = place.start(
+        """
+        ckpt = tierfall.open("tiers.yaml")
+        ckpt.save(1, state_of(1)).captured()
+        print("sealed")
+        time.sleep(60)
+        """
+    )
+    assert program.line() == "sealed"
+    program.kill()
+    assert place.ls() == {"1@1": {"host": "sealed"}}
+    place.config(disk={})
+    assert restored(place) == (1, {"host"})
+    assert place.steps() == [1]
+
+
+def test_a_clean_close_frees_memory_and_on_close_keep_keeps_it(place: Place) -> None:
+    place.config()
+    place.save(1)
+    assert "host" not in place.ls()["1@1"]
+    assert memory_of(place) == []
+    assert restored(place) == (1, {"disk"})
+    place.config(host={"on_close": "keep"})
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(2, state_of(2), block=True)
+    (copies,) = (copies for id, copies in place.ls().items() if id.startswith("2@"))
+    assert copies == {"host": "sealed", "disk": "committed"}
+    assert restored(place) == (2, {"host"})
+
+
+def test_memory_is_in_the_folder_that_is_named_and_no_larger_than_its_capacity(
+    place: Place,
+) -> None:
+    place.config(host={"capacity": "1MiB"}, disk=SLOW, max_wait="200ms")
+    with place.open() as ckpt:
+        handles = [ckpt.save(step, state_of(step)) for step in range(1, 16)]
+        assert [h.outcome for h in handles].count("skipped") >= 8, "six images fit"
+        assert sum(p.stat().st_blocks * 512 for p in memory_of(place)) > 500_000
+        assert ckpt.statistics().host_capacity_bytes == 1 << 20
+    assert "capacity" in str(handles[-1].exception())
+
+
+def test_an_image_that_memory_has_no_room_for_is_refused_with_what_is_needed(place: Place) -> None:
+    place.config(host={"capacity": "64KiB"})
+    with place.open() as ckpt, pytest.raises(CapacityError, match=r"(?s)host.*KiB.*capacity"):
+        ckpt.save(1, state_of(1))
+
+
+def test_without_a_capacity_memory_is_made_for_two_images(place: Place) -> None:
+    config = place.config()
+    del config["tiers"][0]["capacity"]
+    place.write(config)
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1, elements=1_000_000), block=True)
+        assert 8_000_000 < ckpt.statistics().host_capacity_bytes < 12_000_000
+
+
+# A chain ---------------------------------------------------------------------------------------------
+
+
+def test_every_tier_of_a_chain_restores_alone(place: Place) -> None:
+    state = training_state()
+    place.config(host={"capacity": "16MiB"}, a={}, b={"shared": True}, c={})
+    with place.open() as ckpt:
+        ckpt.save(1, state, block=True)
+        for tier in ("host", "a", "b", "c"):
+            other = training_state(7)
+            report = ckpt.restore(other, tier=tier)
+            assert report is not None
+            assert {source.tier for source in report.sources} == {tier}
+            assert equal(other["model"].state_dict(), state["model"].state_dict())
+            assert equal(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+    for tier in ("a", "b", "c"):
+        alone = tierfall.load(place.root / tier)
+        assert equal(dict(alone["model"]), dict(state["model"].state_dict()))
+
+
+def test_a_restore_reads_the_fastest_tier_that_has_the_step(place: Place) -> None:
+    place.config(fast={}, slow={})
+    place.save(1, 2)
+    assert restored(place) == (2, {"fast"})
+    shutil.rmtree(place.folders("fast")[1])
+    assert restored(place, unreachable="ignore") == (2, {"slow"})
+
+
+def test_what_each_failure_would_cost_follows_from_kind_and_shared(place: Place) -> None:
+    """A folder survives the process; a shared one the node. No tier here survives the site."""
+    place.config(disk={}, pfs={"shared": True, "flush": {"every": 2}})
+    with place.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+        assert ckpt.statistics().newest == {"process": 3, "node": 2, "site": None}
+    answer = place.cli("ls")
+    assert "process, 3@1 on disk" in answer.out
+    assert "node, 2@1 on pfs" in answer.out
+    assert "site, nothing" in answer.out
+
+
+def test_several_runs_share_tiers_and_leave_each_other_alone(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1}})
+    place.save(1)
+    before = files_below(place.root / "disk" / "run")
+    with place.open(run="other") as ckpt:
+        assert ckpt.restore(blank()) is None
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+    assert files_below(place.root / "disk" / "run") == before
+    assert {r["run"] for r in place.json("runs")["runs"]} == {"run", "other"}
+
+
+def test_a_device_tier_is_left_out_of_a_state_that_is_on_no_gpu(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = place.config()
+    config["tiers"].insert(0, {"name": "device", "kind": "device", "capacity": "1MiB"})
+    place.write(config)
+    caplog.set_level("INFO", "tierfall")
+    place.save(1)
+    wait_until(lambda: "device" in caplog.text, "a line says so")
+    assert place.ls() == {"1@1": {"disk": "committed"}}
+
+
+# Capacity and rates ----------------------------------------------------------------------------------
+
+
+def test_a_tier_never_holds_more_than_its_capacity(place: Place) -> None:
+    place.config(disk={"capacity": "450KiB"}, pfs={})
+    with place.open() as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, state_of(step), block=True)
+            held = sum(len(c) for c in files_below(place.root / "disk" / "run").values())
+            assert held <= 450 * 1024
+    assert place.steps("pfs") == list(range(1, 9))
+    assert place.steps("disk")[-1] == 8
+    assert 1 < len(place.steps("disk")) < 5
+
+
+def test_an_image_above_a_tiers_capacity_is_an_error_at_first_and_left_out_later(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tiers get what has outgrown one of them, and training goes on."""
+    place.config(small={"capacity": "200KiB"}, disk={})
+    with place.open() as ckpt:
+        with pytest.raises(CapacityError, match=r"(?s)small.*200(\.0)? KiB"):
+            ckpt.save(1, state_of(1, elements=200_000))
+        ckpt.save(2, state_of(2), block=True)
+        handle = ckpt.save(3, state_of(3, elements=200_000))
+        handle.wait("disk", timeout=SOON_S)
+        with pytest.raises((CapacityError, ValueError)):
+            handle.wait("small", timeout=SOON_S)
+        wait_until(lambda: "small" in caplog.text, "it is logged")
+        ckpt.save(4, state_of(4), block=True)
+    assert place.steps("disk") == [2, 3, 4]
+    assert 3 not in place.steps("small")
+    assert place.steps("small")[-1] == 4
+
+
+def test_bandwidth_limits_what_is_written_and_read_bandwidth_what_is_read(place: Place) -> None:
+    """An image of 80 KiB (and a header of 64 KiB) at 200 kB/s."""
+    place.config(disk={"bandwidth": "200kB/s", "read_bandwidth": "200kB/s"})
+    with place.open() as ckpt:
+        began = time.monotonic()
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.save(2, state_of(2), block=True)
+        assert time.monotonic() - began > 0.7
+    began = time.monotonic()
+    assert step_in(tierfall.load(place.yaml)) == 2
+    assert time.monotonic() - began > 0.2
+    place.config(disk={"bandwidth": "50%"})
+    place.run("tierfall.open('tiers.yaml').restore(blank())")
+    assert restored(place) == (2, {"disk"})
+
+
+# Compression -----------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_packs_is_smaller_and_gives_back_the_same_bytes(place: Place) -> None:
+    codecs = {"z": "zstd", "p": "planes", "n": "none"}
+    place.config(**{name: {"compress": {"codec": codec}} for name, codec in codecs.items()})
+    state = {"w": torch.arange(100_000) % 1000, "extra": {"step": 1}}
+    with place.open() as ckpt:
+        ckpt.save(1, state, block=True)
+        assert set(ckpt.statistics().compression) >= {"z", "p"}
+        packed = ckpt.statistics().compression["z"]
+        assert packed.stored_bytes < packed.raw_bytes
+    sizes = {
+        name: sum(p.stat().st_size for p in place.folders(name)[0].glob("*.safetensors*"))
+        for name in codecs
+    }
+    assert sizes["z"] < sizes["n"] / 2
+    assert sizes["p"] < sizes["n"] / 2
+    for name in codecs:
+        assert equal(tierfall.load(place.root / name)["w"], state["w"])
+
+
+def test_codec_and_level_may_change_from_start_to_start(place: Place) -> None:
+    for step, compress in enumerate(
+        ({"codec": "zstd"}, {"codec": "none"}, {"codec": "zstd", "level": 9}, {"codec": "planes"})
+    ):
+        place.config(disk={"compress": compress})
+        with place.open() as ckpt:
+            ckpt.restore(blank())
+            ckpt.save(step, state_of(step), block=True)
+    assert place.steps() == [0, 1, 2, 3]
+    assert place.json("verify")["ok"]
+
+
+# Read-only -------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_tier_is_restored_from_and_never_changed(place: Place) -> None:
+    place.config(old={}, disk={})
+    place.save(1, 2)
+    before = files_below(place.root / "old")
+    place.config(disk={"retain": {"last": 1}}, old={"read_only": True})
+    with place.open() as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert step_in(state) == 2
+        assert ckpt.restore(state, tier="old") is not None
+        for step in (3, 4):
+            assert ckpt.save(step, state_of(step), block=True).tiers == ("disk",)
+        ckpt.drain()
+    assert files_below(place.root / "old") == before
+    assert place.steps("disk") == [4]
+
+
+def test_a_read_only_tier_accepts_no_rule_of_writing(place: Place) -> None:
+    rules: dict[str, Any] = {
+        "flush": {"every": 2},
+        "retain": {"last": 2},
+        "evict": {"order": "oldest"},
+        "compress": {"codec": "zstd"},
+        "capacity": "1GiB",
+        "bandwidth": "1MB/s",
+        "when_full": "skip",
+    }
+    for key, value in rules.items():
+        place.config(disk={}, old={"read_only": True, key: value})
+        with pytest.raises(ConfigError, match=rf"tiers\.yaml:1: tiers\[2\].*read_only.*{key}"):
+            place.open()
+
+
+def test_a_tier_that_refuses_writes_counts_as_read_only_if_it_has_something_of_the_run(
+    place: Place,
+) -> None:
+    place.config(disk={}, old={})
+    place.save(1)
+    for folder in (place.root / "old", *(p for p in (place.root / "old").rglob("*") if p.is_dir())):
+        folder.chmod(0o555)
+    answer = place.run(
+        """
+        with Modes(), tierfall.open("tiers.yaml") as ckpt:
+            ckpt.restore(blank())
+            ckpt.save(2, state_of(2), block=True)
+        """
+    )
+    assert answer.code == 0, answer.err
+    assert re.search("old.*read", answer.err)
+    assert place.steps("disk") == [1, 2]
+    assert place.steps("old") == [1]
+
+
+def test_a_chain_that_cannot_be_written_to_is_refused(place: Place) -> None:
+    """If a tier holds nothing of the run; and if no tier can be written to: that error names tierfall.load."""
+    place.config()
+    (place.root / "disk").mkdir(mode=0o555)
+    code = """
+    try:
+        with Modes():
+            tierfall.open("tiers.yaml")
+    except (tierfall.errors.BackendError, tierfall.errors.ConfigError) as error:
+        print(error)
+    """
+    assert "disk" in place.run(code).out
+    (place.root / "disk").chmod(0o755)
+    place.save(1)
+    (place.root / "disk/run/attempts").chmod(0o555)
+    place.config(disk={"read_only": True})
+    with pytest.raises(ConfigError, match=r"tierfall\.load"):
+        place.open()
+    assert step_in(tierfall.load(place.yaml)) == 1
+
+
+# Where tiers may be ----------------------------------------------------------------------------------
+
+
+def test_no_two_tiers_share_a_folder_by_whatever_names(place: Place) -> None:
+    (place.root / "real").mkdir()
+    (place.root / "link").symlink_to("real")
+    for a, b in (
+        ("real", "real"),
+        ("real", "link"),
+        ("real", "real/inside"),
+        ("x/../real", "real"),
+    ):
+        place.config(a={"path": str(place.root / a)}, b={"path": str(place.root / b)})
+        with pytest.raises(ConfigError, match=r"tiers\[[12]\]\.path: .*tiers\[[12]\]"):
+            place.open()
+    assert list((place.root / "real").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "ü%20#?", 'it\'s "quoted"', "-x"])
+def test_a_folder_may_have_any_name(place: Place, name: str) -> None:
+    place.config(disk={"path": str(place.root / name)})
+    place.save(1)
+    assert restored(place) == (1, {"disk"})
+    assert place.json("verify", "1")["ok"]
+
+
+def test_a_tiers_folder_may_be_a_link_and_moves_with_the_file(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path starts at the folder of the YAML file, wherever the program is started."""
+    (place.root / "project" / "far").mkdir(parents=True)
+    place.yaml = place.root / "project" / "tiers.yaml"
+    (place.root / "project" / "disk").symlink_to("far")
+    place.config(disk={"path": "./disk"})
+    monkeypatch.chdir("/")
+    place.save(1)
+    assert (place.root / "project/far/run/latest").exists()
+    assert restored(place) == (1, {"disk"})
+
+
+# Places by an address --------------------------------------------------------------------------------
+
+
+def test_a_file_address_is_a_tier_like_a_folder(place: Place) -> None:
+    url = f"file://{place.root}/store"
+    place.config(store={"kind": "object", "url": url, "retain": {"last": 2}})
+    place.save(1, 2, 3)
+    assert place.steps("store") == [2, 3]
+    place.config(disk={"path": str(place.root / "store")})
+    assert restored(place) == (3, {"disk"})
+
+
+def test_a_tier_of_an_fsspec_protocol_keeps_retains_and_restores(place: Place) -> None:
+    place.config(
+        host={"folder": str(place.memory)},
+        store={"kind": "object", "url": "memory://bucket/x", "retain": {"last": 2}},
+        other={"kind": "object", "url": "memory://bucket/y", "compress": {"codec": "zstd"}},
+    )
+    place.save(1, 2, 3)
+    with place.open() as ckpt:
+        for tier in ("store", "other"):
+            state = blank()
+            report = ckpt.restore(state, tier=tier)
+            assert report is not None
+            assert step_in(state) == 3
+        assert [sorted(c.tiers) for c in ckpt.checkpoints()] == [
+            ["other"],
+            ["other", "store"],
+            ["other", "store"],
+        ]
+        ckpt.delete(2)
+        assert [c.step for c in ckpt.checkpoints()] == [1, 3]
+    assert step_in(tierfall.load(place.yaml, step=1)) == 1
+
+
+def test_an_address_alone_and_a_folder_alone_are_a_whole_chain(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory is named ``host``; the tier ``disk`` for a folder and ``store`` for an address."""
+    monkeypatch.setenv("TMPDIR", str(place.memory))
+    for where, name in (("./alone", "disk"), ((place.root / "address").as_uri(), "store")):
+        place.yaml.write_text(json.dumps({"run": f"contract-{os.getpid()}", "tiers": where}))
+        with place.open() as ckpt:
+            assert ckpt.save(1, state_of(1), block=True).tiers == (name,)
+            assert set(ckpt.checkpoints()[0].tiers) == {"host", name}
+
+
+def test_an_address_that_is_none_is_refused_with_what_to_write(place: Place) -> None:
+    for url, wanted in (
+        ("s3://", "bucket"),
+        ("b/c", "url"),
+        ("s3a://bucket/x", "s3://"),
+        ("nosuchprotocol://x/y", "nosuchprotocol"),
+        ("s3://key:secret@bucket/x", "options"),
+    ):
+        place.config(store={"kind": "object", "url": url})
+        with pytest.raises(ConfigError, match=wanted) as raised:
+            place.open()
+        assert "store" in str(raised.value) or "tiers[1]" in str(raised.value)
+        assert "secret@" not in str(raised.value)
+
+
+def test_a_step_that_a_tier_does_not_have_is_not_read_from_another(place: Place) -> None:
+    place.config(a={}, b={"flush": {"every": 2}})
+    place.save(1, 2, 3)
+    with place.open() as ckpt:
+        with pytest.raises(RestoreError, match=r"(?s)3.*b|b.*3"):
+            ckpt.restore(blank(), step=3, tier="b")
+        report = ckpt.restore(blank(), tier="b")
+        assert report is not None
+        assert report.step == 2

@@ -1,0 +1,720 @@
+"""Every key of the YAML file has its effect or its default, and each wrong value an error with file, line, key, what
+was expected and the nearest word."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tierfall
+from tests.contract.kit import (
+    ROOT,
+    Place,
+    blank,
+    equal,
+    state_of,
+    step_in,
+    train_a_step,
+    training_state,
+    wait_until,
+)
+from tierfall.errors import ConfigError
+
+SOON_S = 20.0
+DOCUMENT = (ROOT / "docs/configuration.md").read_text()
+HOST = {"name": "host", "kind": "host"}
+DISK = {"name": "disk", "kind": "file", "path": "./c"}
+STORE = {"name": "store", "kind": "object", "url": "s3://bucket/x"}
+DEVICE = {"name": "device", "kind": "device", "capacity": "1GiB"}
+PEERS = {"name": "peers", "kind": "peer"}
+
+
+def run_of(**members: Any) -> dict[str, Any]:
+    return {"run": "x", "tiers": "./c", **members}
+
+
+def disk_of(**members: Any) -> dict[str, Any]:
+    return {"run": "x", "tiers": [HOST, {**DISK, **members}]}
+
+
+def host_of(**members: Any) -> dict[str, Any]:
+    return {"run": "x", "tiers": [{**HOST, **members}, DISK]}
+
+
+def store_of(**members: Any) -> dict[str, Any]:
+    return {"run": "x", "tiers": [HOST, {**STORE, **members}]}
+
+
+def problems(source: Any) -> list[str]:
+    """What is wrong with a configuration, a line each; none if it is accepted."""
+    try:
+        tierfall.load(source)
+    except ConfigError as error:
+        first, *others = str(error).splitlines()
+        return [line.strip() for line in others] if others else [first]
+    except (tierfall.errors.TierfallError, ValueError):
+        return []
+    return []
+
+
+@pytest.fixture
+def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """``wrong(text)``: the problems of a file with this text, named ``tiers.yaml``."""
+    monkeypatch.chdir(tmp_path)
+
+    def found(text: str) -> list[str]:
+        Path("tiers.yaml").write_text(text)
+        return problems("tiers.yaml")
+
+    return found
+
+
+# The document ----------------------------------------------------------------------------------------
+
+
+def documented() -> list[tuple[str, str, str]]:
+    """Heading, key and example of each row of a table of keys."""
+    found, heading = [], ""
+    for line in DOCUMENT.splitlines():
+        if line.startswith("#"):
+            heading = line.strip("# `")
+        row = re.match(r"\| `(\w+)` \|.*\| (?:`(.*)` )?\|$", line)
+        if row:
+            found.append((heading, row[1], row[2] or ""))
+    return found
+
+
+def with_key(heading: str, key: str, value: Any) -> dict[str, Any]:
+    """A good configuration with this key of a table of the document."""
+    tiers = {
+        "A host tier": HOST,
+        "A file tier": DISK,
+        "A peer tier": PEERS,
+        "An object tier": STORE,
+        "A device tier": DEVICE,
+    }
+    if heading in tiers:
+        tier = {**tiers[heading], key: value}
+        chain = [HOST, tier] if tier["kind"] in ("file", "peer", "object") else [tier, DISK]
+        return {"run": "x", "tiers": [tier, HOST, DISK] if tier["kind"] == "device" else chain}
+    if heading == "The first level":
+        return run_of(**{key: value})
+    if heading == "mtbf":
+        return run_of(interval={"mtbf": {key: value}})
+    if heading in ("flush", "retain", "evict", "compress", "parity"):
+        section = {key: value}
+        if heading == "evict":
+            section.update({"high": "90%"} if key == "low" else {})
+            return disk_of(evict=section, capacity="1GiB")
+        if key == "level":
+            section["codec"] = "zstd"
+        if heading == "parity" and key == "losses":
+            section["group"] = 8
+        chain = {"run": "x", "tiers": [HOST, {**PEERS, heading: section}]}
+        return chain if heading == "parity" else disk_of(**{heading: section})
+    if heading == "best":
+        return disk_of(retain={"best": {"metric": "loss", key: value}})
+    section = {"path": "./e", key: value} if heading == "events" else {key: value}
+    return run_of(**{heading: section})
+
+
+def test_every_key_of_the_document_is_accepted_with_its_example(tmp_path: Path) -> None:
+    rows = [row for row in documented() if row[2]]
+    assert len(rows) > 80
+    refused = {}
+    for heading, key, example in rows:
+        if (heading, key) == ("The first level", "plugins"):
+            continue
+        try:
+            tierfall.Config.model_validate(with_key(heading, key, yaml.safe_load(example)))
+        except ValueError as error:
+            refused[heading, key] = str(error)
+    assert refused == {}
+
+
+def test_the_document_has_every_key_of_the_schema_and_no_other() -> None:
+    schema = tierfall.Config.model_json_schema()
+    keys = set(schema["properties"])
+    for part in schema["$defs"].values():
+        keys |= set(part.get("properties", ()))
+    assert {key for _, key, _ in documented()} == keys
+
+
+def test_the_schema_command_prints_the_schema_of_the_model(place: Place) -> None:
+    from tests.contract.kit import tierfall_command
+
+    answer = tierfall_command("schema", cwd=place.root)
+    assert answer.code == 0
+    assert answer.document["properties"] == tierfall.Config.model_json_schema()["properties"]
+
+
+def test_nulls_stand_for_defaults_and_a_model_is_accepted_as_it_is(place: Place) -> None:
+    config = place.config()
+    config["tiers"][1].update(shared=None, capacity=None, retain={"last": None, "best": None})
+    config["interval"] = None
+    made = tierfall.Config.model_validate(config)
+    with tierfall.open(made) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    assert place.steps() == [1]
+    assert tierfall.Config.model_validate(json.loads(made.model_dump_json())) == made
+
+
+# Where the file is, and which run --------------------------------------------------------------------
+
+
+def test_the_file_is_named_by_option_variable_or_place(place: Place) -> None:
+    place.config()
+    place.save(1)
+    from tests.contract.kit import tierfall_command
+
+    def latest(*words: str, **environment: str) -> str:
+        return tierfall_command("latest", *words, cwd=place.root, **environment).out
+
+    assert latest("--config", "tiers.yaml") == latest("-c", str(place.yaml)) == latest() == "1@1\n"
+    place.yaml = place.yaml.rename(place.root / "other.yaml")
+    answer = tierfall_command("latest", cwd=place.root)
+    assert (answer.code, answer.out) == (2, "")
+    assert re.search("--config.*TIERFALL_CONFIG|TIERFALL_CONFIG.*--config", answer.err)
+    assert latest(TIERFALL_CONFIG=str(place.yaml)) == "1@1\n"
+    (place.root / "tiers.yaml").write_text("{run: none, tiers: ./none}")
+    assert latest(TIERFALL_CONFIG=str(place.yaml)) == "1@1\n", "the variable first"
+    assert latest("-c", "tiers.yaml", TIERFALL_CONFIG=str(place.yaml)) == ""
+
+
+def test_the_run_may_be_named_outside_of_the_file(place: Place) -> None:
+    config = place.config()
+    del config["run"]
+    place.write(config)
+    with pytest.raises(ConfigError, match="run: missing"):
+        place.open()
+    with place.open(run="outside") as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    assert (place.root / "disk/outside/latest").exists()
+    assert place.cli("latest", "--run", "outside").out == "1@1\n"
+    for name in ("../x", "a b", "", ".hidden", "x" * 201):
+        with pytest.raises(ConfigError, match="run"):
+            place.open(run=name)
+
+
+def test_variables_are_filled_in_anywhere_in_text(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WHERE": str(place.root / "disk"), "WHO": "me", "N": "2"}.items():
+        monkeypatch.setenv(f"TIERFALL_TEST_{name}", value)
+    place.config(
+        disk={"path": "${env:TIERFALL_TEST_WHERE}", "retain": {"last": "${env:TIERFALL_TEST_N}"}},
+        run="of-${env:TIERFALL_TEST_WHO}",
+    )
+    place.save(1, 2, 3)
+    found = (place.root / "disk/of-me").glob("step-*/commit.json")
+    wait_until(lambda: len(list((place.root / "disk/of-me").glob("step-*/commit.json"))) == 2, "2")
+    assert found
+
+
+def test_a_variable_that_is_not_set_or_no_reference_is_named_with_its_place(
+    wrong: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOPE", raising=False)
+    text = "run: x\ntiers:\n- {name: host, kind: host}\n- {name: d, kind: file, path: '%s/c'}\n"
+    for reference, words in {
+        "${env:NOPE}": "NOPE is not set",
+        "${NOPE}": r"\$\{env:NOPE\}",
+        "$NOPE": r"\$\{env:NOPE\}",
+        "${env:}": "is not a reference",
+        "${env:A": "is not a reference",
+    }.items():
+        (line,) = wrong(text % reference)
+        assert re.match(rf"tiers\.yaml:4: tiers\[1\]\.path: .*{words}", line), line
+
+
+def test_no_message_shows_what_a_variable_holds(
+    wrong: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERFALL_TEST_SECRET", "hunter2")
+    for source in (
+        run_of(max_wait="${env:TIERFALL_TEST_SECRET}"),
+        run_of(interval={"every": "${env:TIERFALL_TEST_SECRET}"}),
+        disk_of(capacity="${env:TIERFALL_TEST_SECRET}"),
+        disk_of(compress={"codec": "${env:TIERFALL_TEST_SECRET}"}),
+        store_of(zebra="${env:TIERFALL_TEST_SECRET}"),
+        store_of(options="${env:TIERFALL_TEST_SECRET}"),
+    ):
+        found = wrong(yaml.safe_dump(source))
+        assert found, source
+        assert "hunter2" not in "\n".join(found)
+
+
+# Wrong values ----------------------------------------------------------------------------------------
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tiers": "./c"}, "run", "missing"),
+    ({"run": "x"}, "tiers", "missing"),
+    (run_of(run="../x"), "run", "not a usable name"),
+    (run_of(run=7), "run", 'quotes: "7"'),
+    (run_of(run=None), "run", "empty"),
+    (run_of(tiers=[]), "tiers", "empty"),
+    (run_of(tiers=7), "tiers", "expected a list"),
+    (run_of(tiers=[7]), "tiers[0]", "expected a mapping"),
+    (run_of(tiers=["./c"]), "tiers[0]", "kind: file"),
+    (
+        run_of(tiers=[{"name": "a"}]),
+        "tiers[0].kind",
+        "expected one of device, host, peer, file, object",
+    ),
+    (run_of(interval=100), "interval", r"\{every: 100\}"),
+    (run_of(interval={"every": 100, "overhead": "3%"}), "interval", "every and overhead"),
+    (run_of(interval={"overhead": "0%"}), "interval.overhead", "3.5%"),
+    (run_of(interval={"overhead": "100%"}), "interval.overhead", "leaves no time"),
+    (run_of(interval={"overhead": 0.05}), "interval.overhead", "such as 5%"),
+    (run_of(interval={"mtbf": "0s"}), "interval.mtbf.process", "4h"),
+    (run_of(interval={"mtbf": {"process": "2h", "node": "1h"}}), "interval.mtbf", "more severe"),
+    (run_of(interval={"mtbf": {"rack": "2h"}}), "interval.mtbf.rack", "process"),
+    (run_of(interval={"every": 0}), "interval.every", "whole number"),
+    (run_of(interval={"every": True}), "interval.every", "does not fit"),
+    (run_of(interval={"every": 1.5}), "interval.every", "does not fit"),
+    (run_of(interval={"every": "0s"}), "interval.every", "above 0"),
+    (run_of(interval={"every": "100 steps"}), "interval.every", "expected 100"),
+    (run_of(interval={"every": "1h30m"}), "interval.every", "90m"),
+    (
+        run_of(interval={"on_signal": ["SIGKILL"]}),
+        "interval.on_signal[0]",
+        "continue after SIGKILL",
+    ),
+    (run_of(interval={"on_signal": "SIGUSR1"}), "interval.on_signal", r"\[SIGUSR1\]"),
+    (run_of(drain={"on_signal": ["SIGUSR1", "SIGSTOP"]}), "drain.on_signal[1]", "SIGSTOP"),
+    (run_of(drain={"on_signal": []}), "drain.on_signal", r"\[SIGTERM\]"),
+    (run_of(drain=True), "drain", "expected a mapping"),
+    (run_of(drain={"deadline": "soon"}), "drain.deadline", "25s|such as"),
+    (run_of(capture={"verify": 1}), "capture.verify", "sample, full, off"),
+    (run_of(capture={"threads": 0}), "capture.threads", "1 or more"),
+    (run_of(capture={"bandwidth": "10GB"}), "capture.bandwidth", "GB/s"),
+    (run_of(on_error="ignore"), "on_error", "warn, raise"),
+    (run_of(max_wait=-1), "max_wait", "above 0"),
+    (run_of(max_wait=0), "max_wait", "above 0"),
+    (run_of(max_wait="forever"), "max_wait", "such as"),
+    (run_of(chunk="6KiB"), "chunk", "multiple of 4KiB from 4KiB to 1GiB"),
+    (run_of(chunk="2GiB"), "chunk", "multiple of 4KiB"),
+    (run_of(chunk=0), "chunk", "does not fit"),
+    (run_of(verify_bandwidth="64MiB"), "verify_bandwidth", "MiB/s"),
+    (run_of(events="s3://b/c"), "events.path", "expected a file"),
+    (run_of(events={"path": "./e", "max": "1KiB"}), "events.max", "64 ?KiB"),
+    (run_of(metrics={"prometheus": 99999}), "metrics.prometheus", "65535|port"),
+    (run_of(metrics={}), "metrics.prometheus", "missing"),
+    (run_of(plugins=["no_such_module_of_ours"]), "plugins[0]", "no_such_module_of_ours"),
+    (host_of(retain={"last": 3}), "tiers[0].retain", "key of a"),
+    (host_of(path="/dev/shm"), "tiers[0].path", "folder"),
+    (host_of(capacity=0), "tiers[0].capacity", "less than 1KiB"),
+    (host_of(when_full=None), "tiers[0].when_full", "wait, skip"),
+    (host_of(on_close="free"), "tiers[0].on_close", "release"),
+    (host_of(folder="s3://b/c"), "tiers[0].folder", "address"),
+    (disk_of(path=""), "tiers[1].path", r"\./checkpoints"),
+    (disk_of(path="s3://key:secret@b/c"), "tiers[1].path", "kind: object"),
+    (disk_of(shared="maybe"), "tiers[1].shared", "true or false"),
+    (disk_of(capacity="10%"), "tiers[1].capacity", "16GiB"),
+    (disk_of(capacity="-1GiB"), "tiers[1].capacity", "16GiB"),
+    (disk_of(bandwidth=0), "tiers[1].bandwidth", "not a rate"),
+    (disk_of(bandwidth="120%"), "tiers[1].bandwidth", "more than the whole"),
+    (disk_of(bandwidth="100Mbit/s"), "tiers[1].bandwidth", "12.5MB/s"),
+    (disk_of(bandwidth="8 Gbps"), "tiers[1].bandwidth", "1GB/s"),
+    (disk_of(read_bandwidth="50%"), "tiers[1].read_bandwidth", "500MB/s"),
+    (disk_of(max_wait="1m30s"), "tiers[1].max_wait", "90s"),
+    (disk_of(flush=10), "tiers[1].flush", r"\{every: 1"),
+    (disk_of(flush={"every": 0}), "tiers[1].flush.every", "1 or more"),
+    (disk_of(flush={"every": "10m"}), "tiers[1].flush.every", "whole number"),
+    (disk_of(flush={"within": 0}), "tiers[1].flush.within", "above 0"),
+    (disk_of(flush={"yield": "maybe"}), "tiers[1].flush.yield", "true or false"),
+    (disk_of(retain=3), "tiers[1].retain", r"\{last: 3\}"),
+    (disk_of(retain={"last": 0}), "tiers[1].retain.last", "1 or more"),
+    (disk_of(retain={"last": "three"}), "tiers[1].retain.last", "whole number"),
+    (disk_of(retain={"best": "loss"}), "tiers[1].retain.best", "metric: loss"),
+    (disk_of(retain={"best": {}}), "tiers[1].retain.best.metric", "missing"),
+    (disk_of(retain={"for": "forever"}), "tiers[1].retain.for", "such as"),
+    (disk_of(retain={"tags": []}), "tiers[1].retain.tags", "true"),
+    (disk_of(evict={"high": 0.9}), "tiers[1].evict.high", "90%"),
+    (disk_of(evict={"high": "50%", "low": "60%"}), "tiers[1].evict", "high"),
+    (disk_of(compress="zstd"), "tiers[1].compress", "codec: zstd"),
+    (disk_of(compress={"codec": "zstd", "level": 99}), "tiers[1].compress.level", "19"),
+    (disk_of(name="a/b"), "tiers[1].name", "usable name"),
+    (disk_of(name="host"), "tiers[1].name", r"tiers\[0\]"),
+    (store_of(url="b/c"), "tiers[1].url", "s3://"),
+    (store_of(url="s3://"), "tiers[1].url", "bucket"),
+    (store_of(options=7), "tiers[1].options", "mapping"),
+    ({"run": "x", "tiers": [DISK]}, "tiers", "no host tier"),
+    ({"run": "x", "tiers": [DISK, HOST]}, "tiers[1].kind", "earlier"),
+    ({"run": "x", "tiers": [HOST, DEVICE]}, "tiers[1].kind", "earlier"),
+    ({"run": "x", "tiers": [HOST, {**HOST, "name": "b"}]}, "tiers[1].kind", "second host tier"),
+    ({"run": "x", "tiers": [HOST, {**PEERS, "copies": 0}]}, "tiers[1].copies", "1 or more"),
+    # at the wrong level, or by the name of another program
+    (run_of(retain={"last": 3}), "retain", "key of a tier"),
+    (run_of(every=10), "every", "under interval"),
+    (run_of(deadline="5s"), "deadline", "under drain"),
+    (disk_of(last=3), "tiers[1].last", "under retain"),
+    (disk_of(codec="zstd"), "tiers[1].codec", "under compress"),
+    (disk_of(every=3), "tiers[1].every", "under flush or retain"),
+    (disk_of(interval={"every": 3}), "tiers[1].interval", "at the top"),
+    (disk_of(url="s3://b"), "tiers[1].url", "kind: object"),
+    (store_of(endpoint="http://x"), "tiers[1].endpoint", "endpoint_url"),
+    (run_of(zebra=1), "zebra", "expected one of run, plugins, interval"),
+]
+
+MISSPELT: list[tuple[dict[str, Any], str, str]] = [
+    (run_of(Run="x"), "Run", "run"),
+    ({"run": "x", "tier": "./c"}, "tier", "tiers"),
+    (run_of(interval={"evry": 1}), "interval.evry", "every"),
+    (run_of(capture={"mode": "lzay"}), "capture.mode", "lazy"),
+    (run_of(capture={"verify": "ful"}), "capture.verify", "full"),
+    (run_of(interval={"on_signal": ["SIGTRM"]}), "interval.on_signal[0]", "SIGTERM"),
+    (run_of(max_wait="1min"), "max_wait", "m"),
+    (host_of(capacity="16GIB"), "tiers[0].capacity", "GiB"),
+    (host_of(when_full="supercede"), "tiers[0].when_full", "supersede"),
+    (host_of(kind="ram"), "tiers[0].kind", "host"),
+    (disk_of(kind="fil"), "tiers[1].kind", "file"),
+    (disk_of(kind="NVMe"), "tiers[1].kind", "file"),
+    (disk_of(kind="s3"), "tiers[1].kind", "object"),
+    (disk_of(bandwidth="500MB"), "tiers[1].bandwidth", "MB/s"),
+    (disk_of(capacity="3 gigabytes"), "tiers[1].capacity", "GB"),
+    (disk_of(flush={"evry": 10}), "tiers[1].flush.evry", "every"),
+    (disk_of(flush={"order": "newest"}), "tiers[1].flush.order", "newest_first"),
+    (disk_of(retain={"lst": 10}), "tiers[1].retain.lst", "last"),
+    (disk_of(evict={"ordr": "oldest"}), "tiers[1].evict.ordr", "order"),
+    (disk_of(compress={"codec": "zst"}), "tiers[1].compress.codec", "zstd"),
+    (disk_of(retention={"last": 3}), "tiers[1].retention", "retain"),
+    (store_of(option={}), "tiers[1].option", "options"),
+]
+
+
+def faults_of(
+    wrong: Callable[[str], list[str]], source: dict[str, Any], key: str, words: str
+) -> str | None:
+    """What the answer to a wrong file lacks; None if it names the line, the key and these words."""
+    text = yaml.safe_dump(source, sort_keys=False)
+    found = wrong(text)
+    pattern = rf"tiers\.yaml:(\d+): {re.escape(key)}(?:[.\[][^:]*)?: .*(?:{words})"
+    for line in found:
+        if match := re.match(pattern, line):
+            break
+    else:
+        return f"{found}, expected {pattern}"
+    last = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
+    shown = text.splitlines()[int(match[1]) - 1]
+    if f"{last}:" in text and f"{last}:" not in shown and "[" not in key[-3:]:
+        return f"line {match[1]} is {shown!r}, not that of {key}"
+    return None
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_wrong_value_is_named_by_line_and_key_with_what_was_expected(
+    wrong: Callable[[str], list[str]], part: int
+) -> None:
+    rows = WRONG[part::4]
+    found = {row[1]: faults_of(wrong, *row) for row in rows}
+    assert not any(found.values()), "\n".join(filter(None, found.values()))
+
+
+def test_a_misspelt_word_is_answered_by_the_nearest_one(
+    wrong: Callable[[str], list[str]],
+) -> None:
+    found = {}
+    for source, key, nearest in MISSPELT:
+        found[key, nearest] = faults_of(wrong, source, key, f'did you mean "{nearest}"')
+        assert str(problems("tiers.yaml")).count("did you mean") == 1, key
+    assert not any(found.values()), "\n".join(filter(None, found.values()))
+
+
+REMEDIES = re.compile(
+    "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|must be|missing"
+)
+
+
+def test_what_people_mistake_is_named_by_file_and_line_with_a_remedy(
+    wrong: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that people wrote, in ``mistakes.txt``."""
+    monkeypatch.delenv("NOPE", raising=False)
+    texts = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
+    assert len(texts) > 90
+    bad = {}
+    for text in texts:
+        found = wrong(text)
+        good = [re.match(r"tiers\.yaml:(\d+:)* ?", x) and REMEDIES.search(x) for x in found]
+        if not found or not all(good):
+            bad[text] = found
+    assert not bad, "\n".join(map(str, bad.items()))
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file(
+    wrong: Callable[[str], list[str]],
+) -> None:
+    found = wrong(
+        "run: a b\nmax-wait: 3s\nchunk: 5KiB\n"
+        "tiers:\n"
+        "- {name: host, kind: hst}\n"
+        "- name: d\n  kind: file\n  capacity: 3Gb\n"
+        "- {name: d, kind: file, path: ./c, retain: 3}\n"
+    )
+    assert [line.split(": ")[0] for line in found] == [
+        f"tiers.yaml:{number}" for number in (1, 2, 3, 5, 6, 8, 9, 9)
+    ]
+
+
+def test_a_file_that_is_no_configuration_is_refused_with_its_place(
+    wrong: Callable[[str], list[str]],
+) -> None:
+    for text, message in {
+        "": r"tiers\.yaml: the file is empty",
+        "- run\n": r"tiers\.yaml:1: expected a mapping",
+        "run x\n": r"tiers\.yaml:1: expected a mapping",
+        "run: x\ntiers:\n  - {a: b]\n": r"tiers\.yaml:3:10: not valid YAML",
+        "run: r\ntiers:\n\t- name: host\n": r"tiers\.yaml:3:1: a tab",
+        "run: x\nrun: y\ntiers: ./c": r"tiers\.yaml:2: run: the key occurs twice",
+        "run: x\ntiers: ./c\n---\nrun: y\n": r"tiers\.yaml:3:1: not valid YAML",
+        "&a {run: *a}": r"tiers\.yaml:1:1: not valid YAML",
+        "run: !!python/object/apply:os.system [x]": r"tiers\.yaml:1:6: not valid YAML",
+        "run: r\ntiers: ["
+        + "1, " * 20_000
+        + "1]": r"tiers\.yaml:\d+:\d+: not valid YAML: more than",
+        "#" * (1 << 18): r".*128 KiB",
+    }.items():
+        found = wrong(text)
+        assert found, text
+        assert re.match(message, found[0]), found
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"run: \xff\n")
+    for source, message in {
+        tmp_path / "none.yaml": "no such file",
+        tmp_path / "latin.yaml": "UTF-8",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            tierfall.open(source)
+    with pytest.raises(ConfigError, match="got int"):
+        tierfall.open(7)  # type: ignore[arg-type]
+
+
+def test_a_dict_has_places_and_no_lines() -> None:
+    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.flush\.every: 0 does not fit"):
+        tierfall.open(disk_of(flush={"every": 0}))
+
+
+def test_commands_print_the_same_problems_and_exit_with_2(place: Place) -> None:
+    place.write(run_of(intervall={}, chunk=1))
+    answer = place.cli("check", code=2)
+    assert re.search(r"tiers\.yaml:1: intervall: .*\"interval\"", answer.err)
+    assert "chunk" in answer.err
+    assert answer.out == ""
+    found = place.cli("ls", "--json", code=2).document
+    assert not found["ok"]
+    assert any("intervall" in problem for problem in found["problems"])
+
+
+# What keys do: the first level -----------------------------------------------------------------------
+
+
+def trained(ckpt: tierfall.Checkpointer, steps: range, pause_s: float = 0.0) -> list[int]:
+    """Which of these steps ``maybe_save`` saved."""
+    found = []
+    for step in steps:
+        handle = ckpt.maybe_save(step, state_of(step))
+        if handle is not None:
+            handle.wait(timeout=SOON_S)
+            found.append(step)
+        time.sleep(pause_s)
+    return found
+
+
+def test_interval_every_is_a_number_of_steps_or_a_time(place: Place) -> None:
+    place.config(interval={"every": 4})
+    with place.open() as ckpt:
+        assert trained(ckpt, range(1, 11)) == [4, 8]
+    place.config(interval={"every": "200ms"}, run="time")
+    with place.open() as ckpt:
+        found = trained(ckpt, range(1, 51), pause_s=0.01)
+    assert 1 <= len(found) <= 4
+
+
+def test_at_end_saves_the_last_step_unless_it_is_false_or_the_loop_raised(place: Place) -> None:
+    for run, at_end, wanted in (("a", True, 3), ("b", False, None), ("c", True, None)):
+        place.config(interval={"every": 100, "at_end": at_end}, run=run)
+        try:
+            with place.open() as ckpt:
+                trained(ckpt, range(1, 4))
+                if run == "c":
+                    raise ArithmeticError
+        except ArithmeticError:
+            pass
+        found = [c["step"] for c in place.json("ls")["checkpoints"]]
+        assert found == ([] if wanted is None else [wanted])
+
+
+def test_on_signal_saves_at_the_next_step_and_runs_the_programs_handler(place: Place) -> None:
+    place.config(interval={"every": 1000, "at_end": False, "on_signal": ["SIGUSR1"]})
+    calls = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
+    try:
+        with place.open() as ckpt:
+            assert trained(ckpt, range(1, 3)) == []
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert trained(ckpt, range(3, 6)) == [3]
+        assert calls == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    ("interval", "bound"),
+    [(None, "overhead"), ({"overhead": "10%"}, "overhead"), ({"mtbf": "4h"}, "failures")],
+    ids=["default", "overhead", "mtbf"],
+)
+def test_a_measured_interval_follows_from_the_cost_of_a_save(
+    place: Place, interval: dict[str, Any] | None, bound: str
+) -> None:
+    place.config(**({"interval": interval} if interval else {}), host={"capacity": "16MiB"})
+    with place.open() as ckpt:
+        assert ckpt.statistics().cadence.bound == "measuring"
+        found = [step for step in range(1, 200) if ckpt.maybe_save(step, state_of(step))]
+        cadence = ckpt.statistics().cadence
+        assert found
+        assert found[0] > 10, "the first steps are measured without a save"
+        assert cadence.bound in (bound, "durable", "measuring")
+        assert cadence.reason
+
+
+def test_capture_mode_blocking_copies_before_save_returns(place: Place) -> None:
+    for mode, lazy in (("lazy", True), ("blocking", False)):
+        place.config(host={"capacity": "16MiB"}, capture={"mode": mode}, run=mode)
+        state = training_state()
+        with place.open() as ckpt:
+            ckpt.save(1, state, block=True)
+            train_a_step(state["model"], state["optimizer"])
+            handle = ckpt.save(2, state)
+            if not lazy:
+                with torch.no_grad():
+                    state["model"][0].weight.fill_(0)
+            handle.wait(timeout=SOON_S)
+            assert handle.stats.lazy is lazy
+    assert not (tierfall.load(place.yaml)["model"]["0.weight"] == 0).all()
+
+
+@pytest.mark.parametrize("verify", ["sample", "full", "off", True, False])
+def test_capture_verify_takes_each_of_its_words(place: Place, verify: object) -> None:
+    """``full`` finds a change of one element by code that torch does not count."""
+    place.config(host={"capacity": "16MiB"}, capture={"verify": verify, "threads": 2})
+    state = training_state()
+    with place.open() as ckpt:
+        ckpt.save(1, state, block=True)
+        train_a_step(state["model"], state["optimizer"])
+        handle = ckpt.save(2, state)
+        handle.wait(timeout=SOON_S)
+        assert handle.stats.lazy
+    assert equal(dict(tierfall.load(place.yaml)["model"]), dict(state["model"].state_dict()))
+
+
+def test_chunk_is_the_unit_of_digests(place: Place) -> None:
+    for chunk, size in (("4KiB", 4096), ("1MiB", 1 << 20)):
+        place.config(chunk=chunk, run=f"of-{chunk}")
+        place.save(1)
+        (path,) = (place.root / f"disk/of-{chunk}").glob("step-*/rank-00000-of-00001.json")
+        manifest = json.loads(path.read_text())
+        assert manifest["chunk_bytes"] == size
+        data = manifest["image_bytes"] - manifest["data_start"]
+        assert len(manifest["chunks"]) == 1 + -(-data // size)
+
+
+def test_events_are_written_to_the_file_that_is_named(place: Place) -> None:
+    place.config(events="./log-{run}-{rank}.jsonl")
+    place.save(1)
+    lines = (place.root / "log-run-0.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[-1] == "closed"
+    place.config(events={"path": "./small.jsonl", "max": "64KiB"}, run="small")
+    with place.open() as ckpt:
+        for step in range(1, 200):
+            ckpt.maybe_save(step, state_of(step))
+            ckpt.save(step, state_of(step)) if step % 4 == 0 else None
+    written = [p for p in place.root.glob("small.jsonl*")]
+    assert sum(p.stat().st_size for p in written) <= 66_000
+    assert place.root / "small.jsonl" in written
+
+
+def test_metrics_are_served_from_open_to_close(place: Place) -> None:
+    pytest.importorskip("prometheus_client")
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place.config(metrics={"prometheus": f"127.0.0.1:{port}"})
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert b"tierfall_" in answer.read()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            assert answer.status == 200
+    with pytest.raises(OSError, match=r"refused|urlopen"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_verify_bandwidth_limits_what_is_read_before_a_deletion(place: Place) -> None:
+    """The restore reads memory. At 1 kB/s no copy on the disk is verified in this test: nothing is deleted there."""
+    host = {"capacity": "16MiB", "on_close": "keep"}
+    place.config(host=host)
+    with place.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step, elements=500_000), block=True)
+    for rate, wanted in (("1kB/s", 3), ("1GB/s", 2)):
+        place.config(host=host, disk={"retain": {"last": 2}}, verify_bandwidth=rate)
+        with place.open() as ckpt:
+            ckpt.restore(blank(elements=500_000))
+            if wanted == 3:
+                time.sleep(0.3)
+                assert len(place.folders()) == 3
+            else:
+                wait_until(lambda: len(place.folders()) == 2, "step 1 goes")
+
+
+def test_plugins_are_imported_beside_the_file_for_training_and_commands(place: Place) -> None:
+    (place.root / "tierfall_contract_rules.py").write_text(
+        "from tierfall.policies import register\nprint('imported', __name__)\n"
+    )
+    place.config(plugins=["tierfall_contract_rules"])
+    answer = place.run("tierfall.open('tiers.yaml').close()")
+    assert (answer.code, answer.out.count("imported")) == (0, 1), answer.err
+    assert "imported" in place.cli("ls").out + place.cli("ls").err
+    (place.root / "tierfall_contract_broken.py").write_text("import no_such_thing\n")
+    place.config(plugins=["tierfall_contract_broken"])
+    with pytest.raises(ConfigError, match=r"(?s)tiers\.yaml:1: plugins\[0\].*no_such_thing"):
+        place.open()
+
+
+def test_a_drain_is_for_the_main_thread_and_ends_the_process_by_its_signal(place: Place) -> None:
+    place.config(disk={"bandwidth": "300kB/s"}, drain={"on_signal": ["SIGUSR2"], "deadline": "20s"})
+    program = place.start(
+        """
+        ckpt = tierfall.open("tiers.yaml")
+        ckpt.save(1, state_of(1)).captured()
+        print("saved")
+        time.sleep(60)
+        """
+    )
+    assert program.line() == "saved"
+    program.signal(signal.SIGUSR2)
+    answer = program.end()
+    assert answer.code == -signal.SIGUSR2
+    assert place.steps() == [1]
+    state = blank()
+    with place.open() as ckpt:
+        assert ckpt.restore(state) is not None
+    assert step_in(state) == 1
