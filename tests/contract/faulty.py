@@ -70,7 +70,7 @@ class Faulty:
 
 
 @toolkit.register("faulty")
-class Store(toolkit.KeyValueStore):
+class Store(toolkit.ObjectStore):
     durable = conditional_create = True
 
     def __init__(self, url: str, *, options: Mapping[str, Any], read_only: bool) -> None:
@@ -94,21 +94,24 @@ class Store(toolkit.KeyValueStore):
             if self.fault(name, call, key):
                 raise FAULTS[name](f"{key}: {name}")
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, start: int, end: int) -> tuple[bytes, int] | None:
         self.meet("get", key, "deny")
+        if self.fault("absent", "get", key):
+            return None
         try:
-            return None if self.fault("absent", "get", key) else (self.folder / key).read_bytes()
+            data = (self.folder / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return data[start:end], len(data)
 
-    def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
+    def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
         self.meet("put", key, "refuse", "full")
         if self.fault("lose", "put", key):
             return True
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
         new = self.folder.with_name(f"{self.folder.name}-{os.getpid()}-{threading.get_ident()}")
-        new.write_bytes(value)
+        new.write_bytes(data)
         if not if_absent:
             new.rename(path)
             return True
@@ -124,7 +127,7 @@ class Store(toolkit.KeyValueStore):
         self.meet("delete", key)
         (self.folder / key).unlink(missing_ok=True)
 
-    def list(self, prefix: str) -> Iterable[toolkit.StoredObject]:
+    def list(self, prefix: str, delimiter: str) -> Iterable[toolkit.StoredObject]:
         self.meet("list", prefix)
         return [
             toolkit.StoredObject(key=key, bytes=path.stat().st_size)

@@ -112,17 +112,14 @@ def with_key(heading: str, key: str, value: Any) -> dict[str, Any]:
         return run_of(**{key: value})
     if heading == "mtbf":
         return run_of(interval={"mtbf": {key: value}})
-    if heading in ("flush", "retain", "evict", "compress", "parity"):
+    if heading in ("flush", "retain", "evict", "compress"):
         section = {key: value}
         if heading == "evict":
             section.update({"high": "90%"} if key == "low" else {})
             return disk_of(evict=section, capacity="1GiB")
         if key == "level":
             section["codec"] = "zstd"
-        if heading == "parity" and key == "losses":
-            section["group"] = 8
-        chain = {"run": "x", "tiers": [HOST, {**PEERS, heading: section}]}
-        return chain if heading == "parity" else disk_of(**{heading: section})
+        return disk_of(**{heading: section})
     if heading == "best":
         return disk_of(retain={"best": {"metric": "loss", key: value}})
     section = {"path": "./e", key: value} if heading == "events" else {key: value}
