@@ -24,7 +24,7 @@ __all__ = ["CHECKS", "Check", "check_backend", "check_promise"]
 Check = Callable[[Bench], None]
 
 _ALL: tuple[Check, ...] = (
-    reads.members_and_traits_are_valid,
+    reads.traits_and_place_are_valid,
     writes.nothing_is_visible_before_publish,
     writes.any_length_comes_back,
     writes.an_empty_object_is_an_object,

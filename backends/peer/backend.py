@@ -64,9 +64,8 @@ class PeerBackend(BackendBase):
         sender: str,
         timeout_s: float = 30.0,
         until_s: float = math.inf,
-        place: str | None = None,
     ) -> None:
-        super().__init__(place or f"the memory of {address[0]}:{address[1]}", read_only=False)
+        super().__init__(f"the memory of {address[0]}:{address[1]}", read_only=False)
         self._address = address
         self._secret = secret
         self._run = run

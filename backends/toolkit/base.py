@@ -9,7 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import ClassVar, Self
 
 from tierfall.backends.toolkit.keys import check_key
@@ -105,12 +104,7 @@ class AbortOnExit(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.abort()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
+from tierfall.backends.toolkit.base import AbortOnExit
 from tierfall.core.types.backend import (
     Backend,
     Publish,
@@ -97,7 +97,7 @@ class LastAnswer(Wrapper):
             yield stored
 
 
-class WriterWrapper:
+class WriterWrapper(AbortOnExit):
     """Passes every call on to ``inner``."""
 
     def __init__(self, inner: Writer) -> None:
@@ -111,15 +111,3 @@ class WriterWrapper:
 
     def abort(self) -> None:
         self._inner.abort()
-
-    def __enter__(self) -> Self:
-        self._inner.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(exc_type, exc, traceback)

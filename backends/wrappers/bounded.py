@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
@@ -227,20 +226,8 @@ class _BoundedWriter(WriterWrapper):
 
     def abort(self) -> None:
         """Abort; a tier that does not answer keeps an unfinished file, which counts for nothing."""
-        self._leave(super().abort)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        leave = super().__exit__
-        self._leave(lambda: leave(exc_type, exc, traceback))
-
-    def _leave(self, leave: Callable[[], None]) -> None:
         try:
-            self._backend.call("abort", leave)
+            self._backend.call("abort", super().abort)
         except UnreachableError as error:
             logger.warning("an unfinished file is left: %s", error)
 

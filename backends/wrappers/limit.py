@@ -1,4 +1,4 @@
-"""Limits of the bytes a second, and of concurrent calls.
+"""Limits of the bytes a second.
 
 A large write is passed on slice by slice, so that a slow tier advances evenly. Idle time earns no credit: a burst after
 a pause would disturb training. Reads and writes have separate limits: a restore does not disturb training.
@@ -6,23 +6,17 @@ a pause would disturb training. Reads and writes have separate limits: a restore
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.runtime.rate_limit import RateLimiter
-from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
+from tierfall.core.types.backend import Backend, Publish, Traits, Writer
 
 SLICE_S = 0.05
 SLICE_BYTES_MIN = 256 * 1024
 
 
 class Limited(Wrapper):
-    """Limits ``inner`` by the rates of ``writes`` and ``reads``, and to ``max_parallel`` concurrent calls (None: no
-    limit)."""
+    """Limits ``inner`` by the rates of ``writes`` and ``reads``; None: no limit."""
 
     def __init__(
         self,
@@ -30,23 +24,9 @@ class Limited(Wrapper):
         *,
         writes: RateLimiter | None = None,
         reads: RateLimiter | None = None,
-        max_parallel: int | None = None,
     ) -> None:
-        if max_parallel is not None and max_parallel < 1:
-            raise ValueError(
-                f"Limited: max_parallel is {max_parallel}; expected 1 or more, or None"
-            )
         super().__init__(inner)
-        self._slots = threading.BoundedSemaphore(max_parallel) if max_parallel else None
-        self._max_parallel = max_parallel
         self._writes, self._reads = writes, reads
-
-    @property
-    def traits(self) -> Traits:
-        traits = self._inner.traits
-        if self._max_parallel is None:
-            return traits
-        return replace(traits, max_parallel=min(traits.max_parallel, self._max_parallel))
 
     def create(
         self,
@@ -56,34 +36,16 @@ class Limited(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        with self.slot():
-            writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
+        writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
         return _LimitedWriter(writer, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
         if self._reads is not None:
             self._reads.acquire(view.nbytes, whole=True)
-        with self.slot():
-            self._inner.read_into(key, offset, view)
+        self._inner.read_into(key, offset, view)
 
     # ``read_cached`` is not limited: it does not use the medium.
-
-    def stat(self, key: str) -> StoredObject:
-        with self.slot():
-            return self._inner.stat(key)
-
-    def delete(self, key: str) -> None:
-        with self.slot():
-            self._inner.delete(key)
-
-    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        with self.slot():
-            return self._inner.delete_some(keys)
-
-    def sync(self, folder: str) -> None:
-        with self.slot():
-            super().sync(folder)
 
     def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
         """Pass a range on slice by slice, each after its wait; an empty range is passed on too."""
@@ -94,16 +56,7 @@ class Limited(Wrapper):
             piece = data[start : start + step]
             if self._writes is not None:
                 self._writes.acquire(piece.nbytes)
-            with self.slot():
-                writer.write(offset + start, piece)
-
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        if self._slots is None:
-            yield
-            return
-        with self._slots:
-            yield
+            writer.write(offset + start, piece)
 
 
 class _LimitedWriter(WriterWrapper):
@@ -113,10 +66,6 @@ class _LimitedWriter(WriterWrapper):
 
     def write(self, offset: int, view: memoryview) -> None:
         self._limits.write_in_slices(self._inner, offset, view)
-
-    def publish(self) -> None:
-        with self._limits.slot():
-            self._inner.publish()
 
 
 def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:

@@ -172,20 +172,19 @@ def wrap(
     *,
     writes: RateLimiter | None = None,
     reads: RateLimiter | None = None,
-    max_parallel: int | None = None,
     tries: int = 5,
     first_wait_s: float = 0.2,
     longest_wait_s: float = 10.0,
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> Backend:
-    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads`` and to ``max_parallel``
-    concurrent calls (None: no limit), and with up to ``tries`` tries.
+    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads``, and with up to ``tries``
+    tries.
 
-    The limit is inside of the retry: the bytes of every try count, and a waiting retry occupies no call."""
+    The limit is inside of the retry: the bytes of every try count."""
     backend = inner
-    if (writes, reads, max_parallel) != (None, None, None):
-        backend = Limited(backend, writes=writes, reads=reads, max_parallel=max_parallel)
+    if (writes, reads) != (None, None):
+        backend = Limited(backend, writes=writes, reads=reads)
     return Retrying(
         backend,
         tries=tries,

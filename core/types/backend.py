@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Protocol, Self
-
-from tierfall.core.types.text import signature_fault
 
 PARTS_MAX = 10_000
 """S3 and its imitations accept at most this many parts in one multipart upload."""
@@ -100,12 +97,7 @@ class Writer(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *ended: object) -> None: ...
 
 
 class Backend(Protocol):
@@ -189,40 +181,6 @@ class SyncedBackend(Backend, Protocol):
         published it. KeyNotFoundError if the folder is absent. Another BackendError means that its content may not
         survive a power cut: rewrite the objects, since a second ``sync`` may succeed although data was lost."""
         ...
-
-
-_PARAMETERS = {
-    "create": "(key, *, length, length_max, publish)",
-    "read_into": "(key, offset, view)",
-    "read_cached": "(key, offset, end, views)",
-    "stat": "(key)",
-    "scan": "(prefix)",
-    "delete": "(key)",
-    "delete_some": "(keys)",
-    "discard_unfinished": "(prefix)",
-    "close": "()",
-}
-
-
-def backend_fault(backend: object) -> str | None:
-    """Describe why an object is not a ``Backend``: the first method that is missing or has other parameters, or a
-    ``traits`` or ``place`` of another type. None if it is one. No method is called."""
-    traits = getattr(backend, "traits", None)
-    needed = _PARAMETERS | ({"sync": "(folder)"} if getattr(traits, "needs_sync", False) else {})
-    for name, expected in needed.items():
-        method = getattr(backend, name, None)
-        if not callable(method):
-            return f"it has no method {name}{expected}"
-        if fault := signature_fault(method, expected):
-            return f"{name}: {fault}"
-    if not isinstance(traits, Traits):
-        return f"its traits are {traits!r}; expected a Traits(durable=..., atomic_replace=..., conditional_create=...)"
-    place = getattr(backend, "place", None)
-    if not isinstance(place, str) or not place:
-        return (
-            f"its place is {place!r}; expected a text that messages can show, without a credential"
-        )
-    return None
 
 
 def delete_all(

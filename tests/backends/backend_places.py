@@ -36,12 +36,12 @@ def retrying(inner: Backend) -> Backend:
 
 def limited(inner: Backend) -> Backend:
     writes, reads = (RateLimiter(3_000_000, sleep=no_sleep) for _ in range(2))
-    return Limited(inner, writes=writes, reads=reads, max_parallel=2)
+    return Limited(inner, writes=writes, reads=reads)
 
 
 def wrapped(inner: Backend) -> Backend:
     writes = RateLimiter(1_000_000, sleep=no_sleep)
-    return wrap(inner, writes=writes, max_parallel=3, sleep=no_sleep, rng=Random(0))
+    return wrap(inner, writes=writes, sleep=no_sleep, rng=Random(0))
 
 
 WRAPS: dict[str, Wrap] = {

@@ -207,11 +207,6 @@ class _Modest(_Changed):
         return replace(super().traits, conditional_create=False)
 
 
-class _Outdated(_Changed):
-    def read_into(self, key: str, view: memoryview) -> None:  # type: ignore[override]
-        super().read_into(key, 0, view)
-
-
 class _Leaking(_Changed):
     def stat(self, key: str) -> StoredObject:
         raise OSError("what a library says")
@@ -248,7 +243,6 @@ def test_a_claim_of_durability_is_held_against_a_second_opening() -> None:
         (_Hasty, "delete_some_deletes_all_in_the_end"),
         (_Borrowing, "a_writer_keeps_no_reference"),
         (_Modest, "conditional_create_has_one_winner"),
-        (_Outdated, "members_and_traits_are_valid"),
         (_Leaking, "any_length_comes_back"),
     ],
 )

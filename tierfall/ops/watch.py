@@ -10,7 +10,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tierfall.config import Config
@@ -160,11 +159,6 @@ class Watcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         if self._tail is not None:
             self._tail.close()
