@@ -1,22 +1,389 @@
-"""Verifying copies one after the other: threads and buffers for the checks, and telling deletion from damage."""
+"""The check of one copy: every file of one checkpoint on one tier is compared with its digests.
+
+It finds any flipped bit in commit record, manifest, image or mark, and any file that is missing or has another length.
+It changes nothing. Damage is part of its result, never an exception. ``CopyVerifier`` checks copies one after the
+other: it has their threads and buffers, and distinguishes deletion from damage.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from typing import Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, Self, TypeVar
 
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.check import CheckableStore, CheckedCopy, CopyCheck, Damage
 from tierfall.core.copies.chunk_reader import BUFFER_BYTES
-from tierfall.core.copies.images import READ_THREADS
-from tierfall.core.format.records import Manifest
+from tierfall.core.copies.images import (
+    READ_THREADS,
+    ChunkDigestError,
+    Image,
+    PackedImage,
+    ReadableStore,
+    RegionImage,
+    StoredImage,
+    checked_manifest,
+    checked_packed,
+    read_chunk,
+)
+from tierfall.core.format.commit_files import image_file, wrong_files
+from tierfall.core.format.documents import read_twice
+from tierfall.core.format.records import (
+    Commit,
+    Manifest,
+    Mark,
+    parse_commit,
+    parse_manifest,
+    parse_mark,
+)
+from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.tensor_index.index import read_index
+from tierfall.core.tensor_index.store import read_index_bytes
+from tierfall.core.types import keys
+from tierfall.core.types.backend import StoredObject
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    TierfallError,
+)
+from tierfall.core.types.values import CheckpointId, Codec, Shard
 
-__all__ = ["CheckableStore", "CheckedCopy", "CopyVerifier", "Damage"]
+T = TypeVar("T")
+
+
+class CheckableStore(ReadableStore, Protocol):
+    """The methods of a stored tier that a check needs."""
+
+    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark: ...
+
+    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
+
+    def files(
+        self, checkpoint: CheckpointId, commit: Commit | None = None
+    ) -> tuple[StoredObject, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A defect in a file of a copy; ``chunk`` counts from 0, the header.
+
+    ``newer``: the bytes are intact, but a newer tierfall wrote them, and this version cannot read them.
+    """
+
+    file: str
+    problem: str
+    chunk: int | None = None
+    newer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCopy:
+    """The result of the check of one copy.
+
+    ``bytes`` and ``chunks`` are intact. ``error``: the rest could not be read. ``gone``: the copy was deleted during
+    the check. ``foreign`` are files that the commit record does not name.
+    """
+
+    id: CheckpointId
+    tier: str
+    bytes: int = 0
+    chunks: int = 0
+    commit: Commit | None = None
+    damage: tuple[Damage, ...] = ()
+    error: TierfallError | None = None
+    gone: bool = False
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        return not self.damage and self.error is None and not self.gone
+
+
+class CopyCheck:
+    """The check of one copy, in progress."""
+
+    def __init__(self, resources: CopyVerifier, tier: str, id: CheckpointId) -> None:
+        self._resources = resources
+        self._tier = tier
+        self._id = id
+        self._lock = threading.Lock()
+        self._commit: Commit | None = None
+        self._bytes = 0
+        self._chunks = 0
+        self._foreign: tuple[str, ...] = ()
+        self.damage: list[Damage] = []
+
+    def result(self, *, error: TierfallError | None) -> CheckedCopy:
+        found = sorted(self.damage, key=lambda d: (d.file, -1 if d.chunk is None else d.chunk))
+        return CheckedCopy(
+            id=self._id,
+            tier=self._tier,
+            bytes=self._bytes,
+            chunks=self._chunks,
+            commit=self._commit,
+            damage=tuple(found),
+            error=error,
+            foreign=self._foreign,
+        )
+
+    # A copy on a stored tier -------------------------------------------------------------------------
+
+    def stored(self, store: CheckableStore) -> None:
+        self._commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(self._id))
+        sizes = {stored.key: stored.bytes for stored in store.files(self._id, self._commit)}
+        if self._commit is not None:
+            self._check_names(self._commit, sizes)
+            self._foreign = tuple(
+                name
+                for name in sizes
+                if name != keys.COMMIT_NAME
+                and not name.startswith(f"{keys.MARKS_FOLDER}/")
+                and self._commit.file(name) is None
+            )
+        for shard in self._shards(sizes):
+            image = StoredImage(store, self._id, shard)
+            manifest = self._manifest(image, shard)
+            if manifest is not None:
+                self._check_image(image, manifest, sizes)
+        if self._commit is not None and self._commit.file(keys.INDEX_NAME) is not None:
+            self._check_index(store, self._commit)
+        for name in sizes:
+            if name.startswith(f"{keys.MARKS_FOLDER}/"):
+                self._check_mark(store, name)
+
+    def _check_names(self, commit: Commit, sizes: dict[str, int]) -> None:
+        """Compare the folder with the commit record: every rank is named, and every file exists with its length.
+
+        The record of a tier that only one node sees names the image and manifest of that node's ranks.
+        """
+        shards = {keys.parse_shard(file.name) for file in commit.files}
+        here = {shard for shard in shards if shard and shard.world_size == commit.world_size}
+        for rank in range(commit.world_size):
+            shard = Shard(rank, commit.world_size)
+            if here and shard not in here:
+                continue
+            for name, file in (
+                (keys.shard_name(shard), image_file(commit, shard)),
+                (keys.manifest_name(shard), commit.file(keys.manifest_name(shard))),
+            ):
+                if file is None:
+                    self._record(keys.COMMIT_NAME, f"it does not name {name}")
+        for name, problem in wrong_files(commit, sizes):
+            self._record(name, problem)
+
+    def _shards(self, sizes: dict[str, int]) -> list[Shard]:
+        """Return the shards that the commit record names; without a commit record, those that exist."""
+        named = sizes if self._commit is None else [file.name for file in self._commit.files]
+        shards = {shard for name in named if (shard := keys.parse_shard(name)) is not None}
+        return sorted(shards, key=lambda shard: (shard.world_size, shard.rank))
+
+    def _manifest(self, image: Image, shard: Shard) -> Manifest | None:
+        name = keys.manifest_name(shard)
+        if self._commit is None:
+            return self._try(name, lambda: self._unnamed_manifest(image, name))
+        commit = self._commit
+        if any(damage.file == name for damage in self.damage):
+            return None
+        return self._try(name, lambda: checked_manifest(image, commit, shard))
+
+    def _unnamed_manifest(self, image: Image, name: str) -> Manifest:
+        manifest = parse_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
+        if manifest.lineage.checkpoint != self._id:
+            raise IntegrityError(
+                f"{self._tier}: {name} is of {manifest.lineage.checkpoint}, not of {self._id}"
+            )
+        return manifest
+
+    def _check_image(self, image: StoredImage, manifest: Manifest, sizes: dict[str, int]) -> None:
+        codec = self._codec(manifest.shard, sizes)
+        name = keys.shard_name(manifest.shard, codec)
+        size = sizes.get(name)
+        if size is None:
+            if self._commit is None:
+                self._record(name, "it is missing")
+            return
+        if codec is not Codec.NONE:
+            self._check_packed(image, manifest, name, size)
+            return
+        if size != manifest.image_bytes and self._commit is None:
+            self._record(
+                name, f"it has {size} bytes, expected {manifest.image_bytes} by its manifest"
+            )
+        whole = [
+            index
+            for index in range(manifest.chunk_count)
+            if manifest.chunk_range(index)[1] <= min(size, manifest.image_bytes)
+        ]
+        self._check_chunks(image, manifest, whole, name)
+
+    def _codec(self, shard: Shard, sizes: dict[str, int]) -> Codec:
+        """Return how the image is packed: by the commit record, or without one by the name of the file."""
+        if self._commit is not None:
+            found = image_file(self._commit, shard)
+            return Codec.NONE if found is None else found.codec
+        there = (codec for codec in Codec if keys.shard_name(shard, codec) in sizes)
+        return next(there, Codec.NONE)
+
+    def _check_packed(self, image: StoredImage, manifest: Manifest, name: str, size: int) -> None:
+        """Check every frame that is whole in the file, and the seek table behind them."""
+        stored = keys.stored_name(manifest.shard)
+        if any(damage.file == stored for damage in self.damage):
+            return
+        packed = self._try(stored, lambda: self._packed(image, manifest, stored))
+        if packed is None:
+            return
+        if size != packed.stored_bytes and self._commit is None:
+            self._record(name, f"it has {size} bytes, expected {packed.stored_bytes} by its record")
+        whole = [i for i in range(packed.chunk_count) if packed.chunk_range(i)[1] <= size]
+        reader = PackedImage(image, packed, chunk_bytes=manifest.chunk_bytes)
+        self._check_chunks(reader, manifest, whole, name)
+        if size < packed.stored_bytes:
+            return
+        self._try(name, lambda: read_twice(lambda: self._check_seek_table(image, manifest, packed)))
+
+    def _check_seek_table(self, image: StoredImage, manifest: Manifest, packed: FrameTable) -> None:
+        tail = bytearray(packed.stored_bytes - packed.frames_bytes)
+        if tail:
+            image.store.read_into(
+                self._id, manifest.shard, packed.frames_bytes, memoryview(tail), codec=packed.codec
+            )
+        if tail != packed.seek_table(manifest):
+            raise IntegrityError("its seek table differs from the one that was written")
+
+    def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> FrameTable | None:
+        if self._commit is not None:
+            return checked_packed(image, self._commit, manifest)
+        data = image.store.read_stored(self._id, manifest.shard)
+        return read_frame_table(data, manifest, what=f"{self._tier}: {name}")
+
+    def _check_index(self, store: CheckableStore, commit: Commit) -> None:
+        name = keys.INDEX_NAME
+        if any(damage.file == name for damage in self.damage):
+            return  # it is missing, or has another length
+        what = f"{self._tier}: {name}"
+        self._try(
+            name, lambda: read_twice(lambda: read_index(read_index_bytes(store, commit), what=what))
+        )
+
+    def _check_mark(self, store: CheckableStore, name: str) -> None:
+        leaf = name.removeprefix(f"{keys.MARKS_FOLDER}/")
+        if not keys.is_tierfall_name(name):
+            self._foreign += (name,)
+            return
+        try:
+            mark = store.read_mark(self._id, leaf)
+        except KeyNotFoundError:
+            return  # removed meanwhile, as by an unpin
+        except TierfallError as error:
+            self._record_error(name, error)
+            return
+        if (mark.name, mark.checkpoint) != (leaf, self._id):
+            self._record(name, f"it holds the mark {mark.name} of {mark.checkpoint}")
+
+    # A copy in memory --------------------------------------------------------------------------------
+
+    def region(self, region: HostRegion) -> None:
+        self._commit = self._try(
+            keys.COMMIT_NAME, lambda: parse_commit(region.commit(), what=keys.COMMIT_NAME)
+        )
+        for number, data in enumerate(self._try(keys.MARKS_FOLDER, region.marks) or ()):
+            name = f"{keys.MARKS_FOLDER}/{number}"
+            self._try(name, partial(parse_mark, data, what=name))
+        for file in self._commit.files if self._commit else ():
+            shard = keys.parse_shard(file.name)
+            if shard is None or file.digest is not None:
+                continue
+            image = RegionImage(self._tier, region)
+            manifest = self._manifest(image, shard)
+            if manifest is not None:
+                whole = [
+                    index
+                    for index in range(manifest.chunk_count)
+                    if manifest.chunk_range(index)[1] <= len(region.image)
+                ]
+                self._check_chunks(image, manifest, whole, file.name)
+
+    # Chunks ------------------------------------------------------------------------------------------
+
+    def _check_chunks(self, image: Image, manifest: Manifest, whole: list[int], name: str) -> None:
+        """Check the chunks ``whole`` of the file ``name``; missing ones have been recorded before."""
+        stop = threading.Event()
+        pool = self._resources.pool_for(manifest)
+
+        def check(index: int) -> None:
+            if stop.is_set():
+                return
+            start, end = manifest.chunk_range(index)
+            try:
+                with pool.lend_view(end - start) as buffer:
+                    self._check_chunk(image, manifest, index, buffer, name)
+            except BaseException:
+                stop.set()
+                raise
+            self._resources.read(end - start)
+
+        self._resources.map(check, whole)
+
+    def _check_chunk(
+        self, image: Image, manifest: Manifest, index: int, buffer: memoryview, name: str
+    ) -> None:
+        try:
+            view = read_chunk(image, manifest, index, buffer)
+        except ChunkDigestError:
+            start, end = manifest.chunk_range(index)
+            self._record(name, f"bytes {start} to {end} do not match their digest", index)
+            return
+        except TierfallError as error:
+            self._record_error(name, error, index)
+            return
+        if index == 0:
+            self._try(
+                name, lambda: read_header(view, image_bytes=manifest.image_bytes, what=name), 0
+            )
+        with self._lock:
+            self._chunks += 1
+            self._bytes += len(view)
+
+    # Recording ---------------------------------------------------------------------------------------
+
+    def _try(self, file: str, read: Callable[[], T], chunk: int | None = None) -> T | None:
+        try:
+            return read()
+        except KeyNotFoundError:
+            self._record(file, "it is missing", chunk)
+        except TierfallError as error:
+            self._record_error(file, error, chunk)
+        return None
+
+    def _describe_error(self, file: str, error: TierfallError) -> str:
+        """Return the message of an error without the name of the file."""
+        text = str(error)
+        for lead in (f"{file} of {self._id}: ", f"{file}: "):
+            if lead in text:
+                return text.partition(lead)[2]
+        return text
+
+    def _record_error(self, file: str, error: TierfallError, chunk: int | None = None) -> None:
+        """Record damage, and what a newer version wrote; raise any other error: the rest was not read."""
+        newer = isinstance(error, NotSupportedError)
+        if not (newer or error.is_damage):
+            raise error
+        self._record(file, self._describe_error(file, error), chunk, newer=newer)
+
+    def _record(
+        self, file: str, problem: str, chunk: int | None = None, *, newer: bool = False
+    ) -> None:
+        with self._lock:
+            self.damage.append(Damage(file=file, problem=problem, chunk=chunk, newer=newer))
 
 
 class CopyVerifier:

@@ -28,7 +28,7 @@ from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import Shard
-from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, opening
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, reader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 
@@ -171,7 +171,7 @@ def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
     with job(tmp_path, 2) as pair:
         assert on(pair, lambda rank: rank.save(state, 1)) == [None, None]
         read: dict[Any, set[int]] = {rank.ckpt._session: set() for rank in pair}
-        really_open, really_index = opening._open, opening._read_index
+        really_open, really_index = reader._open, reader._read_index
         asking = threading.local()
 
         def header_here(parts: CheckpointReader, shard: Shard) -> ImageHeader:
@@ -189,11 +189,11 @@ def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
 
         really_read = CheckpointReader.header_here
         monkeypatch.setattr(CheckpointReader, "header_here", header_here)
-        monkeypatch.setattr(opening, "_open", open_here)
+        monkeypatch.setattr(reader, "_open", open_here)
         found = on(pair, lambda rank: rank.load(emptied(state)))
         assert all(same(one, state) for one in found)
         assert [*read.values()] == [{0}, {1}], "by the index, each reads its own"
-        monkeypatch.setattr(opening, "_read_index", read_index)
+        monkeypatch.setattr(reader, "_read_index", read_index)
         found = on(pair, lambda rank: rank.load(emptied(state)))
         assert all(same(one, state) for one in found)
         assert [*read.values()] == [{0, 1}, {0, 1}]

@@ -7,24 +7,389 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from tierfall.cli.common import CommandOutput, load_settings, parse_option
-from tierfall.cli.run_facts import RunFacts
+from tierfall.cli.common import (
+    CommandOutput,
+    Part,
+    cell,
+    copies_table,
+    counted,
+    load_settings,
+    owner_members,
+    parse_option,
+    readable_number,
+    table,
+    with_tier,
+)
+from tierfall.cli.run_facts import (
+    RunFacts,
+    format_bounds,
+    format_loss,
+    format_peer_survival,
+    reported_bounds,
+)
 from tierfall.cli.usage import Exit, refuse, to_document
-from tierfall.cli.watch_frame import RunView, view_of_facts, view_of_status
 from tierfall.config import Config
 from tierfall.config.fields import listen_address
-from tierfall.core.types.units import format_duration, parse_duration
+from tierfall.core.types.text import members, to_json
+from tierfall.core.types.units import (
+    format_duration,
+    format_rate,
+    format_share,
+    format_size,
+    parse_duration,
+)
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass
+from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.ops.reader import RunReader
-from tierfall.ops.watch import LIST_EVERY_S, Watcher
+from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
+from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.health import HANGS_AFTER_S
 from tierfall.telemetry.prometheus import MetricsServer
+from tierfall.telemetry.status import (
+    CheckpointStatus,
+    CopyStatus,
+    RunStatus,
+    Status,
+    TierStatus,
+    TransferStatus,
+)
+
+ROWS_MAX = 12
+EVENTS_SHOWN = 6
+BAR_WIDTH = 20
+TIME_MAX_S = 3e10
+_SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` has the
+    copies that are damaged or could not be read, each by tier and checkpoint, in one word."""
+
+    snapshot: RunSnapshot
+    status: RunStatus
+    bounds: dict[LossClass, LossBound]
+    peer_survival: PeerSurvival | None
+    unread: tuple[str, ...] = ()
+    damaged: Mapping[tuple[str, CheckpointId], str] = field(default_factory=dict)
+    problems: tuple[str, ...]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "run": self.status.run,
+            "wall_time_s": self.snapshot.wall_time_s,
+            "owner": owner_members(self.snapshot.owner),
+            "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
+            **self.status.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
+            "newest": {
+                str(lost): bound.survives and bound.survives.step
+                for lost, bound in self.bounds.items()
+            },
+            "loss_bound": to_json(self.bounds),
+            "peer_survival": to_json(self.peer_survival),
+            "events": list(self.snapshot.events),
+        }
+
+    def rows(self, rows_max: int) -> int:
+        """Return how many steps a frame with at most ``rows_max`` shows."""
+        return min(rows_max, len(self.status.checkpoints))
+
+    def shown(self, rows_max: int = ROWS_MAX, *, bars: bool = False) -> Iterator[Part]:
+        """Give the lines and tables of a frame, the newest step first."""
+        yield from _heading(self)
+        yield ""
+        seen = self.status
+        yield _tier_table(seen.tiers, bars)
+        for tier in seen.tiers:
+            if tier.failing:
+                yield Text(with_tier(tier.name, tier.failing), style="red")
+        if seen.transfers:
+            yield ""
+            yield _transfer_table(seen.transfers, bars)
+        rows = self.rows(rows_max)
+        if rows:
+            yield ""
+            yield _grid(self, rows)
+        if more := seen.checkpoints_known - rows:
+            yield f"and {counted(more, 'older one', 'older ones')}"
+        yield ""
+        yield format_bounds(self.bounds, self.unread, describe=format_loss)
+        yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
+        if len(self.snapshot.slots) > 1:
+            yield ""
+            yield _slot_table(self.snapshot)
+        if self.snapshot.events:
+            yield ""
+            yield from (_format_event(event) for event in self.snapshot.events[-EVENTS_SHOWN:])
+
+
+def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
+    """Return the frame of a living trainer's status."""
+    return RunView(
+        snapshot=snapshot,
+        status=_with_memory_of_all(status, snapshot),
+        bounds=reported_bounds(status),
+        peer_survival=status.peer_survival,
+        problems=snapshot.problems,
+    )
+
+
+def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
+    """Count in the first tier, host memory, what all living ranks of this node have there."""
+    ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
+    held = [rank.tiers[0] for rank in ranks]
+    memory = status.tiers[0].model_copy(
+        update={
+            "used_bytes": sum(tier.used_bytes for tier in held),
+            "capacity_bytes": sum(tier.capacity_bytes or 0 for tier in held) or None,
+        }
+    )
+    return status.model_copy(update={"tiers": (memory, *status.tiers[1:])})
+
+
+def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
+    """Return the frame of a listing of the tiers, where no trainer is alive."""
+    unread = (with_tier(tier, error) for tier, error in facts.unread.items())
+    damaged = (
+        with_tier(x.tier, error)
+        for x in facts.listings
+        for error in (*x.damaged, *(copy.unread for copy in x.copies))
+        if error is not None
+    )
+    return RunView(
+        snapshot=snapshot,
+        status=RunStatus(
+            run=run,
+            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.safety.tiers),
+            checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
+            checkpoints_known=len(facts.rows()),
+        ),
+        bounds=loss_bounds(facts.safety),
+        peer_survival=facts.peer_survival,
+        unread=tuple(facts.unread),
+        damaged={
+            (listing.tier, copy.id): copy.label
+            for listing in facts.listings
+            for copy in listing.copies
+            if copy.damage is not None
+        },
+        problems=(*snapshot.problems, *unread, *damaged),
+    )
+
+
+def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
+    rules = facts.safety.tier(name)
+    listing = next(listing for listing in facts.listings if listing.tier == name)
+    return TierStatus(
+        name=name,
+        kind=rules.kind,
+        used_bytes=listing.used_bytes,
+        capacity_bytes=rules.capacity_bytes,
+        checkpoints=len(listing.copies),
+    )
+
+
+def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
+    known = facts.by_id.get(id)
+    copies = {
+        listing.tier: CopyStatus(state=CopyState.ARRIVING, bytes=listing.unfinished[id])
+        for listing in facts.listings
+        if id in listing.unfinished
+    }
+    if known is None:
+        return CheckpointStatus(step=id.step, attempt=id.attempt, copies=copies)
+    held = {t: CopyStatus(state=c.state, bytes=c.bytes) for t, c in known.copies.items()}
+    return CheckpointStatus(
+        step=id.step,
+        attempt=id.attempt,
+        copies=copies | held,
+        owed=facts.owed(id),
+        pinned=known.pinned,
+        abandoned=known.abandoned,
+    )
+
+
+# For programs ----------------------------------------------------------------------------------------
+
+
+def _slot_members(snapshot: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
+    status = slot.status
+    return {
+        "slot": slot.number,
+        "alive": slot.alive,
+        "owner": owner_members(slot.owner),
+        **members(status, "rank", "world_size", "attempt", "pid", "node"),
+        "age_s": snapshot.age_s(status) if status else None,
+        **members(status, "failure", "lost_events"),
+        "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
+    }
+
+
+# For people ------------------------------------------------------------------------------------------
+
+
+def _heading(frame: RunView) -> Iterator[Part]:
+    snapshot = frame.snapshot
+    if (live := snapshot.live) is not None:
+        yield (
+            f"run {live.run}: trained by process {live.pid} on {live.node}, rank {live.rank} of "
+            f"{live.world_size}, attempt {live.attempt}"
+        )
+        if live.failure:
+            yield Text(f"it has stopped flushing: {live.failure}", style="red")
+        elif (age_s := snapshot.age_s(live)) > HANGS_AFTER_S:
+            yield Text(f"its status is {format_duration(age_s)} old: it may hang", style="yellow")
+        return
+    if snapshot.owner is not None:
+        yield f"run {frame.status.run}: a process owns it, and has written no status yet: {snapshot.owner}"
+    else:
+        yield f"run {frame.status.run}: no trainer is alive on this machine; this is what the tiers hold"
+    if (last := snapshot.last_status) is not None:
+        yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
+        for transfer in last.transfers:
+            share = format_share(transfer.done_bytes / max(1, transfer.bytes))
+            yield f"  {transfer.step}@{transfer.attempt} was being copied to {transfer.tier}: {share}"
+        if not last.transfers:
+            yield "  nothing was being copied"
+
+
+def _ago(snapshot: RunSnapshot, status: Status) -> str:
+    return f"{format_duration(round(snapshot.age_s(status)))} ago"
+
+
+def _bar(share: float | None, bars: bool) -> ProgressBar | str:
+    return "" if share is None or not bars else ProgressBar(1.0, share)
+
+
+def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
+    """Return a table whose last column has no heading, and is what a narrow terminal takes away from."""
+    made = table(*columns, "", right=right)
+    for column in made.columns:
+        column.no_wrap = True
+    made.columns[-1].no_wrap = False
+    made.columns[-1].max_width = BAR_WIDTH
+    return made
+
+
+def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
+    right = ("STEPS", "USED", "OF", "FILL", "RATE")
+    made = _table_with_bars("TIER", "KIND", *right, right=right)
+    for tier in tiers:
+        of = tier.capacity_bytes
+        fill = tier.used_bytes / of if of else None
+        made.add_row(
+            tier.name,
+            str(tier.kind),
+            str(tier.checkpoints),
+            format_size(tier.used_bytes),
+            cell(of, format_size),
+            cell(fill, format_share),
+            cell(tier.bytes_per_s or None, format_rate),
+            _bar(fill, bars),
+        )
+    return made
+
+
+def _grid(frame: RunView, rows: int) -> Table | Text:
+    names = [tier.name for tier in frame.status.tiers]
+    made = []
+    for one in reversed(frame.status.checkpoints[-rows:]):
+        remarks = [
+            word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
+        ]
+        states = {name: _cell(frame, one, name) for name in names}
+        made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
+    return copies_table(("STEP",), names, ("",), made)
+
+
+def _cell(frame: RunView, one: CheckpointStatus, tier: str) -> str:
+    if label := frame.damaged.get((tier, CheckpointId(one.step, one.attempt))):
+        return label
+    alive = frame.snapshot.live is not None
+    copy = one.copies.get(tier)
+    if copy is None:
+        return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
+    if copy.state is CopyState.ARRIVING and not alive:
+        return "unfinished"
+    return str(copy.state) + (
+        "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
+    )
+
+
+def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
+    right = ("DONE", "SIZE", "RATE", "LEFT")
+    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right)
+    for one in transfers:
+        share = one.done_bytes / max(1, one.bytes)
+        made.add_row(
+            f"{one.step}@{one.attempt}",
+            one.tier,
+            one.phase,
+            format_share(round(share, 2)),
+            format_size(one.bytes),
+            cell(one.bytes_per_s or None, format_rate),
+            cell(one.left_s, format_duration),
+            _bar(share, bars),
+        )
+    return made
+
+
+def _slot_table(snapshot: RunSnapshot) -> Table:
+    right = ("SLOT", "RANK", "PROCESS", "SEEN")
+    made = table(*right, "IN MEMORY", "COPIES", right=right)
+    for slot in snapshot.slots:
+        status = slot.status
+        if status is None:
+            process = "-" if slot.owner is None else str(slot.owner.pid)
+            made.add_row(str(slot.number), "-", process, "-", "-", "-")
+            continue
+        host = status.tiers[0]
+        made.add_row(
+            str(slot.number),
+            str(status.rank),
+            str(status.pid) if slot.alive else f"{status.pid} (gone)",
+            _ago(snapshot, status),
+            format_size(host.used_bytes),
+            ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
+        )
+    return made
+
+
+def _format_event(event: dict[str, Any]) -> str:
+    """Format an event as one line: time, kind, step, tier and its other members."""
+    at = readable_number(event.get("wall_time_s"))
+    when = (
+        "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
+    )
+    parts = [when, str(event["kind"]).replace("_", " ")]
+    if "step" in event:
+        parts.append(f"{event['step']}@{event.get('attempt')}")
+    if "tier" in event:
+        parts.append(str(event["tier"]))
+    for name in _SHOWN_MEMBERS:
+        value = event.get(name)
+        number = readable_number(value)
+        if name == "bytes" and number is not None:
+            parts.append(format_size(number))
+        elif name == "seconds" and number is not None:
+            parts.append(f"in {format_duration(number)}")
+        elif isinstance(value, str | int):
+            parts.append(str(value))
+    return " ".join(parts)
+
 
 EVERY_S_LEAST = 0.1
 ROWS_ON_SCREEN = 200
