@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 from tierfall.core.format.documents import MAX_DOCUMENT_BYTES, open_sealed, read_twice
-from tierfall.core.types.backend import Backend, Publish, SyncedBackend
+from tierfall.core.types.backend import Backend, Publish, SyncedBackend, put_object
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -103,9 +103,7 @@ class Documents:
 
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
         try:
-            with self.backend.create(key, length=len(data), publish=publish) as writer:
-                writer.write(0, memoryview(data))
-                writer.publish()
+            put_object(self.backend, key, data, publish)
         except KeyExistsError:
             raise
         except BackendError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from tierfall.backends.toolkit.base import AbortOnExit
-from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 
@@ -91,9 +91,7 @@ class CopiesWriter(AbortOnExit):
         for side in self._sides[1:]:
             with suppress(KeyExistsError, KeyNotFoundError):
                 data = _read(self._sides[0], self._key)
-                with side.create(self._key, length=len(data), publish=Publish.IF_ABSENT) as writer:
-                    writer.write(0, memoryview(data))
-                    writer.publish()
+                put_object(side, self._key, data, Publish.IF_ABSENT)
 
     def abort(self) -> None:
         for writer in self._writers:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tierfall.backends.toolkit.base import AbortOnExit, describe
 from tierfall.core.format.commit_files import shards_of, unite_records
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.types.backend import Backend, Publish, StoredObject
+from tierfall.core.types.backend import Backend, StoredObject, put_object
 from tierfall.core.types.errors import (
     IntegrityError,
     KeyNotFoundError,
@@ -91,10 +91,7 @@ class UnitingWriter(AbortOnExit):
 
     def publish(self) -> None:
         for side in self._sides:
-            data = self._with_images_of_others(side)
-            with side.create(self._key, length=len(data), publish=Publish.REPLACE) as writer:
-                writer.write(0, memoryview(data))
-                writer.publish()
+            put_object(side, self._key, self._with_images_of_others(side))
 
     def abort(self) -> None:
         """Nothing is there yet."""

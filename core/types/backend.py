@@ -183,6 +183,13 @@ class SyncedBackend(Backend, Protocol):
         ...
 
 
+def put_object(backend: Backend, key: str, data: bytes, publish: Publish = Publish.REPLACE) -> None:
+    """Write and publish a whole object; raises as ``Backend.create`` and ``Writer.publish`` do."""
+    with backend.create(key, length=len(data), publish=publish) as writer:
+        writer.write(0, memoryview(data))
+        writer.publish()
+
+
 def delete_all(
     backend: Backend, keys: Sequence[str], *, before: Callable[[], None] = lambda: None
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,22 +27,8 @@ def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
     ``room_bytes`` is what the block writes in all. Raises BackendError if ``path`` exists and ``replace`` is false, or
     the folder is unusable; CapacityError, before anything is written, if there is no room.
     """
-    check_free(path, replace=replace)
-    with translated(f"export to {path.parent}"):
-        made = _make_folders(path.parent)
-    unfinished = path.parent / f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}"
-    try:
-        _check_room(path, room_bytes)
-        with translated(f"export to {path}"):
-            yield unfinished
-            _sync(unfinished)
-            check_free(path, replace=replace)
-            os.replace(unfinished, path)
-            _sync(path.parent)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        _remove_folders(made)
-        raise
+    with _published(path, room_bytes, lambda: check_free(path, replace=replace)) as unfinished:
+        yield unfinished
 
 
 @contextmanager
@@ -51,22 +37,34 @@ def new_folder(path: Path, *, room_bytes: int) -> Iterator[Path]:
 
     Raises as ``new_file`` does, and if ``path`` exists, unless it is an empty folder.
     """
-    check_free_folder(path)
-    with translated(f"export to {path}"):
+    with _published(path, room_bytes, lambda: check_free_folder(path)) as unfinished:
+        unfinished.mkdir()
+        yield unfinished
+
+
+@contextmanager
+def _published(path: Path, room_bytes: int, check: Callable[[], None]) -> Iterator[Path]:
+    """Yield a temporary path; what is there after the block is durable at ``path``. ``check`` raises if that must not
+    be replaced, before and after the block."""
+    check()
+    with translated(f"export to {path.parent}"):
         made = _make_folders(path.parent)
     unfinished = path.parent / f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}"
     try:
         _check_room(path, room_bytes)
         with translated(f"export to {path}"):
-            unfinished.mkdir()
             yield unfinished
-            for each in (*unfinished.iterdir(), unfinished):
+            files = unfinished.iterdir() if unfinished.is_dir() else ()
+            for each in (*files, unfinished):
                 _sync(each)
-            check_free_folder(path)
+            check()
             os.replace(unfinished, path)
             _sync(path.parent)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
         _remove_folders(made)
         raise
 

@@ -24,7 +24,7 @@ from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders, owned_folder
@@ -218,7 +218,4 @@ def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
 
 def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
     """Replace a document in the folder of a step atomically."""
-    key = keys.step_prefix(run, id) + name
-    with store.backend.create(key, length=len(data), publish=Publish.REPLACE) as writer:
-        writer.write(0, memoryview(data))
-        writer.publish()
+    put_object(store.backend, keys.step_prefix(run, id) + name, data)

@@ -18,7 +18,7 @@ from tierfall.config import FileTierConfig, ObjectTierConfig, PeerTierConfig
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -178,9 +178,7 @@ class FolderProbe:
         for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
             store.backend.delete(stale)
         key = _key(self._opened.run, self.token)
-        with store.backend.create(key, length=1, publish=Publish.REPLACE) as writer:
-            writer.write(0, memoryview(b"\n"))
-            writer.publish()
+        put_object(store.backend, key, b"\n")
 
     def remove(self) -> None:
         for store in self._written:

@@ -26,7 +26,7 @@ from tierfall.core.format.records import Commit
 from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
-from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -313,9 +313,7 @@ def _memory_id(folder: Path) -> str:
     with closing(PosixBackend(folder, direct_io=False)) as backend:
         with suppress(KeyExistsError):
             id = secrets.token_hex(16).encode()
-            with backend.create(_ID_NAME, length=len(id), publish=Publish.IF_ABSENT) as writer:
-                writer.write(0, memoryview(id))
-                writer.publish()
+            put_object(backend, _ID_NAME, id, Publish.IF_ABSENT)
         data = bytearray(32)
         backend.read_into(_ID_NAME, 0, memoryview(data))
         return data.decode("ascii")

@@ -17,7 +17,7 @@ from tierfall.config import Config, ObjectTierConfig, PeerTierConfig, load_confi
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.runtime.public_calls import public_call
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
 from tierfall.core.types.keys import ATTEMPT_MAX, STEP_MAX
 from tierfall.core.types.values import CheckpointId, TierKind
@@ -87,9 +87,7 @@ def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:
     data = encode(pointer)
     backend = PosixBackend(_path(folder, "write_pointer"), direct_io=False)
     try:
-        with backend.create(POINTER_NAME, length=len(data), publish=Publish.REPLACE) as writer:
-            writer.write(0, memoryview(data))
-            writer.publish()
+        put_object(backend, POINTER_NAME, data)
     finally:
         backend.close()
 
