@@ -10,40 +10,13 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
-    STEP_HELP,
-    AsStepOption,
+    DEFAULT_CONFIG,
     CommandGroup,
-    ConfigOption,
-    DiskOption,
-    DtypeOption,
-    EntryOption,
-    EveryOption,
     Exit,
-    FarOption,
-    FormatOption,
-    ImageOption,
-    JsonOption,
-    LoseOption,
-    MaxShardOption,
-    NodesOption,
-    OnlyOption,
-    ParametersOption,
-    PathArgument,
-    RanksOption,
-    RunOption,
-    SaveEveryOption,
-    SizeOption,
-    StepArgument,
-    StepsArgument,
-    StepsPerHourOption,
-    StepTimeOption,
-    TierArgument,
-    TierOption,
-    ToTierOption,
-    WithOption,
     listen_to_warnings,
     refuse,
 )
+from tierfall.core.types.values import ExportDtype, ExportFormat
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -54,6 +27,50 @@ app = typer.Typer(
     help="List, verify and change the checkpoints of a training run, on all its tiers.",
     epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted.",
 )
+
+
+def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the tiers in the configuration, for completion; none where it cannot be read."""
+    import yaml
+
+    try:
+        tiers = yaml.safe_load(
+            Path(ctx.params["config"] or DEFAULT_CONFIG).expanduser().read_bytes()
+        )["tiers"]
+        return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
+    except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
+        return []
+
+
+STEP_HELP = (
+    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
+    "restored."
+)
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="TIERFALL_CONFIG",
+        metavar="FILE",
+        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
+        is_eager=True,
+    ),
+]
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+]
+StepsArgument = Annotated[
+    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+]
+TierOption = Annotated[
+    str | None,
+    typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,11 +99,45 @@ def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
     ] = Path("tiers.yaml"),
-    disk: DiskOption = None,
-    far: FarOption = None,
-    parameters: ParametersOption = None,
-    every: EveryOption = None,
-    lose: LoseOption = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--disk",
+            metavar="FOLDER",
+            help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
+        ),
+    ] = None,
+    far: Annotated[
+        str | None,
+        typer.Option(
+            "--far",
+            metavar="PLACE",
+            help="A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
+        ),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(
+            "--parameters",
+            metavar="N",
+            help="The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
+        ),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            "--every", metavar="N", help="How often to save: in steps (100) or time (10m). [10m]"
+        ),
+    ] = None,
+    lose: Annotated[
+        str | None,
+        typer.Option(
+            "--lose",
+            metavar="N",
+            help="How much training the loss of this machine may cost, in steps or time: sets how often --far gets a "
+            "copy. [1h, or 10 saves]",
+        ),
+    ] = None,
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", min=1, help="How many ranks train.")
     ] = 1,
@@ -172,13 +223,43 @@ def show(
 
 @app.command(short_help="Check the configuration; measure and forecast every tier.")
 def check(
-    size: SizeOption = "64MiB",
-    image: ImageOption = None,
-    save_every: SaveEveryOption = None,
-    step_time: StepTimeOption = None,
-    steps_per_hour: StepsPerHourOption = None,
-    ranks: RanksOption = None,
-    nodes: NodesOption = None,
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
+    ] = "64MiB",
+    image: Annotated[
+        str | None,
+        typer.Option(
+            "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
+        ),
+    ] = None,
+    save_every: Annotated[
+        str | None,
+        typer.Option(
+            "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
+        ),
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(
+            "--step-time",
+            metavar="TIME",
+            help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
+        ),
+    ] = None,
+    steps_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--steps-per-hour",
+            metavar="N",
+            help="For the forecast: training steps in an hour, in place of --step-time.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+    ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
@@ -223,7 +304,7 @@ def verify(
 
 @app.command(short_help="Write a step as files for other programs.")
 def export(
-    step: StepArgument,
+    step: Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)],
     to: Annotated[
         Path,
         typer.Option(
@@ -232,11 +313,43 @@ def export(
             help="The folder to write into, created if missing; or a file, by its ending .safetensors or .pt.",
         ),
     ],
-    format: FormatOption = None,
-    only: OnlyOption = None,
-    max_shard: MaxShardOption = None,
-    dtype: DtypeOption = None,
-    beside: WithOption = None,
+    format: Annotated[
+        ExportFormat | None,
+        typer.Option(
+            "--format",
+            help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
+            "folder of torch.distributed.checkpoint.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PREFIX",
+            help="Export only this part, such as model. May be repeated.",
+        ),
+    ] = None,
+    max_shard: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard",
+            metavar="SIZE",
+            help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        ExportDtype | None,
+        typer.Option("--dtype", help="safetensors only: convert floating-point tensors."),
+    ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--with",
+            metavar="FILE",
+            help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
+            "repeated.",
+        ),
+    ] = None,
     tier: TierOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file of that name.")
@@ -257,9 +370,22 @@ def export(
 
 @app.command("import", short_help="Save what another program wrote as a step.")
 def import_(
-    path: PathArgument,
-    as_step: AsStepOption,
-    entry: EntryOption = None,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A file of torch.save, a Lightning .ckpt, safetensors, or a folder of safetensors or DCP.",
+        ),
+    ],
+    as_step: Annotated[int, typer.Option("--as-step", metavar="N", help="The step to save it as.")],
+    entry: Annotated[
+        str | None,
+        typer.Option(
+            "--entry",
+            metavar="NAME",
+            help="The name in the state of a bare state_dict (model), or of the only part of an export.",
+        ),
+    ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
@@ -273,7 +399,12 @@ def import_(
 @app.command(short_help="Copy steps to a tier that does not hold them.")
 def copy(
     steps: StepsArgument,
-    to: ToTierOption,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="TIER", help="The tier to copy to.", autocompletion=_tier_names
+        ),
+    ],
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
@@ -371,7 +502,14 @@ def rm(
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
 def forget(
-    tier: TierArgument,
+    tier: Annotated[
+        str,
+        typer.Argument(
+            metavar="TIER",
+            help="The name of the tier in the configuration.",
+            autocompletion=_tier_names,
+        ),
+    ],
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

@@ -1,4 +1,4 @@
-"""What the command line needs before a command runs: options, STEP, exit codes, and how errors end it.
+"""What the command line needs before a command runs: STEP, exit codes, and how errors end it.
 
 Errors of tierfall and wrong usage are one line; anything else is a bug, and is printed with its traceback. This module
 imports neither torch nor the configuration: ``--help``, ``--version`` and completion need it alone.
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
 from tierfall.core.types.text import without_secrets
-from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
@@ -39,193 +38,7 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-# Arguments and options -------------------------------------------------------------------------------
-
-
-def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the tiers in the configuration, for completion; none where it cannot be read."""
-    import yaml
-
-    try:
-        tiers = yaml.safe_load(
-            Path(ctx.params["config"] or DEFAULT_CONFIG).expanduser().read_bytes()
-        )["tiers"]
-        return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
-    except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
-        return []
-
-
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="TIERFALL_CONFIG",
-        metavar="FILE",
-        help=f"The YAML file with the tiers; or, to read it alone, a tier's folder or address. [./{DEFAULT_CONFIG}]",
-        is_eager=True,
-    ),
-]
-RunOption = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-]
-DiskOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--disk",
-        metavar="FOLDER",
-        help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
-    ),
-]
-FarOption = Annotated[
-    str | None,
-    typer.Option(
-        "--far",
-        metavar="PLACE",
-        help="A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
-    ),
-]
-ParametersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--parameters",
-        metavar="N",
-        help="The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
-    ),
-]
-EveryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--every", metavar="N", help="How often to save: in steps (100) or time (10m). [10m]"
-    ),
-]
-LoseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--lose",
-        metavar="N",
-        help="How much training the loss of this machine may cost, in steps or time: sets how often --far gets a "
-        "copy. [1h, or 10 saves]",
-    ),
-]
-SizeOption = Annotated[
-    str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
-]
-ImageOption = Annotated[
-    str | None,
-    typer.Option(
-        "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
-    ),
-]
-SaveEveryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
-    ),
-]
-StepTimeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--step-time",
-        metavar="TIME",
-        help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
-    ),
-]
-StepsPerHourOption = Annotated[
-    float | None,
-    typer.Option(
-        "--steps-per-hour",
-        metavar="N",
-        help="For the forecast: training steps in an hour, in place of --step-time.",
-    ),
-]
-RanksOption = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
-]
-NodesOption = Annotated[
-    int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
-]
-STEP_HELP = (
-    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
-    "restored."
-)
-StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)]
-StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
-]
-TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
-]
-ToTierOption = Annotated[
-    str,
-    typer.Option("--to", metavar="TIER", help="The tier to copy to.", autocompletion=_tier_names),
-]
-TierArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TIER",
-        help="The name of the tier in the configuration.",
-        autocompletion=_tier_names,
-    ),
-]
-FormatOption = Annotated[
-    ExportFormat | None,
-    typer.Option(
-        "--format",
-        help="safetensors, unless PATH ends in .pt; torch, a file for torch.load; or dcp, for which PATH becomes a "
-        "folder of torch.distributed.checkpoint.",
-    ),
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only", metavar="PREFIX", help="Export only this part, such as model. May be repeated."
-    ),
-]
-MaxShardOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-shard",
-        metavar="SIZE",
-        help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
-    ),
-]
-DtypeOption = Annotated[
-    ExportDtype | None,
-    typer.Option("--dtype", help="safetensors only: convert floating-point tensors."),
-]
-WithOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--with",
-        metavar="FILE",
-        help="safetensors only: copy this file, such as config.json, into PATH, which must be new or empty. May be "
-        "repeated.",
-    ),
-]
-AsStepOption = Annotated[
-    int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
-]
-EntryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--entry",
-        metavar="NAME",
-        help="The name in the state of a bare state_dict (model), or of the only part of an export.",
-    ),
-]
-PathArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        help="A file of torch.save, a Lightning .ckpt, safetensors, or a folder of safetensors or DCP.",
-    ),
-]
+# STEP ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
