@@ -17,7 +17,7 @@ from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import without_index, wrong_files
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.runtime.bounded_calls import run_in_parallel
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (

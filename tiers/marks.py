@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, Mark, parse_mark
-from tierfall.core.runtime.bounded_calls import run_in_parallel
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId

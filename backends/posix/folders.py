@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.system import sync_error
-from tierfall.core.runtime.bounded_calls import run_in_parallel
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,

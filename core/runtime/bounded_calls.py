@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -29,7 +29,6 @@ IDLE_S = 1.0
 """Seconds after which an idle thread ends."""
 INTERRUPT_S = 0.1
 """Seconds after which a wait looks whether its thread was interrupted."""
-K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -196,35 +195,6 @@ def _has_returned(late: _Call, bound_s: float) -> bool:
     while not late.returned and time.monotonic() < late.began_s + bound_s:
         time.sleep(POLL_S)
     return late.returned
-
-
-def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
-    """Call ``do`` for each item on up to ``parallel`` threads; return the results in the items' order. After a failure
-    no further call begins; the first failure is raised once all calls have ended."""
-    arguments = list(items)
-    remaining = deque(range(len(arguments)))
-    values: dict[int, T] = {}
-    failures: list[BaseException] = []
-    done: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            while not failures and (number := _pop(remaining)) is not None:
-                values[number] = do(arguments[number])
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            failures.append(error)
-        finally:
-            done.put(None)
-
-    threads = min(parallel, len(arguments))
-    for _ in range(threads - 1):
-        threading.Thread(target=work, name="tierfall-side-by-side", daemon=True).start()
-    work()
-    for _ in range(max(threads, 1)):
-        done.get()
-    if failures:
-        raise failures[0]
-    return [values[number] for number in range(len(arguments))]
 
 
 def _pop(items: deque[T]) -> T | None:

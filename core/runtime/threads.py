@@ -13,9 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 logger = logging.getLogger("tierfall")
 
+K = TypeVar("K")
+T = TypeVar("T")
 WAKE_S = 1.0
 _interrupts = threading.local()
 
@@ -63,6 +66,22 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
         raise
     if work.failures:
         raise work.failures[0]
+
+
+def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
+    """Call ``do`` for each item on up to ``parallel`` threads; return the results in the items' order. Raises as
+    ``run_in_threads`` does. A single call is made by this thread."""
+    arguments = list(items)
+    threads = min(parallel, len(arguments))
+    if threads < 2:
+        return [do(each) for each in arguments]
+    results: dict[int, T] = {}
+
+    def run(number: int) -> None:
+        results[number] = do(arguments[number])
+
+    run_in_threads(threads, run, range(len(arguments)))
+    return [results[number] for number in range(len(arguments))]
 
 
 class _SharedWork:

@@ -16,7 +16,7 @@ from tierfall.core.format import documents
 from tierfall.core.format.commit_files import with_index
 from tierfall.core.format.documents import JsonFields, sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.runtime.bounded_calls import run_in_parallel
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
 from tierfall.core.types import keys

@@ -15,11 +15,11 @@ from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.select import StatePart, values_of
 from tierfall.export.small_dtypes import small_dtypes
 
-NAMES_SHOWN = 4
 TRUE_DTYPES = "tierfall.dtypes"
 """The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
 CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -206,7 +206,7 @@ def left_out(parts: Sequence[StatePart]) -> list[str]:
     if not left:
         return []
     return [
-        f"omitted, as safetensors stores only tensors: {some(left)}; --format torch includes it"
+        f"omitted, as safetensors stores only tensors: {format_some(left)}; --format torch includes it"
     ]
 
 
@@ -215,10 +215,5 @@ def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
     if not raw:
         return []
     return [
-        f"as bytes, since the installed safetensors has no such dtype (see tierfall.dtypes): {some(raw)}"
+        f"as bytes, since the installed safetensors has no such dtype (see tierfall.dtypes): {format_some(raw)}"
     ]
-
-
-def some(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

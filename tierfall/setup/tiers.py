@@ -20,8 +20,9 @@ from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
