@@ -16,7 +16,7 @@ from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.nodes import address
+from tierfall.setup.nodes import placement as placing
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.setup.places import run_folder
 from tierfall.tiers.arena.folder import RoomReport
@@ -227,7 +227,7 @@ def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
         return "10.0.0.1"
 
     monkeypatch.setattr(peers, "own_address", lambda: next(own))
-    monkeypatch.setattr(address, "_address_towards", towards)
+    monkeypatch.setattr(placing, "_address_towards", towards)
     with met(tmp_path, 3) as found:
         served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
     assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3

@@ -18,7 +18,7 @@ from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.backend import Backend, Traits, Writer
 from tierfall.core.types.errors import AccessDeniedError
-from tierfall.setup.lanes import lane_pools
+from tierfall.setup.tiers import lane_pools
 
 MakeConfig = Callable[..., dict[str, Any]]
 PATIENCE_S = 30.0

@@ -13,7 +13,7 @@ import pytest
 import tierfall
 from tests.steps import state_of, wait_until
 from tests.test_bad_input import in_a_child
-from tierfall.telemetry import journal, subscribers
+from tierfall.telemetry import journal
 
 MakeConfig = Callable[..., dict[str, Any]]
 Events = list[dict[str, Any]]
@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 def test_events_that_a_slow_subscriber_loses_are_counted_logged_and_told(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = subscribers.Subscriber
+    real = journal.Subscriber
     monkeypatch.setattr(journal, "Subscriber", lambda *a, **k: real(*a, **k, waiting_max=3))
     release, seen = threading.Event(), Events()
 

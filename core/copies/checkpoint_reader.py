@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.cached_reads import WrittenTargets
-from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.copies.images import Image
 from tierfall.core.copies.shard_reader import NOWHERE, OpenImage, ShardReader, find_images
 from tierfall.core.format.catalog import KnownCheckpoint

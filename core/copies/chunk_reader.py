@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import xxhash
 
+from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.cached_reads import (
     TargetWriter,
     WrittenTargets,
@@ -27,6 +28,7 @@ from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
+from tierfall.core.runtime.cores import hash_threads
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import (
@@ -315,3 +317,32 @@ def scatter(
                 on_devices.setdefault(target.device, []).append((part, low - start))
     for device, pieces in on_devices.items():
         copies.launch(device, source, pieces, buffer)
+
+
+class BufferRing:
+    """Buffers for chunks of one size, raw or packed, and copy streams. Keep it between restores: first touches cost
+    more than reads, and page-locking more than copying.
+
+    ``threads`` verify chunks at once. ``count`` buffers are allocated when first needed: one for each thread, and more
+    that a device copies from meanwhile.
+    """
+
+    def __init__(
+        self,
+        chunk_bytes: int,
+        *,
+        count_max: int | None = None,
+        threads: int | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        """All buffers together have at most DEVICE_BUFFER_BYTES, unless one chunk needs more."""
+        self.threads = threads or hash_threads()
+        if count_max is None:
+            count_max = max(READ_THREADS, self.threads) + 2
+        self.count = max(1, min(count_max, DEVICE_BUFFER_BYTES // chunk_bytes))
+        self.pool = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=self.count)
+        self.streams = streams or Streams()
+
+    def release(self) -> None:
+        """Unlock the buffers and free their memory. No restore may be in progress."""
+        self.pool.release()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import (
+    BufferRing,
     ChunkReader,
     ReadTally,
     count_threads,

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.copies.chunk_reader import Fallback, ReadTally
+from tierfall.core.copies.chunk_reader import BufferRing, Fallback, ReadTally
 from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file

@@ -15,9 +15,8 @@ from typing import overload
 
 import torch
 
-from tierfall.core.image.blocks import replace_pieces, split_blocks
 from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import MergedHeader, TensorBlock
+from tierfall.core.image.merge import MergedHeader, TensorBlock, replace_pieces, split_blocks
 from tierfall.core.image.tree import PiecesNode, TensorNode, leaves
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.tensors.dtypes import byte_count

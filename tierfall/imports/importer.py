@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.view_writes import Load, write_view
+from tierfall.core.copies.image_writes import Load, write_view
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView

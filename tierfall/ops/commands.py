@@ -41,14 +41,15 @@ from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
-from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.nodes.kept import kept_folders, view_kept
 from tierfall.setup.places import run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
     SLOT,
+    ask_within_bound,
     bounds_s,
+    close_stores,
     missing_folders,
     open_stores,
     tier_rules,

@@ -39,7 +39,7 @@ from tierfall.ops.write_copy import (
     writing_attempt,
 )
 from tierfall.policies.defaults import plan_retention
-from tierfall.setup.lanes import lane_limits
+from tierfall.setup.tiers import lane_limits
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")

@@ -35,9 +35,8 @@ from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
 from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
-from tierfall.setup.bounded_tiers import close_stores
 from tierfall.setup.places import run_folder, seen_by_one
-from tierfall.setup.tiers import ANSWER_S, open_stores
+from tierfall.setup.tiers import ANSWER_S, close_stores, open_stores
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier

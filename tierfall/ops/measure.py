@@ -41,10 +41,8 @@ from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
 from tierfall.ops.reader import RunReader, known_slots
 from tierfall.ops.write_copy import open_writable
-from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.lanes import lane_limits
 from tierfall.setup.places import memory_root, run_folder
-from tierfall.setup.tiers import ANSWER_S, open_stores
+from tierfall.setup.tiers import ANSWER_S, ask_within_bound, close_stores, lane_limits, open_stores
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.stored import StoredTier
 

@@ -29,7 +29,6 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.session.leftovers import images_in, list_slots, regions_in
-from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.places import is_readable_folder, memory_root, run_folder, seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
@@ -37,7 +36,9 @@ from tierfall.setup.tiers import (
     ANSWER_S,
     READ_BYTES_PER_S_MIN,
     SLOT,
+    ask_within_bound,
     bounds_s,
+    close_stores,
     list_all,
     may_create,
     open_stores,

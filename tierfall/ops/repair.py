@@ -37,7 +37,7 @@ from tierfall.ops.write_copy import (
     write_files,
     writing_attempt,
 )
-from tierfall.setup.lanes import lane_limits
+from tierfall.setup.tiers import lane_limits
 from tierfall.tiers.stored import StoredTier
 
 _MARKS = f"{keys.MARKS_FOLDER}/"

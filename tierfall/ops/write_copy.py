@@ -30,8 +30,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders, owned_folder
 from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
-from tierfall.setup.bounded_tiers import close_stores
-from tierfall.setup.tiers import ANSWER_S, open_stores
+from tierfall.setup.tiers import ANSWER_S, close_stores, open_stores
 from tierfall.tiers.stored import StoredTier
 
 OnBytes = Callable[[int], None]

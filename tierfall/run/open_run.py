@@ -35,10 +35,9 @@ from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.run.cadence import cadence_of
 from tierfall.run.drain_on_signal import DrainOnSignal
 from tierfall.run.restorer import Restorer, log_abandoned
-from tierfall.run.saver import SaveCall, Saver
+from tierfall.run.saver import SaveCall, Saver, checked_metrics
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
-from tierfall.session.save_arguments import checked_metrics
 from tierfall.session.session import Listener, Session
 from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_each
 from tierfall.setup import signal_hub

@@ -46,15 +46,17 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
-from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
 from tierfall.setup.nodes.kept import discard_kept
 from tierfall.setup.peers import PeerMemory
 from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
+    ask_within_bound,
+    bounded_reads,
     bounds_s,
     check_written,
+    close_stores,
     has_files,
     is_owner,
     list_all,

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
-from tierfall.core.copies.buffer_ring import BufferRing
-from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
@@ -42,8 +41,7 @@ from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.lanes import lane_limits, lane_pools
-from tierfall.setup.tiers import bounds_s, is_shared, tier_rules
+from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.step_timer import StepTimer

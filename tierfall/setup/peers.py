@@ -36,14 +36,16 @@ from tierfall.core.types.errors import (
     TierfallError,
 )
 from tierfall.core.types.view import NodeLosses
-from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
 from tierfall.setup.nodes.kept import keeps_any, kept_folders
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
     PeerMeeting,
+    address_to_probe,
     check_apart,
+    own_address,
     place_on_nodes,
+    reachable,
     warn_of_placement,
 )
 from tierfall.setup.nodes.recover import recover_image

@@ -30,7 +30,6 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
 from tierfall.setup.places import (
     MEMORY_NAME,
     device_of,
@@ -40,7 +39,7 @@ from tierfall.setup.places import (
     same_place,
     warn_of_copy,
 )
-from tierfall.setup.tiers import holds_any, shared_setting
+from tierfall.setup.tiers import AskTier, ask_without_bound, holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")

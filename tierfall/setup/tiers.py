@@ -1,14 +1,17 @@
-"""The tiers of a run, from its configuration: their rules for the policies, opening and listing them."""
+"""The tiers of a run, from its configuration: their rules for the policies, opening and listing them; how much is
+written to each at once; and calls to them that end within a bound."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
@@ -17,12 +20,14 @@ from tierfall.backends.wrappers.bounded import Bounded
 from tierfall.backends.wrappers.retry import wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.compression.frames import LEVEL_MIN
+from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.bounded_calls import BoundedCalls, NotAskedError
+from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.threads import run_in_parallel
+from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -37,7 +42,6 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.setup.lanes import packers
 from tierfall.setup.nodes.kept import view_kept
 from tierfall.setup.peers import PeerMemory
 from tierfall.tiers.host import HostTier
@@ -45,6 +49,7 @@ from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 SHARD = Shard(0, 1)
 SLOT = 0
@@ -444,3 +449,105 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
         why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
         return replace(copy, damage=kind(why))
     return copy
+
+
+BUDGET_BYTES = 64 << 20
+WORKERS_MAX = 4
+
+
+def _workers() -> int:
+    """Return how many threads write chunks to a disk: more would use cores that training needs."""
+    return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
+
+
+def packers() -> int:
+    """Return how many threads pack and send: one more than write, so that one packs while the others send."""
+    return 1 + _workers()
+
+
+def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
+    """Return how much may be in flight to a tier at once. A remote tier has more threads, since they mostly wait."""
+    traits = store.backend.traits
+    threads = _workers()
+    is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
+    if store.is_packed:
+        threads = packers()
+    elif is_remote:
+        threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
+    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
+    in_order = store.is_packed or traits.ordered_writes
+    return LaneLimits(
+        parallel=parallel,
+        budget_bytes=BUDGET_BYTES,
+        window=parallel + store.is_packed if in_order else 0,
+        run_bytes_min=0 if store.is_packed else traits.part_bytes_min,
+    )
+
+
+def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, BufferPool]:
+    """Return the buffers for copies from one stored tier to each other; memory is allocated at first use.
+
+    All have one length, so that tiers that need the same bytes can exchange them.
+    """
+    longest = max((limits.run_bytes_min for limits in lanes.values()), default=0)
+    size_bytes = frame_bytes_max(max(config.chunk_bytes, longest))
+    return {
+        tier: BufferPool(
+            bytes=size_bytes,
+            count=max(1, min(limits.parallel, limits.budget_bytes // size_bytes)),
+        )
+        for tier, limits in lanes.items()
+    }
+
+
+class AskTier(Protocol):
+    """Makes a call to the tier of that name, and returns its value or raises its error."""
+
+    def __call__(self, tier: str, call: Callable[[], T], /) -> T: ...
+
+
+def ask_without_bound(tier: str, call: Callable[[], T]) -> T:
+    return call()
+
+
+def ask_within_bound(
+    config: Config, stores: Mapping[str, StoredTier], calls: BoundedCalls
+) -> AskTier:
+    """Return what makes calls that raise UnreachableError where the tier does not answer within its bound."""
+
+    def ask(tier: str, call: Callable[[], T]) -> T:
+        return calls.call_all(
+            {tier: call},
+            bounds_s(config),
+            doing="ask",
+            last_answer_s=lambda name: stores[name].last_answer_s(),
+        )[tier].get()
+
+    return ask
+
+
+def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
+    """Return a tier of a trainer for reading, each read with a bound."""
+    tier = next(tier for tier in config.stored if tier.name == store.name)
+    backend = bounded(store.backend, tier, config, store.last_answer_s)
+    return StoredTier(
+        name=store.name,
+        run=config.run,
+        backend=backend,
+        record=store.record,
+        read_only="it is only to be read",
+    )
+
+
+def close_stores(stores: Mapping[str, StoredTier], timeout_s: float) -> None:
+    """Close tiers, side by side. What does not end within ``timeout_s`` seconds is logged, and left to its thread."""
+    bounds = dict.fromkeys(stores, timeout_s)
+    calls = {name: store.close for name, store in stores.items()}
+    for name, answer in BoundedCalls().call_all(calls, bounds, doing="close").items():
+        match answer.error:
+            case NotAskedError() as error:  # the interpreter ends, and closes what is open
+                logger.debug("tier %s is not closed: %s", name, error)
+            case TierfallError() as error:
+                logger.warning("tier %s was not closed: %s", name, error)
+            case _:
+                answer.get()

@@ -15,9 +15,8 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.copies.chunk_reader import BUFFER_BYTES, ChunkReader, ReadTally
+from tierfall.core.copies.chunk_reader import BUFFER_BYTES, BufferRing, ChunkReader, ReadTally
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint

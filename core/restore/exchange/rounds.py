@@ -16,9 +16,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets
-from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, read_chunk_to_targets, scatter
+from tierfall.core.copies.chunk_reader import (
+    BufferRing,
+    ChunkReader,
+    ReadTally,
+    read_chunk_to_targets,
+    scatter,
+)
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.copies.to_device import DeviceCopies
 from tierfall.core.format.records import Manifest, parse_manifest

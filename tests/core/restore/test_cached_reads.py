@@ -26,7 +26,6 @@ from restore_help import (
 )
 
 from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
-from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.cached_reads import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
@@ -34,6 +33,7 @@ from tierfall.core.copies.cached_reads import (
     WrittenTargets,
     copy_bytes,
 )
+from tierfall.core.copies.chunk_reader import BufferRing
 from tierfall.core.copies.images import StoredImage
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill

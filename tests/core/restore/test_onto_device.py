@@ -14,7 +14,7 @@ from restore_help import CHUNK, ELEMENTS, SHARD, DictImage, Tiers, checkpoint, f
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
 from tierfall.core.copies import to_device
-from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.chunk_reader import BufferRing
 from tierfall.core.load.fill import FillPlan, plan_fill
 from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
 from tierfall.core.types.errors import RestoreError
@@ -352,7 +352,7 @@ def test_a_ring_of_a_restores_own_is_unlocked_when_no_copy_is_under_way(
     (image,) = tiers.images.values()
     if damaged:
         flip(image, CHUNKS)
-    monkeypatch.setattr("tierfall.core.copies.buffer_ring.Streams", lambda: FakeStreams(stream))
+    monkeypatch.setattr("tierfall.core.copies.chunk_reader.Streams", lambda: FakeStreams(stream))
     under_way: list[bool] = []
     locks.on_unlock = lambda: under_way.append(not all(m.is_done() for m in stream.enqueued))
     state = blank()

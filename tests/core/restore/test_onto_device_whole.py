@@ -45,7 +45,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> FakeLocks:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStream]:
     made = FakeStream()
-    monkeypatch.setattr("tierfall.core.copies.buffer_ring.Streams", lambda: FakeStreams(made))
+    monkeypatch.setattr("tierfall.core.copies.chunk_reader.Streams", lambda: FakeStreams(made))
     monkeypatch.setattr(checkpointer, "plan_fill", onto_device(plan_fill))
     monkeypatch.setattr(api, "plan_load", onto_device(plan_load))
     yield made

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfall.config import Config
-from tierfall.core.copies.view_writes import write_view
+from tierfall.core.copies.image_writes import write_view
 from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.group.external_commits import ExternalCommits
@@ -29,7 +29,7 @@ from tierfall.core.types.errors import ConfigError, FlushError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
 from tierfall.run.open_run import OpenRun
-from tierfall.session.save_arguments import checked_metrics, checked_tags
+from tierfall.run.saver import checked_metrics, checked_tags
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import is_shared, open_store
 

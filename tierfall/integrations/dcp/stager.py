@@ -20,8 +20,7 @@ from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.integrations.dcp import planning
-from tierfall.integrations.dcp.staged import Staged
-from tierfall.integrations.dcp.writer import TierWriter, next_writer
+from tierfall.integrations.dcp.writer import Staged, TierWriter, next_writer
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 

@@ -12,26 +12,60 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import currentframe
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.state.walk import walk_state
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.integrations.dcp.direct import DirectWriter, direct_write
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
-from tierfall.integrations.dcp.staged import Staged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
-from tierfall.session.save_arguments import checked_tags
+from tierfall.run.saver import checked_tags
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A capture that began before DCP planned: its handle, or the error instead of one, and dtype and shape of its
+    tensors by name."""
+
+    begun: SaveHandle | Exception
+    tensors: Mapping[str, tuple[torch.dtype, torch.Size]]
+
+    def handle(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
+        """Return the handle of what DCP plans to write. Raises the error of the capture if it did not begin, and
+        CaptureError if a planner renamed or changed what was captured."""
+        if isinstance(self.begun, Exception):
+            raise self.begun
+        for write in plan.items:
+            if write.type is WriteItemType.BYTE_IO or write.tensor_data is None:
+                continue
+            planned = (write.tensor_data.properties.dtype, write.tensor_data.size)
+            name = write.index.fqn
+            if self.tensors.get(name) != planned or not self._is_hollow(name, planner):
+                raise CaptureError(
+                    f"dcp.async_save: {name} is planned as {planned[0]} {tuple(planned[1])}, and was captured "
+                    "otherwise or not at all: a LazyStager captures the state that async_save receives, before a "
+                    "planner changes it"
+                )
+        return self.begun
+
+    def _is_hollow(self, name: str, planner: SavePlanner) -> bool:
+        """Return whether the planned tensor is the staged one, which is on the meta device."""
+        held = planner.state_dict.get(name) if isinstance(planner, DefaultSavePlanner) else None
+        return isinstance(held, torch.Tensor) and held.is_meta
+
 
 logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (

@@ -1,12 +1,16 @@
-"""Placing copies on the nodes of a start, by what each node reports; and what cannot be placed, or lacks memory."""
+"""Placing copies on the nodes of a start, by what each node reports, its address included; and what cannot be placed,
+or lacks memory."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 
 from tierfall.config import PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
@@ -123,3 +127,35 @@ def warn_of_placement(
 
 def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
     return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
+
+
+def own_address() -> str:
+    """Return the address of this machine on the network that leads to rank 0."""
+    return _address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+
+
+def address_to_probe(addresses: Sequence[PeerAddress]) -> str | None:
+    """Return the address of another machine if some ranks know only one of their own that no other machine reaches.
+
+    On the machine of rank 0 its own name often leads there: /etc/hosts of many distributions has 127.0.1.1 for it.
+    None where all ranks know only such addresses: they are on one machine.
+    """
+    others = [address.host for address in addresses if not _is_loopback(address.host)]
+    return others[0] if 0 < len(others) < len(addresses) else None
+
+
+def reachable(mine: PeerAddress, other: str) -> PeerAddress:
+    """Return ``mine``; if other machines cannot reach it, with the address on the network that leads to ``other``."""
+    return replace(mine, host=_address_towards(other)) if _is_loopback(mine.host) else mine
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host).is_loopback
+
+
+def _address_towards(other: str) -> str:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing
+        host: str = probe.getsockname()[0]
+        return host
+    return "127.0.0.1"
