@@ -100,10 +100,6 @@ def refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not allowed here")
 
 
-def float_from_json(value: float | str) -> float:
-    return float(value)
-
-
 class JsonFields:
     """Typed access to a parsed object; ``what`` names it in errors. Raises IntegrityError for a member that is missing
     or of another type."""

@@ -243,10 +243,7 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
         files=files,
         nodes=tuple(reader.list_of("nodes", str)),
         wall_time_s=reader.real("wall_time_s"),
-        metrics={
-            k: reader.parse(f"metrics.{k}", documents.float_from_json, v)
-            for k, v in metrics.items()
-        },
+        metrics={k: reader.parse(f"metrics.{k}", float, v) for k, v in metrics.items()},
         tags=tuple(reader.list_of("tags", str)),
         owed=_owed(reader, what),
     )

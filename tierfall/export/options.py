@@ -1,27 +1,17 @@
-"""The options and the result of an export, and the names and layout of its files."""
+"""The options and the result of an export, and the names of its files."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
-from tierfall.export.select import StatePart, values_of
-from tierfall.export.small_dtypes import small_dtypes
 
-TRUE_DTYPES = "tierfall.dtypes"
-"""The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
 CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that ``ExportOptions.dtype`` converts."""
 DTYPES = {
@@ -116,22 +106,6 @@ def make_result(
     )
 
 
-def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
-    """Return a header whose tensors of floating-point numbers have ``dtype``, and the lengths that go with it; None
-    changes nothing. Its offsets are not those of the image."""
-    if dtype is None:
-        return header
-    return replace(
-        header,
-        tensors=tuple(
-            replace(t, dtype=dtype, start=0, end=dtypes.byte_count(dtype, t.shape))
-            if t.dtype in CAST
-            else t
-            for t in header.tensors
-        ),
-    )
-
-
 def format_of(to: Path, named: ExportFormat | None) -> ExportFormat:
     """Return the format of an export to a path: that of its ending, else the one that was named, or safetensors.
 
@@ -154,66 +128,3 @@ def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
         if "/" in name or name.startswith("."):
             raise ConfigError(f"--only {name!r}: it cannot name a file")
     return name + _SUFFIXES[wish.format]
-
-
-def lay_out(
-    header: ImageHeader,
-    named: Mapping[str, int],
-    positions: Sequence[int],
-    metadata: Mapping[str, str],
-) -> tuple[bytes, dict[int, list[int]], int]:
-    """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
-    of its names), and the length of the file.
-
-    Tensors are stored in the order of ``positions``, which must keep each aligned to its items.
-    """
-    order = {position: number for number, position in enumerate(positions)}
-    unsupported = {
-        name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
-        for name, position in named.items()
-        if _code_and_shape(tensor := header.tensors[position]) is None
-    }
-    dtypes_of = {TRUE_DTYPES: json.dumps(unsupported)} if unsupported else {}
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
-    places: dict[int, list[int]] = {}
-    end = 0
-    for name, position in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
-        tensor = header.tensors[position]
-        code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
-        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
-        places.setdefault(position, []).append(end)
-        end += tensor.length
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
-    return head, placed, len(head) + end
-
-
-def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
-    """Return how safetensors has a tensor; None if it must be stored as bytes."""
-    shape = list(tensor.shape)
-    if (code := dtypes.code_of(tensor.dtype)) is not None:
-        return code, shape
-    small = small_dtypes().get(tensor.dtype)
-    if small is None or not shape:
-        return None
-    return small[0], [*shape[:-1], shape[-1] * small[1]]
-
-
-def left_out(parts: Sequence[StatePart]) -> list[str]:
-    left = [name for part in parts for name in values_of(part)]
-    if not left:
-        return []
-    return [
-        f"omitted, as safetensors stores only tensors: {format_some(left)}; --format torch includes it"
-    ]
-
-
-def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
-    raw = [n for n, position in named.items() if _code_and_shape(header.tensors[position]) is None]
-    if not raw:
-        return []
-    return [
-        f"as bytes, since the installed safetensors has no such dtype (see tierfall.dtypes): {format_some(raw)}"
-    ]

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tierfall.core.image.header import ImageHeader
+import torch
+
+from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.layout import plan_layout
+from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import format_some
 from tierfall.export.gather import MergedCheckpoint
-from tierfall.export.options import (
-    ExportOptions,
-    as_bytes,
-    cast_header,
-    file_name,
-    lay_out,
-    left_out,
-)
+from tierfall.export.options import CAST, ExportOptions, file_name
 from tierfall.export.output import new_file, new_folder, write_all
-from tierfall.export.select import StatePart, tensors_of
+from tierfall.export.select import StatePart, tensors_of, values_of
 from tierfall.export.structure import Structure, entries_of
+
+TRUE_DTYPES = "tierfall.dtypes"
+"""The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
 
 
 def export_safetensors(
@@ -193,3 +197,124 @@ def _created(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+# The layout of a file -------------------------------------------------------------------------------
+
+
+def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
+    """Return a header whose tensors of floating-point numbers have ``dtype``, and the lengths that go with it; None
+    changes nothing. Its offsets are not those of the image."""
+    if dtype is None:
+        return header
+    return replace(
+        header,
+        tensors=tuple(
+            replace(t, dtype=dtype, start=0, end=dtypes.byte_count(dtype, t.shape))
+            if t.dtype in CAST
+            else t
+            for t in header.tensors
+        ),
+    )
+
+
+def lay_out(
+    header: ImageHeader,
+    named: Mapping[str, int],
+    positions: Sequence[int],
+    metadata: Mapping[str, str],
+) -> tuple[bytes, dict[int, list[int]], int]:
+    """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
+    of its names), and the length of the file.
+
+    Tensors are stored in the order of ``positions``, which must keep each aligned to its items.
+    """
+    order = {position: number for number, position in enumerate(positions)}
+    unsupported = {
+        name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
+        for name, position in named.items()
+        if _code_and_shape(tensor := header.tensors[position]) is None
+    }
+    dtypes_of = {TRUE_DTYPES: json.dumps(unsupported)} if unsupported else {}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
+    places: dict[int, list[int]] = {}
+    end = 0
+    for name, position in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
+        tensor = header.tensors[position]
+        code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
+        places.setdefault(position, []).append(end)
+        end += tensor.length
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
+    return head, placed, len(head) + end
+
+
+def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
+    """Return how safetensors has a tensor; None if it must be stored as bytes."""
+    shape = list(tensor.shape)
+    if (code := dtypes.code_of(tensor.dtype)) is not None:
+        return code, shape
+    small = small_dtypes().get(tensor.dtype)
+    if small is None or not shape:
+        return None
+    return small[0], [*shape[:-1], shape[-1] * small[1]]
+
+
+def left_out(parts: Sequence[StatePart]) -> list[str]:
+    left = [name for part in parts for name in values_of(part)]
+    if not left:
+        return []
+    return [
+        f"omitted, as safetensors stores only tensors: {format_some(left)}; --format torch includes it"
+    ]
+
+
+def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
+    raw = [n for n, position in named.items() if _code_and_shape(header.tensors[position]) is None]
+    if not raw:
+        return []
+    return [
+        f"as bytes, since the installed safetensors has no such dtype (see tierfall.dtypes): {format_some(raw)}"
+    ]
+
+
+@cache
+def small_dtypes() -> Mapping[torch.dtype, tuple[str, int]]:
+    """Return the dtypes that the installed safetensors writes and reads: of each its code, and how many elements of
+    that an element of torch is."""
+    candidates = {
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+        and dtype.is_floating_point
+        and dtype.itemsize == 1
+        and dtypes.code_of(dtype) is None
+    }
+    found = {dtype: _ask(dtype) for dtype in candidates}
+    return {dtype: answer for dtype, answer in found.items() if answer is not None}
+
+
+def _ask(dtype: torch.dtype) -> tuple[str, int] | None:
+    """Write a tensor, and read it; None if safetensors is not installed, or has not this dtype."""
+    try:
+        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import save
+    except ImportError:
+        return None
+    tensor = torch.zeros(1, dtype=torch.uint8).view(dtype)
+    file = os.memfd_create("safetensors")
+    try:
+        data = save({"x": tensor})
+        os.write(file, data)
+        with safe_open(f"/proc/self/fd/{file}", "pt") as opened:
+            read = opened.get_tensor("x")
+    except (SafetensorError, AttributeError, LookupError, OSError, TypeError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]
+    same = (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+    return (entry["dtype"], entry["shape"][0]) if same else None

@@ -13,8 +13,7 @@ from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import LAYOUT_MEMBER
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError, IntegrityError
-from tierfall.export.options import TRUE_DTYPES
-from tierfall.export.small_dtypes import small_dtypes
+from tierfall.export.safetensors_files import TRUE_DTYPES, small_dtypes
 from tierfall.imports.sources import Source, unreadable
 
 _LENGTH_BYTES = 8
