@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tierfall.core.capture.handle import SaveHandle
     from tierfall.core.format.documents import Spliced
     from tierfall.core.image.dedup import ReplicaDigests
-    from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading, StreamProvider
+    from tierfall.core.runtime.streams import Streams
+    from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading
     from tierfall.core.state.view import StateView
 
 
@@ -89,7 +90,7 @@ class ReplicaShare:
     digests: ReplicaDigests | None = None
     reading: ReplicaReading | None = None
 
-    def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> None:
+    def read(self, view: StateView, ordinal: int, streams: Streams) -> None:
         """Read the replicas' samples, unless all bytes were digested. Called on the thread that saves."""
         if self.replicas is not None and self.digests is None:
             self.reading = self.replicas.read(view, ordinal, streams)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from tierfall.core.image.dedup import (
     ReplicaDigests,
     ReplicatedTensors,
 )
-from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.runtime.streams import CopyStream, Streams
 from tierfall.core.sampling.device_sums import PendingSums, sums_of
 from tierfall.core.sampling.lines import enumerate_groups
 from tierfall.core.sampling.ranges import LINE_BYTES, Integers, ProcessMemory, addresses_of
@@ -53,12 +53,6 @@ SUMS_BYTES = 1 << 30
 """Approximate bytes on devices that are summed per save, of approximately SUMS_TENSORS tensors at most."""
 SUMS_TENSORS = 64
 _PHASES = 1 << 16
-
-
-class StreamProvider(Protocol):
-    """Provides the copy stream of a device (``Streams``)."""
-
-    def of(self, device: torch.device) -> CopyStream | None: ...
 
 
 class ReplicaPlan:
@@ -88,7 +82,7 @@ class ReplicaPlan:
         self._host: _HostSampler | None = None
         self._on_devices: _Rotation | None = None
 
-    def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> ReplicaReading:
+    def read(self, view: StateView, ordinal: int, streams: Streams) -> ReplicaReading:
         """Read what is compared for the checkpoint with this ordinal; on devices, after the caller's enqueued work."""
         addresses = addresses_of(view.pointers, self._all.numbers)
         if self._addresses is None or not np.array_equal(self._addresses, addresses):
@@ -111,7 +105,7 @@ class ReplicaPlan:
             self._on_devices = _Rotation.of(self._all.only(summed), self._sums_period)
         self._addresses = addresses
 
-    def _sum_up(self, view: StateView, ordinal: int, streams: StreamProvider) -> list[_ReplicaSums]:
+    def _sum_up(self, view: StateView, ordinal: int, streams: Streams) -> list[_ReplicaSums]:
         assert self._on_devices is not None
         chosen = self._on_devices.at(ordinal)
         devices = [view.sources[number].device for number in chosen.numbers]

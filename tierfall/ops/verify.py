@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tierfall.config import Config
 from tierfall.core.capture.snapshot import HostRegion
@@ -28,6 +27,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.ops.reader import RunReader
+from tierfall.ops.repair import Repairer
 from tierfall.ops.write_copy import open_writable
 from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.listing import NamedInVainError
@@ -63,16 +63,6 @@ class VerifyScope:
         )
 
 
-class CopyRepairer(Protocol):
-    """Repairs damage before it is reported."""
-
-    def repair_copies(
-        self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
-    ) -> Sequence[CheckedCopy]: ...
-
-    def repair_tier(self, store: StoredTier, listing: Listing) -> None: ...
-
-
 def planned_bytes(listings: Sequence[Listing], scope: VerifyScope) -> int:
     """Return the number of image bytes that a verification will read."""
     return sum(
@@ -88,7 +78,7 @@ def check_run(
     listings: Sequence[Listing],
     scope: VerifyScope,
     on_bytes: Callable[[int], None] = lambda count: None,
-    repairer: CopyRepairer | None = None,
+    repairer: Repairer | None = None,
 ) -> RunReport:
     """Verify every copy within ``scope``, in host memory too; with a ``repairer``, report what is damaged after it."""
     found: list[CheckedCopy] = []

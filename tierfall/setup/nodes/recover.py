@@ -11,11 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.images import StoredImage, checked_manifest, unpacked
 from tierfall.core.copies.shard_reader import ShardReader
@@ -25,22 +23,14 @@ from tierfall.core.format.records import Commit, records_bytes_max
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.host import HostTier
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 
 
-class ImageMemory(Protocol):
-    """The methods of host memory that this needs."""
-
-    @property
-    def name(self) -> str: ...
-
-    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> HostRegion: ...
-
-
 def recover_image(
-    host: ImageMemory,
+    host: HostTier,
     keeper: StoredTier,
     shard: Shard,
     listings: Sequence[Listing],
@@ -91,7 +81,7 @@ def _has_image(copy: FoundCopy, shard: Shard) -> bool:
     return image_file(copy.commit, shard) is not None
 
 
-def _copy(found: FoundCopy, host: ImageMemory, keeper: StoredTier, shard: Shard) -> None:
+def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) -> None:
     assert found.commit is not None
     began_s = time.monotonic()
     stored = StoredImage(keeper, found.id, shard)
