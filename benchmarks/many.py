@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 
 import tierfall
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Entry
 from tierfall.backends.posix.writer import PosixWriter

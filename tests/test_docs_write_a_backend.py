@@ -14,9 +14,9 @@ import torch
 import yaml
 
 import tierfall
+from tests.memory_backend import MemoryStore
 from tierfall.backends import conformance, register, toolkit
 from tierfall.backends.conformance import CHECKS
-from tierfall.backends.memory import MemoryStore
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.toolkit import registry
 from tierfall.config import load_config

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.limit import Limited

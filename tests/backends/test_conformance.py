@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from backend_places import GROUPED, KINDS
 
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_backend, check_promise, reads, writes
-from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError

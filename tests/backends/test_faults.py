@@ -8,8 +8,8 @@ import pytest
 from backend_places import files_below, get, put
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.backend import Publish, delete_all
 from tierfall.core.types.errors import (

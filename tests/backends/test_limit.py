@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from backend_places import get, put
 
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
 from tierfall.backends.wrappers.retry import Retrying, wrap

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from backend_places import get, put
 
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.peer import server as peer_server
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from backend_places import get, put
 
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView

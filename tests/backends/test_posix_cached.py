@@ -10,7 +10,7 @@ import pytest
 from backend_places import put
 
 from tests.faults import Faulty
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached

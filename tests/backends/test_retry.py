@@ -11,7 +11,7 @@ import pytest
 from backend_places import fail, files_below, get, put
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.backends.wrappers.retry import Retrying

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.memory_backend import MemoryBackend
 from tests.rules import NEWEST_FIRST, SCATTERED, order
 from tests.simulation.wants import Wants, draw_wants
 from tests.simulation.weather import Weather, draw_faults
@@ -30,7 +31,6 @@ from tests.simulation.world import (
     read_image,
     start_in,
 )
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
+from tests.memory_backend import MemoryBackend
 from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import RANK, Asked, Held, History, check_restorable, live
@@ -20,7 +21,6 @@ from tests.simulation.training import Training, draw_pace
 from tests.simulation.tries import check_tries
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.records import parse_attempt_record
 from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, Task

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.core.ranks.network import Network
+from tests.memory_backend import MemoryBackend
 from tests.simulation.mounts import MachineFile
 from tests.simulation.noted import Life
 from tests.simulation.rank import Rank, Troubled, Unsynced
 from tests.simulation.world import CommitReader, attempt_of, host_rules
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.messages import Topic

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from tests.memory_backend import MemoryBackend
 from tests.simulation.weather import Outage
 from tests.simulation.world import World
-from tierfall.backends.memory import MemoryBackend
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.tier_record import parse_tier_record

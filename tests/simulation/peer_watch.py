@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.memory_backend import MemoryBackend
 from tests.simulation.many import SHARED_TIER
 from tests.simulation.peer_wires import RUN
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld
@@ -23,7 +24,6 @@ from tests.simulation.world import (
     read_image,
     start_in,
 )
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.format.commit_files import image_file, shards_of
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.messages import Topic

@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tests.memory_backend import MemoryBackend
 from tests.simulation.many import Many
 from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion, packing
-from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.peer.view import PeerView
 from tierfall.core.copies import shard_reader
 from tierfall.core.restore.inventory import Inventory

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.faults import Fault, Faulty
+from tests.memory_backend import MemoryBackend
 from tests.simulation.mounts import config_of
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
@@ -26,7 +27,6 @@ from tests.simulation.world import (
     images_of,
     packing,
 )
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.events import (
     CaptureAdvanced,

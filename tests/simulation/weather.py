@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.core.types.backend import Publish, Writer
 from tierfall.core.types.errors import AccessDeniedError, LostWriteError, UnreachableError
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tests.memory_backend import MemoryBackend
 from tests.rules import retained
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, CaptureFailed, CaptureSealed
 from tierfall.core.capture.handle import SaveHandle

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from tests.core.compression.compression_help import image_of
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import Unpacker
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table

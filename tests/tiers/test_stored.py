@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.backends.memory import MemoryBackend
+from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.format.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.format.records import (

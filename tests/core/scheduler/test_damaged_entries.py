@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.faults import Fault, FaultKind, Operation
+from tests.memory_backend import MemoryBackend
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Troubled
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.format.records import parse_manifest
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
+from tests.memory_backend import MemoryBackend
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.runtime import retries
 from tierfall.core.scheduler.ledger.tasks import CopyRun
 from tierfall.core.types.backend import Backend, Writer

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
+from tests.memory_backend import MemoryBackend
 from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.memory import MemoryBackend
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import (

@@ -1,4 +1,4 @@
-"""A backend in this process's memory, for tests, examples and simulations; its traits are not durable."""
+"""A backend in this process's memory, over the contract of a plug-in; its traits are not durable."""
 
 from __future__ import annotations
 
