@@ -31,6 +31,8 @@ PARAMETERS_MAX = 256
 BYTES_MAX = 1 << 20
 """Gradients whose storage is larger are not watched, such as views of one buffer."""
 
+_TRAINED = attrgetter("requires_grad")
+
 
 @dataclass(slots=True)
 class _WatchedGradient:
@@ -129,9 +131,6 @@ def _gradient_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
         return None
     return gradient if local_tensor(gradient).untyped_storage().nbytes() <= BYTES_MAX else None
-
-
-_TRAINED = attrgetter("requires_grad")
 
 
 def ignore_step(optimizer: torch.optim.Optimizer) -> None:

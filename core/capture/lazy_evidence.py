@@ -31,6 +31,13 @@ from tierfall.core.types.values import Changes, CheckpointId
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
+logger = logging.getLogger("tierfall")
+FAILURES_MAX = 2
+_REMEDY = (
+    "Change them only inside optimizer.step(), or call wait_captured() before the change; to keep the rest lazy, wrap "
+    "what changes in tierfall.item(..., changes='anytime')"
+)
+
 
 def tensors_in(
     view: StateView, owned: Sequence[torch.Tensor], parameters: Collection[int]
@@ -87,15 +94,6 @@ def _end(tensor: torch.Tensor) -> int:
     if tensor.is_contiguous():  # the usual case, in a loop over all tensors of a state
         return tensor.data_ptr() + tensor.numel() * tensor.element_size()
     return span(tensor)[1]
-
-
-logger = logging.getLogger("tierfall")
-
-FAILURES_MAX = 2
-_REMEDY = (
-    "Change them only inside optimizer.step(), or call wait_captured() before the change; to keep the rest lazy, wrap "
-    "what changes in tierfall.item(..., changes='anytime')"
-)
 
 
 class LazyEvidence:

@@ -22,6 +22,9 @@ from tierfall.core.state.view import StateView
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types.values import CheckpointId, Shard
 
+Load = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a tensor of a view with its bytes: itself, unless it only stands for one that is read now."""
+
 
 class ImageUpload(Protocol):
     """An image that is being written to a tier; several threads may write its chunks.
@@ -82,10 +85,6 @@ def publish_image(
     commit = with_packed(commit, shard, writer.finish(manifest))
     store.write_manifest(id, shard, manifest.encode())
     return commit
-
-
-Load = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a tensor of a view with its bytes: itself, unless it only stands for one that is read now."""
 
 
 def write_view(

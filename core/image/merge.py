@@ -41,6 +41,9 @@ from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.text import format_ranks
 
+NOBODY = -1
+_INSIDE = "%"  # the name of nodes that no ``item`` can wrap
+
 
 def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
     """Split headers so that each has at most one block of a tensor. ``rank_of`` maps virtual ranks to real ones."""
@@ -147,10 +150,6 @@ def merge_headers(
     are the ``on_resize`` rules by name, applied for ``rank``."""
     merging = _Merger(split_blocks(headers), own, rank, (rules or {}) if own is None else {})
     return merging.merge(what, lambda number: rank_of(number, headers))
-
-
-NOBODY = -1
-_INSIDE = "%"  # the name of nodes that no ``item`` can wrap
 
 
 class _Conflict(Exception):

@@ -38,6 +38,29 @@ from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import Changes
 
+T = TypeVar("T")
+_ADVICE = (
+    "save vars(it) or its parts, give it state_dict and load_state_dict, make it a dataclass, or register a codec with "
+    "register_codec"
+)
+_LEFT_OUT = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    io.IOBase,
+    type(threading.Lock()),
+    threading.Thread,
+)
+_ADVICE_BY_KIND = {
+    "builtins.generator": "save how many items were taken, and skip so many after restore: docs/exact-resume.md",
+    "random.Random": "save getstate(), and call setstate() after restore",
+    "numpy.random._generator.Generator": "save its bit_generator.state, and set that after restore",
+    "numpy.random.mtrand.RandomState": "save get_state(legacy=False), and call set_state() after restore",
+    "torch.utils.data.dataloader.DataLoader": "save where it is in the data: docs/exact-resume.md",
+}
+
 
 class TensorTable:
     """The table of a walk's tensors, in the order of the walk: each is stored once, under a unique name. Aliases (same
@@ -242,31 +265,6 @@ def _interned(values: Sequence[T]) -> list[T]:
     """The same values with equal ones as one object, since comparing identical objects is fast."""
     known: dict[T, T] = {}
     return [known.setdefault(value, value) for value in values]
-
-
-T = TypeVar("T")
-
-_ADVICE = (
-    "save vars(it) or its parts, give it state_dict and load_state_dict, make it a dataclass, or register a codec with "
-    "register_codec"
-)
-_LEFT_OUT = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    type,
-    io.IOBase,
-    type(threading.Lock()),
-    threading.Thread,
-)
-_ADVICE_BY_KIND = {
-    "builtins.generator": "save how many items were taken, and skip so many after restore: docs/exact-resume.md",
-    "random.Random": "save getstate(), and call setstate() after restore",
-    "numpy.random._generator.Generator": "save its bit_generator.state, and set that after restore",
-    "numpy.random.mtrand.RandomState": "save get_state(legacy=False), and call set_state() after restore",
-    "torch.utils.data.dataloader.DataLoader": "save where it is in the data: docs/exact-resume.md",
-}
 
 
 def _advice(value: object) -> str:

@@ -72,6 +72,9 @@ BAR_WIDTH = 20
 TIME_MAX_S = 3e10
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
+EVERY_S_LEAST = 0.1
+ROWS_ON_SCREEN = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
@@ -389,10 +392,6 @@ def _format_event(event: dict[str, Any]) -> str:
         elif isinstance(value, str | int):
             parts.append(str(value))
     return " ".join(parts)
-
-
-EVERY_S_LEAST = 0.1
-ROWS_ON_SCREEN = 200
 
 
 def watch(

@@ -41,6 +41,10 @@ from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier
 
+logger = logging.getLogger("tierfall")
+RETRY_S = 2.0
+"""Seconds between tries to open a tier that does not answer."""
+
 
 class AwaitedShardsError(TierfallError):
     """Images that other machines upload are not on the tier yet, or are of another checkpoint.
@@ -239,11 +243,6 @@ def _image_files(
             packed = NamedFile(name=name, bytes=sizes[name], digest=None, raw_bytes=raw_bytes)
             return (packed, record)
     return None
-
-
-logger = logging.getLogger("tierfall")
-RETRY_S = 2.0
-"""Seconds between tries to open a tier that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,9 @@ state."""
 ANSWER_S = 5.0
 """Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
+BUDGET_BYTES = 64 << 20
+WORKERS_MAX = 4
+
 
 def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ...]:
     """Return the rules of each tier that is written to, for the policies; ``read_too``: those of read-only tiers,
@@ -449,10 +452,6 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
         why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
         return replace(copy, damage=kind(why))
     return copy
-
-
-BUDGET_BYTES = 64 << 20
-WORKERS_MAX = 4
 
 
 def _workers() -> int:

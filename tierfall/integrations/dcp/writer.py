@@ -34,6 +34,14 @@ from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.run.saver import checked_tags
 
+logger = logging.getLogger("tierfall")
+_unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
+_warned: weakref.WeakSet[OpenRun] = weakref.WeakSet()
+"""The runs of which it was logged that training and ``async_save`` share a group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -65,15 +73,6 @@ class Staged:
         """Return whether the planned tensor is the staged one, which is on the meta device."""
         held = planner.state_dict.get(name) if isinstance(planner, DefaultSavePlanner) else None
         return isinstance(held, torch.Tensor) and held.is_meta
-
-
-logger = logging.getLogger("tierfall")
-_unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
-_warned: weakref.WeakSet[OpenRun] = weakref.WeakSet()
-"""The runs of which it was logged that training and ``async_save`` share a group."""
 
 
 class TierWriter(StorageWriter):
