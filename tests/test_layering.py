@@ -346,7 +346,7 @@ def test_room_is_linked_into_the_package(room: str) -> None:
         ("tierfall.core.types", "from tierfall import Config"),
         (
             "tierfall.core.copies",
-            "from tierfall.backends import memory\nfrom tierfall.tiers import host",
+            "from tierfall.backends import open\nfrom tierfall.tiers import host",
         ),
         ("tierfall.core", "from .. import tiers"),
         ("tierfall.core.format", "def f():\n    from tierfall.core.image import layout"),
