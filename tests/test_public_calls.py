@@ -25,9 +25,10 @@ import torch
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, refuse_threads, state_of, step_in, steps_on, wait_until
 from tierfall.errors import (
     BackendError,
+    CapacityError,
     CaptureError,
     ConfigError,
     FlushError,
@@ -101,6 +102,18 @@ def test_an_error_ends_at_the_users_line_and_says_each_sentence_once(
             assert printed(error).count(str(error).splitlines()[0]) == 1
             assert any(r.exc_info and r.exc_info[1] is error for r in caplog.records), "at DEBUG"
     assert isinstance(raised(lambda: ckpt.save(2, state_of(2))), ConfigError)
+
+
+def test_the_limit_of_processes_is_an_error_that_names_it_at_the_users_line(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, "tierfall-run-status")
+    error = raised(lambda: tierfall.open(make_config()))
+    assert isinstance(error, CapacityError)
+    assert re.match("open: .* another thread.*ulimit -u", str(error))
+    assert len(frames(error)) == 1, printed(error)
+    assert (error.__cause__, error.__suppress_context__) == (None, True)
+    assert isinstance(error.__context__, RuntimeError)
 
 
 def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
