@@ -13,7 +13,7 @@ import torch
 
 import tierfall
 from tests import forked
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, refuse_threads, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.copier import ImageCopier
@@ -336,20 +336,6 @@ def test_a_restore_reads_by_the_threads_that_there_are(
         refuse_threads(patch, "tierfall-work", after=started)
         assert ckpt.restore(state) is not None
     assert step_in(state) == 1
-
-
-def refuse_threads(patch: pytest.MonkeyPatch, name: str, after: int = 0) -> None:
-    """As at the limit of a user's processes, for threads whose names begin so, ``after`` so many have started."""
-    start, left = threading.Thread.start, [after]
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith(name):
-            if not left[0]:
-                raise RuntimeError("can't start new thread")
-            left[0] -= 1
-        start(thread)
-
-    patch.setattr(threading.Thread, "start", refuse)
 
 
 # Closing ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -21,8 +22,9 @@ import torch
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
-from tests.steps import state_of
+from tests.steps import refuse_threads, state_of
 from tierfall.errors import (
+    CapacityError,
     CaptureError,
     ConfigError,
     RanksError,
@@ -60,6 +62,18 @@ class Mine:
 
     def load_state_dict(self, state: object) -> None:
         raise ZeroDivisionError("of the user")
+
+
+def test_the_limit_of_processes_is_an_error_that_names_it_at_the_users_line(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, "tierfall-run-status")
+    error = raised(lambda: tierfall.open(make_config()))
+    assert isinstance(error, CapacityError)
+    assert re.match("open: .* another thread.*ulimit -u", str(error))
+    assert len(frames(error)) == 1, printed(error)
+    assert (error.__cause__, error.__suppress_context__) == (None, True)
+    assert isinstance(error.__context__, RuntimeError)
 
 
 def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(

@@ -223,15 +223,10 @@ def test_memory_is_checked_too(kept: Cli, memory: Path) -> None:
     assert found["advice"] == "restores read disk instead"
 
 
-def test_a_damaged_manifest_in_memory_is_found(kept: Cli, memory: Path) -> None:
-    flip(arena(memory), record_offset(memory, b'{"format":1') + 40)
-    (found,) = damage(kept)
-    assert (found["tier"], found["file"]) == ("host", MANIFEST)
-
-
-@pytest.mark.parametrize("what", ["commit record", "seal", "marks"])
+@pytest.mark.parametrize("what", ["manifest", "commit record", "seal", "marks"])
 def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path, what: str) -> None:
     places = {
+        "manifest": record_offset(memory, b'{"format":1') + 40,
         "commit record": record_offset(memory, b'"wall_time_s"') + 20,
         "seal": BLOCK_BYTES + 100,
         "marks": BLOCK_BYTES + PAGE_BYTES + 40,

@@ -20,7 +20,7 @@ import torch
 
 import tierfall
 from tests.core.fake_device import FakeLocks
-from tests.steps import wait_until
+from tests.steps import refuse_threads, wait_until
 from tests.tiers.arena_help import DEVICE, EXTENTS, MIB, RUN, add, create, prepare
 from tierfall.errors import CapacityError
 from tierfall.tiers.arena import arena as arena_module
@@ -181,14 +181,7 @@ def test_a_thread_that_cannot_be_started_is_done_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where the limit of a user's processes is reached."""
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name.endswith("-prepare"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    refuse_threads(monkeypatch, "-prepare$")
     state = {"x": torch.arange(1000.0)}
     with caplog.at_level(logging.WARNING), tierfall.open(config_of(folder, "64MiB")) as ckpt:
         for step in (1, 2, 3):

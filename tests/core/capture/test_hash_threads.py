@@ -24,6 +24,7 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.core.fake_device import FakePlaces, FakeStream
+from tests.steps import refuse_threads
 from tierfall.core.capture import copier
 from tierfall.core.types.errors import CaptureError
 from tierfall.run import saver
@@ -141,16 +142,8 @@ def test_threads_that_cannot_be_started_are_done_without(
     tmp_path: Path,
 ) -> None:
     """As where the limit of a user's processes is reached."""
-    trainer, start, started = Trainer(), threading.Thread.start, list[str]()
-
-    def refused(thread: threading.Thread) -> None:
-        if "-hash-" in thread.name:
-            if started:
-                raise RuntimeError("can't start new thread")
-            started.append(thread.name)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    trainer = Trainer()
+    refuse_threads(monkeypatch, "-hash-", after=1)
     with caplog.at_level(logging.WARNING), tierfall.open(config_of(make_config, 4)) as ckpt:
         warmed_up(ckpt, trainer)
         for step in (2, 3):

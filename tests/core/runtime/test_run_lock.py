@@ -349,6 +349,23 @@ def test_file_system_without_locks_is_named(path: Path, monkeypatch: pytest.Monk
         RunLock.acquire(path, run="gpt")
 
 
+def test_a_file_that_cannot_be_written_is_named_and_leaves_the_lock_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a full /dev/shm."""
+
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(
+            BackendError, match=f"writing {path} failed: .*No space left.*free space"
+        ):
+            RunLock.acquire(path, run="gpt")
+    RunLock.acquire(path, run="gpt").release()
+
+
 def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"precious")
