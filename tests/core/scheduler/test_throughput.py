@@ -86,19 +86,6 @@ def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None
     assert rates.write_bytes_per_s("pfs") == pytest.approx(SLOW, rel=0.05)
 
 
-def test_workers_at_once_count_as_what_they_bring_together() -> None:
-    rates = TierThroughput()
-    bring(rates, 0.0, workers=4, seconds=2.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(2 * MIB)
-
-
-def test_idle_time_between_copies_does_not_count() -> None:
-    rates = TierThroughput()
-    for at_s in (0.0, 1000.0, 5000.0):
-        bring(rates, at_s, workers=1, seconds=1.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
-
-
 def test_waits_for_a_pace_do_not_make_a_tier_slow_but_what_comes_is_less() -> None:
     rates = TierThroughput()
     bring(rates, 0.0, workers=1, seconds=10.0, paced_s=9.0)
@@ -118,15 +105,6 @@ def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_doe
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB / 5)
 
 
-def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
-    rates = TierThroughput()
-    bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
-    assert rates.read_rates()["nvme"] == pytest.approx(MIB)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
-    rates.note_read("nvme", 3 * MIB, 1.0)
-    assert rates.read_rates()["nvme"] == pytest.approx(2 * MIB)
-
-
 def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     rates = TierThroughput()
     run = run_of(0)
@@ -139,29 +117,6 @@ def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     bring(rates, 100.0, workers=1, seconds=1.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB)
-
-
-def test_only_the_last_stretches_count() -> None:
-    rates = TierThroughput()
-    for number in range(STRETCHES):
-        bring(rates, 10.0 * number, workers=1, seconds=8.0)
-    for number in range(STRETCHES):
-        bring(rates, 1000.0 + 10.0 * number, workers=1, seconds=1.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
-    assert rates.stretches("pfs") == STRETCHES
-
-
-def test_what_arrives_is_reported_while_it_does_and_less_where_it_takes_longer() -> None:
-    rates = TierThroughput()
-    first, second = run_of(0), run_of(1)
-    rates.on_begun(first, 0.0)
-    assert rates.arriving_bytes_per_s("pfs", 1.0) is None, "nothing has come yet"
-    rates.on_begun(second, 0.0)
-    rates.on_ended(Outcome(task=first, seconds=2.0), 2.0)
-    assert rates.arriving_bytes_per_s("pfs", 2.0) == pytest.approx(MIB / 2)
-    assert rates.arriving_bytes_per_s("pfs", 100.0) == pytest.approx(MIB / 100)
-    rates.on_ended(Outcome(task=second, seconds=4.0), 4.0)
-    assert rates.arriving_bytes_per_s("pfs", 4.0) is None, "nobody writes"
 
 
 def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> None:
