@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -201,63 +200,6 @@ def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
     (text,) = output()
     assert text.startswith("step 3 was saved between a backward pass and the optimizer step")
     assert "docs/exact-resume.md" in text
-
-
-def test_a_save_between_backward_and_step_says_so(
-    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
-) -> None:
-    training, save, output = saved_steps
-    for _ in range(4):
-        training.backward()
-        save()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    (text,) = output()
-    assert text.startswith("step 2 was")
-
-
-def test_gradients_of_what_is_not_in_the_state_are_not_left_out(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    training = Training()
-    state = {"other": training.other}
-    with tierfall.open(make_config()) as ckpt:
-        for step in range(4):
-            training.backward()
-            ckpt.save(step, state)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    assert not [m for m in caplog.messages if "uses its gradients" in m]
-
-
-def test_a_model_whose_gradients_are_watched_can_be_converted_by_swapping(
-    make_config: MakeConfig,
-) -> None:
-    """``swap_tensors`` refuses a tensor that somebody has a weak reference to."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with tierfall.open(make_config()) as ckpt:
-            t = Training()
-            t.backward()
-            t.optimizer.step()
-            ckpt.save(1, t.state)
-            t.model.double()
-            assert t.model[0].weight.dtype is torch.float64
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_a_parameter_that_knows_its_optimizer_is_let_go(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()):
-        t = Training()
-        for parameter in t.model.parameters():
-            parameter.optimizers = [t.optimizer]  # type: ignore[attr-defined]
-        t.backward()
-        t.optimizer.step()
-        known = weakref.ref(t.optimizer)
-        del t, parameter
-        gc.collect()
-        assert known() is None
 
 
 @pytest.mark.parametrize("one_buffer", [False, True])
