@@ -107,9 +107,6 @@ def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk
     check(made, wanted(made.layout, made.view))
 
 
-# The watermark ---------------------------------------------------------------------------------------
-
-
 # Two threads -----------------------------------------------------------------------------------------
 
 
@@ -127,9 +124,6 @@ def test_two_threads_that_copy_at_once_make_one_image() -> None:
 
         in_threads(filling.run, help_out, help_out)
         check(made, image)
-
-
-# Failures --------------------------------------------------------------------------------------------
 
 
 # Changes under the capture ---------------------------------------------------------------------------
@@ -253,13 +247,6 @@ def test_odd_tensors_are_compared_byte_by_byte(kind: str, digest_s: float | None
         with pytest.raises(StateChangedError) as caught:
             made.filling.check_image()
         assert caught.value.tensors == ("on.w",)
-
-
-def test_an_image_of_a_state_that_lies_still_passes() -> None:
-    made = make(lazily(**_mixed(), more={name: shape() for name, shape in SHAPES.items()}), 1 << 20)
-    made.filling.run()
-    made.filling.check_image()
-    made.filling.check_state()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from tests.core.capture.lazy_help import (
 from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.runtime import streams
 from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
@@ -372,26 +371,6 @@ def test_whoever_steps_next_is_held_too_as_long_as_the_state_is_read(
     assert_same(saved(tmp_path / "disk", 2), before)
 
 
-def test_wait_captured_behind_a_step_waits_for_what_is_still_read(
-    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
-) -> None:
-    stream, trainer = places.stream, Trainer()
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        stream.free.clear()
-        stream.blocks = False
-        before = trainer.now()
-        lazy_save(ckpt, trainer, 2)
-        ckpt._capturer._at_barrier()
-        copies = [*stream.enqueued]
-        threading.Timer(0.2, stream.free.set).start()
-        ckpt.wait_captured()
-        assert copies
-        assert all(mark.is_done() for mark in copies)
-        trainer.model[0].weight.data.zero_()
-    assert_same(saved(tmp_path / "disk", 2), before)
-
-
 # With a slab -----------------------------------------------------------------------------------------
 
 
@@ -479,40 +458,6 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
-# Opening it ------------------------------------------------------------------------------------------
-
-
-def test_a_save_comes_after_the_streams_that_optimizers_stepped_on(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loop may update on a stream of its own, and save on another without joining it."""
-
-    class Stream:
-        device = torch.device("cuda", 0)
-
-        def __init__(self) -> None:
-            self.waited_for: list[Stream] = []
-
-        def wait_stream(self, other: Stream) -> None:
-            self.waited_for.append(other)
-
-    default, side = Stream(), Stream()
-    current = default
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        monkeypatch.setattr(streams.torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(streams.torch.cuda, "current_stream", lambda device=None: current)
-        trainer.backward()
-        current = side
-        trainer.optimizer.step()
-        current = default
-        trainer.step()
-        ckpt.save(1, trainer.state).wait()
-        assert default.waited_for == [side]
-        trainer.step()
-        ckpt.save(2, trainer.state).wait()
-        assert default.waited_for == [side]
-        monkeypatch.undo()
 
 
 # The slab --------------------------------------------------------------------------------------------

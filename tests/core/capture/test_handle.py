@@ -37,14 +37,6 @@ def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_
             ask()
 
 
-def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
-    handle = handle_for("disk")
-    handle.add_blocked(0.25)
-    handle.on_begun(bytes=1, lazy=True, blocked_s=1.0)
-    handle.add_blocked(0.5)
-    assert handle.stats.blocked_s == 1.75
-
-
 # Waiting ---------------------------------------------------------------------------------------------
 
 
@@ -201,32 +193,6 @@ def test_a_callback_that_raises_is_logged_and_the_next_is_called(
     calls.next()
     assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["of step 400", "1"]
     assert "a callback failed: <function" in caplog.text
-
-
-def test_a_slow_callback_delays_nobody_who_reports_or_waits() -> None:
-    handle, calls = handle_for("nvme", "store"), Calls()
-    release = threading.Event()
-    handle.add_done_callback(lambda handle: release.wait(PATIENCE_S), "nvme")
-    handle.add_done_callback(calls)
-    handle.on_committed("nvme")
-    handle.on_committed("store")
-    handle.wait(timeout=0)
-    assert handle.outcome is SaveOutcome.SAVED
-    assert calls.made.empty()
-    release.set()
-    calls.next()
-
-
-def test_a_callback_may_use_the_handle() -> None:
-    handle, calls = handle_for("nvme"), Calls()
-
-    def use(handle: SaveHandle) -> None:
-        handle.wait(timeout=PATIENCE_S)
-        handle.add_done_callback(calls)
-
-    handle.add_done_callback(use)
-    handle.on_committed("nvme")
-    assert calls.next() is handle
 
 
 def test_a_callback_that_cannot_be_called_is_refused() -> None:

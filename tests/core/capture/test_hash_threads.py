@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -143,21 +142,3 @@ def test_what_a_thread_raises_fails_the_save_and_not_the_next(
         before = trainer.now()
         ckpt.save(3, trainer.state, block=True)
     assert_same(saved(tmp_path / "disk", 3), before)
-
-
-def test_a_fork_while_threads_hash_harms_nobody(
-    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(config_of(make_config, 3)) as ckpt:
-        warmed_up(ckpt, trainer)
-        digests.seconds = CHUNK_S
-        before = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        child = os.fork()
-        if child == 0:
-            trainer.optimizer.step()
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(saved(tmp_path / "disk", 2), before)

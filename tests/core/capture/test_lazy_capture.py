@@ -101,33 +101,6 @@ def test_a_step_that_the_scaler_skips_brackets_nothing(make_config: MakeConfig) 
         lazy_save(ckpt, trainer, 4)
 
 
-def test_an_optimizer_that_is_not_in_the_state_counts_by_its_parameters(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer()
-    state = {"model": trainer.model}
-    with tierfall.open(make_config()) as ckpt:
-        trainer.step()
-        ckpt.save(1, state, block=True)
-        trainer.step()
-        held.hold()
-        before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-        handle = ckpt.save(2, state)
-        assert handle.stats.lazy
-        trainer.step()
-        held.free.set()
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["model"]), before)
-
-
-def test_frozen_parameters_need_no_optimizer(make_config: MakeConfig) -> None:
-    trainer = Trainer()
-    trainer.state["frozen"] = torch.nn.Linear(10, 10).requires_grad_(False)
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        lazy_save(ckpt, trainer, 2)
-
-
 def test_a_hook_that_fails_never_breaks_the_step(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,3 @@ def is_behind(error: BaseException, messages: BaseException | None) -> bool:
     while messages is not None and messages is not error:
         messages = messages.__cause__ or messages.__context__
     return messages is error
-
-
-# How loops end ---------------------------------------------------------------------------------------

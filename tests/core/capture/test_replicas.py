@@ -121,32 +121,6 @@ def test_one_bit_anywhere_is_found_within_a_rotation_of_any_beginning(size: int)
         assert all(ranks.alike(ordinal) for ordinal in range(1, 1 + turns))
 
 
-def test_tensors_that_move_are_read_where_they_are() -> None:
-    values = tensors()
-    ranks = Ranks(state_of(values), state_of(tensors()))
-    assert ranks.alike(1)
-    moved = elsewhere(values, 5)
-    for value in values.values():
-        value.fill_(-1.0)
-    ranks.states = (state_of(moved), ranks.states[1])
-    assert ranks.alike(2)
-    for value in moved.values():
-        value.add_(1.0)
-    assert not ranks.alike(3)
-
-
-def test_what_changes_after_it_was_read_does_not_count() -> None:
-    values = tensors()
-    ranks = Ranks(state_of(values), state_of(tensors()))
-    readings = [
-        plan.read(walk_state(state), 1, NOWHERE)
-        for plan, state in zip(ranks.plans, ranks.states, strict=True)
-    ]
-    for value in values.values():
-        value.add_(1.0)
-    assert digests_agree({rank: one.digests().by_group() for rank, one in enumerate(readings)})
-
-
 def in_channels_last(seed: int) -> State:
     torch.manual_seed(seed)
     return {"conv": nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)}

@@ -18,8 +18,7 @@ from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.item import item
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.types.values import Changes
+from tierfall.core.types.errors import ConfigError, RestoreError
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -167,11 +166,6 @@ def test_extra_state_comes_back_through_the_module(note: object) -> None:
     assert "0._orig_mod.0._extra_state" in load(image)["m"]
 
 
-def test_extra_state_without_a_codec_is_refused_with_its_path() -> None:
-    with pytest.raises(CaptureError, match=r'state\["m"\]\["0._extra_state"\]\["f"\]'):
-        walk_state({"m": nn.Sequential(Extra({"f": lambda: 1}))})
-
-
 class Fused(nn.Module):
     """One parameter that its state_dict has as three, cut from it or copied."""
 
@@ -283,35 +277,6 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
     image, _ = make_image({"m": source, "rng": None})
     with pytest.raises(RestoreError, match=r"returned different keys|in the checkpoint, not"):
         restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
-
-
-class Renamed(nn.Module):
-    """Overrides state_dict and load_state_dict, with signatures of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2))
-        self.calls = 0
-
-    def state_dict(self) -> dict[str, object]:
-        return {"shared": self.weight.detach(), "copied": self.weight.detach().clone(), "calls": 3}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        assert sorted(state) == ["calls", "copied", "shared"]
-        self.calls = state["calls"]
-
-
-def test_overridden_state_dict_is_asked() -> None:
-    source, target = Renamed(), Renamed()
-    view = walk_state({"m": source, "rng": None})
-    assert {t.name: t.changes for t in view.tensors} == {
-        "m.shared": Changes.ON_STEP,
-        "m.copied": Changes.ON_STEP,  # nobody else holds the copy
-    }
-    image, _ = make_image({"m": source, "rng": None})
-    restore({"m": target, "rng": None}, image)
-    assert torch.equal(source.weight, target.weight)
-    assert target.calls == 3
 
 
 def test_made_up_keys_that_meet_still_get_names_of_their_own() -> None:

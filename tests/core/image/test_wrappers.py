@@ -24,13 +24,6 @@ def coded(seed: int, rows: int = 4, **options: Any) -> Any:
     return Coded.of(torch.randn(rows, 6, generator=generator), **options)
 
 
-def module_of(seed: int) -> nn.Module:
-    module = nn.Linear(3, 2)
-    module.weight = nn.Parameter(coded(seed), requires_grad=False)
-    module.register_buffer("table", coded(seed + 100))
-    return module
-
-
 @pytest.mark.parametrize("place", ["bare", "list", "dict"])
 def test_wrapper_in_a_container_is_filled_in_place_and_rebuilt_by_load(place: str) -> None:
     def state(value: Any) -> dict[str, Any]:
@@ -53,22 +46,6 @@ def test_wrapper_in_a_container_is_filled_in_place_and_rebuilt_by_load(place: st
     assert type(back.scale) is wrapped.Table
     assert is_same(back, coded(1))
     assert (back.shape, back.stride()) == (live.shape, live.stride())
-
-
-def test_parameters_and_buffers_of_a_module_are_filled_in_place() -> None:
-    image, _ = make_image({"m": module_of(1), "rng": None})
-    target = module_of(2)
-    weight, codes = target.weight, target.weight.codes
-    restore({"m": target, "rng": None}, image)
-    assert target.weight is weight
-    assert target.weight.codes is codes
-    assert isinstance(target.weight, nn.Parameter)
-    assert is_same(target.weight, coded(1))
-    assert is_same(target.table, coded(101))
-    loaded = load(image)["m"]
-    assert is_same(loaded["weight"], coded(1))
-    fresh = module_of(3)
-    fresh.load_state_dict(loaded)
 
 
 def trained(seed: int, steps: int) -> tuple[nn.Module, CodedMomentum]:
@@ -113,26 +90,6 @@ def test_other_wrapper_is_an_error_before_anything_is_written(live: Any, message
     with pytest.raises(RestoreError, match=message):
         restore(target, image)
     assert not target["a"].any()
-
-
-def test_plain_tensor_does_not_go_into_a_wrapper() -> None:
-    image, _ = make_image({"w": torch.zeros(4, 6), "rng": None})
-    with pytest.raises(RestoreError, match=r"a plain tensor, the state has one of .*Coded"):
-        restore({"w": coded(1), "rng": None}, image)
-
-
-def test_tied_parameters_of_a_module_stay_tied() -> None:
-    def tied(seed: int) -> nn.ModuleDict:
-        both = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
-        both["a"].weight = both["b"].weight = nn.Parameter(coded(seed), requires_grad=False)
-        return both
-
-    image, layout = make_image({"m": tied(1), "rng": None})
-    assert sum(placement.name.endswith("%codes") for placement in layout.placements) == 1
-    target = tied(2)
-    restore({"m": target, "rng": None}, image)
-    assert target["a"].weight is target["b"].weight
-    assert is_same(target["b"].weight, coded(1))
 
 
 @pytest.mark.parametrize("context", [object(), {"in": torch.zeros(1)}, lambda: None])

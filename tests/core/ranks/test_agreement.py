@@ -199,18 +199,6 @@ def test_an_error_of_the_decision_is_raised_everywhere(
         assert str(results[rank]) == str(error)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), KeyboardInterrupt()], ids=repr)
-def test_a_foreign_error_is_a_ranks_error_on_the_others(world: World, error: BaseException) -> None:
-    def decide(bodies: Bodies) -> Any:
-        raise error
-
-    results = world.run({rank: agree(decide=decide) for rank in all_but(world)})
-    assert results[0] is error
-    for rank in all_but(world, 0):
-        assert type(results[rank]) is RanksError
-        assert str(results[rank]) == f"open: rank 0 failed: {error!r}"
-
-
 def test_who_waits_when_the_others_are_lost_is_notified_at_once(world: World) -> None:
     gone = ConnectionError("hung up")
 

@@ -58,15 +58,6 @@ def test_what_all_say_comes_together_at_rank_0_once(network: Network) -> None:
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
 
 
-def test_of_every_node_only_the_leader_is_asked(network: Network) -> None:
-    leaders = network.message_trees[0].topology.leaders
-    contribute(network, *shuffled(network), leaders_only=True)  # the others are not heard
-    network.deliver()
-    assert heard(network, 0, "gathered") == [(X, of(*leaders))]
-    assert network.counts().messages == len(leaders) - 1
-    assert not any(message_tree._gatherings for message_tree in network.message_trees)
-
-
 def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
     for number in range(20):
         network.message_trees[0].announce(("a", number % 3), {"number": number})

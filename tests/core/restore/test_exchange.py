@@ -156,18 +156,6 @@ def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:
         assert "timeout" in str(outcome)
 
 
-def test_a_state_that_does_not_fit_on_one_rank_touches_nobody_s(job: Job) -> None:
-    put_shares(job, 5)
-    want_all(job)
-    job.peers[1].state["w0"] = torch.zeros(7)
-    outcomes = restored(job)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert "w0" in str(outcomes[1])
-    assert str(outcomes[2]).startswith("restore of 5@1: rank 1: ")
-    assert not any("HALF FILLED" in str(outcome) for outcome in outcomes)
-    assert all((peer.state["w3"] == 0).all() for peer in job.peers)
-
-
 def test_images_of_another_number_of_ranks_are_read_once(job: Job) -> None:
     """Two ranks saved the same tensors; four restore them."""
     whole = {"w0": share(5, 0)["w0"], "w1": share(5, 1)["w1"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import Tiers, flip, holds, start_of, state_of
+from restore_help import Tiers, flip, holds, state_of
 from several_help import Rank, network, on_all, put_shared
 
 from tierfall.core.copies.chunk_reader import ReadTally
@@ -27,7 +27,6 @@ from tierfall.core.types.errors import (
     RanksError,
     RestoreError,
     TierfallError,
-    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -77,27 +76,6 @@ def test_a_checkpoint_that_one_rank_does_not_find_is_passed_over_by_all(ranks: l
     assert "rank 1: no copy of 5@1 has good records: no tier that answered on this rank has it" in [
         f.reason for f in ranks[2].tally.fallbacks
     ]
-
-
-def test_a_step_that_was_named_is_never_another_one_on_any_rank(ranks: list[Rank]) -> None:
-    damage(ranks[2], 4)
-    outcomes = restored(ranks, step=4)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert str(outcomes[2]).startswith("restore of 4@1: chunk 5 is damaged")
-    assert str(outcomes[0]).startswith("restore of 4@1: rank 2: restore of 4@1: chunk 5 is damaged")
-    for outcome, rank in zip(outcomes, ranks, strict=True):
-        assert str(outcome).count(HALF) == 1
-        assert rank.tried == [CheckpointId(4, 1)]
-
-
-def test_a_copy_that_does_not_answer_on_one_rank_ends_the_restore_on_all(ranks: list[Rank]) -> None:
-    image = ranks[1].tiers.images["store", CheckpointId(5, 1)]
-    image.errors[start_of(image, 2)] = UnreachableError("timeout")
-    outcomes = restored(ranks)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert "rank 1: restore of 5@1: a copy could not be read" in str(outcomes[0])
-    assert "Try again" in str(outcomes[2])
-    assert isinstance(outcomes[1].__cause__, UnreachableError)
 
 
 def test_a_state_that_does_not_fit_ends_all_though_an_earlier_rank_would_go_on(

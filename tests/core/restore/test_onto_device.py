@@ -288,16 +288,3 @@ def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
     assert "page-locked" in output.getMessage()
     ring.release()
     assert locks.unlocked == []
-
-
-def test_chunks_longer_than_the_rings_buffers_come_too(
-    tiers: Tiers, stream: FakeStream, locks: FakeLocks
-) -> None:
-    """The checkpoint was written with longer chunks than are configured now."""
-    state = blank()
-    ring = ring_of(stream, 1, chunk_bytes=512)
-    assert ring.pool.bytes == CHUNK
-    ring.pool.bytes = 1024
-    bring(tiers, state, ring)
-    assert holds(state, 1)
-    assert locks.made == []

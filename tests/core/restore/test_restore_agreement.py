@@ -225,17 +225,6 @@ def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
     assert steps(chosen(ranks, ignore_unreachable=True)) == ["4@1"]
 
 
-def test_a_tier_that_is_named_must_hold_every_shard_itself() -> None:
-    ranks = several(2)
-    put_shared(ranks, "store", 4)
-    put_shared(ranks, "store", 5)
-    put_parts(ranks, "nvme", 5)
-    lost(ranks[1])
-    assert steps(chosen(ranks, tier="store")) == ["5@1", "4@1"]
-    with pytest.raises(RestoreError, match="step 5@1: rank 1 of 2 is not on tier nvme"):
-        chosen(ranks, tier="nvme")
-
-
 def test_a_line_that_went_back_stays_where_it_is_though_its_newest_is_not_whole() -> None:
     """Steps that a person left behind do not come back because a node is gone."""
     ranks = several(2)

@@ -132,16 +132,6 @@ def test_second_take_in_one_process_is_refused_and_keeps_the_lock(path: Path) ->
     lock.release()
 
 
-def test_second_take_through_another_name_is_refused(path: Path, tmp_path: Path) -> None:
-    lock = RunLock.acquire(path, run="gpt")
-    other = tmp_path / "other.lock"
-    other.hardlink_to(path)
-    with pytest.raises(ConfigError, match="second Checkpointer"):
-        RunLock.acquire(other, run="gpt")
-    assert not another_process_can_take(path)
-    lock.release()
-
-
 def test_asking_for_the_owner_does_not_drop_this_process_lock(path: Path) -> None:
     lock = RunLock.acquire(path, run="gpt")
     before = len(os.listdir("/proc/self/fd"))

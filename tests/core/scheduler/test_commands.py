@@ -20,7 +20,7 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.types import events, keys
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import CapacityError, FlushError, StepError
+from tierfall.core.types.errors import FlushError, StepError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
@@ -85,19 +85,6 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     assert world.steps_on("nvme") == [2]
 
 
-def test_a_pin_after_a_deletion_is_refused_and_the_deletion_goes_on() -> None:
-    world = World([file_rules("nvme")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    deletion = give(world, CommandKind.DELETE, FIRST)
-    pin = give(world, CommandKind.PIN, FIRST)
-    world.settle()
-    assert deletion == [{}]
-    assert isinstance(pin[0]["tierfall"], StepError)
-    assert world.steps_on("nvme") == [2]
-
-
 def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peace() -> None:
     world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
     world.save(1)
@@ -113,13 +100,6 @@ def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peac
     world.save(4)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [4]
-
-
-def faulty_world(*faults: Fault, **rules: object) -> World:
-    def wrap(name: str, inner: Backend) -> Backend:
-        return Faulty(inner, seed=0, plan=faults)
-
-    return World([file_rules("nvme", **rules)], wrap=wrap)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["deleted", "abandoned"])
@@ -193,42 +173,6 @@ def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> No
 
 
 # Marks in memory, and drops that had failed ----------------------------------------------------------
-
-
-def test_memory_whose_marks_are_full_is_reported_and_the_tiers_are_pinned_all_the_same() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
-    region = world.memory.regions[0]
-
-    def full(data: bytes) -> None:
-        raise CapacityError("the marks take all their room")
-
-    region.add_mark = full  # type: ignore[method-assign]
-    failed = world.order(CommandKind.PIN, FIRST)
-    assert list(failed) == ["host"]
-    assert isinstance(failed["host"], CapacityError)
-    assert world.stores["nvme"].marks(FIRST) == {"pin"}
-    world.save(2)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]  # the coordinator lives
-
-
-def test_a_drop_that_had_failed_is_not_tried_again_once_what_it_relied_on_has_gone() -> None:
-    fault = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*a0001/commit.json", times=1
-    )
-    world = faulty_world(fault, retain_last=1)
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    assert world.steps_on("nvme") == [1, 2]
-    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
-    world.run_all()
-    world.memory.regions.clear()
-    assert deleted == [{}]
-    world.settle()
-    assert world.steps_on("nvme") == [1]
 
 
 def dropped(world: World) -> list[events.Dropped]:

@@ -13,7 +13,6 @@ from tests.simulation.world import file_rules
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, FinishCopy, Task
 from tierfall.core.types.errors import (
     BackendError,
-    CapacityError,
     CaptureError,
     FlushError,
     StorageFullError,
@@ -57,12 +56,6 @@ def work(run: Many, rank: Rank, until: type[Task]) -> None:  # type: ignore[vali
 def folder_is_empty(run: Many, tier: str) -> bool:
     keys = [key for disk in run.disks(tier).values() for key in disk._objects]
     return not any(key.startswith("run/step-") for key in keys)
-
-
-def pass_time(run: Many, seconds: float) -> None:
-    run.now_s += seconds
-    run.step()
-    talk(run)
 
 
 def test_a_tier_that_was_given_up_before_a_rank_came_to_save_is_given_up_there_too() -> None:
@@ -168,21 +161,6 @@ def test_a_rank_that_counts_otherwise_makes_no_checkpoint_that_cannot_be_restore
         rank.handles[CheckpointId(3, 1)].wait(timeout=0)  # all count alike again
 
 
-def test_the_newest_whole_image_stays_while_a_newer_one_waits_for_the_others() -> None:
-    run = world(memory_images=2)
-    for rank in run.ranks:
-        rank.save(1)
-    run.settle()
-    early = run.ranks[1]
-    early.save(2)
-    answer = early.ask(3)
-    assert not answer, "room was made at the cost of the newest that is whole"
-    assert early.sealed() == {CheckpointId(1, 1), CheckpointId(2, 1)}
-    run.ranks[0].save(2)
-    run.settle(limit_s=5.0)
-    assert answer[1] is None
-
-
 def test_what_has_its_parts_in_different_places_is_not_flushed_for_ever() -> None:
     """Of one node the record is there and the memory lost, of the other the image is only in memory."""
     run = world(tiers=NODE_TIER)
@@ -201,14 +179,3 @@ def test_what_has_its_parts_in_different_places_is_not_flushed_for_ever() -> Non
     run.settle()
     assert not any(rank.coordinator.busy() for rank in run.ranks)
     assert run.ranks[0].sealed() == {CheckpointId(1, 1)}, "it is what a restore would take"
-
-
-def test_a_skip_of_one_rank_ends_the_save_of_all() -> None:
-    run = world((0, 0, 1))
-    for rank in run.ranks[:2]:
-        rank.save(1)
-    run.ranks[2].skip(1, CapacityError("full"))
-    run.settle()
-    for rank in run.ranks:
-        assert rank.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SKIPPED
-        assert not rank.memory.regions

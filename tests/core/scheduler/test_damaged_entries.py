@@ -245,9 +245,6 @@ def test_a_start_that_is_killed_in_a_repair_is_followed_by_one_that_repairs() ->
         assert world.steps_on("pfs") == [1]
 
 
-# Leaving -----------------------------------------------------------------------------------------
-
-
 # Removed in mid-run, and nobody said so -----------------------------------------------------------
 
 
@@ -399,33 +396,6 @@ def damaged_on(run: Many, tier: str) -> list[str | None]:
     return [r.coordinator.ledger.entries[FIRST].damage.get(tier) for r in run.ranks]
 
 
-def intact(run: Many, tier: str) -> None:
-    for rank in run.ranks:
-        (copy,) = rank.stores[tier].list().copies
-        assert copy.damage is None
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-def test_what_one_rank_finds_damaged_counts_for_nothing_on_all_and_is_written_anew(
-    tier: str,
-) -> None:
-    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
-    for key in images(run.disk(tier, 1)):
-        if "rank-00001" in key:
-            del run.disk(tier, 1)._objects[key]
-    run.ranks[1].coordinator.damage_reports.report(tier, FIRST, "chunk 3")
-    heard: list[list[str | None]] = []
-
-    def note() -> None:
-        heard.append(damaged_on(run, tier))
-
-    run.settle(after_each=note)
-    assert ["rank 1: chunk 3"] * 2 in heard
-    assert damaged_on(run, tier) == [None, None]
-    intact(run, tier)
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
 def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_away() -> None:
     run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
     run.crash(nodes_lost=(0, 1))
@@ -439,30 +409,4 @@ def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_a
     assert all(damaged_on(run, SHARED_TIER))
     assert any("rank-00000" in key for key in images(run.disk(SHARED_TIER, 0)))
     assert FIRST in run.committed(SHARED_TIER)
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-@pytest.mark.parametrize("name", ["", "rank-00001"])
-def test_what_was_removed_on_one_node_is_no_reason_for_any_to_drop_an_older_one(
-    tier: str, name: str
-) -> None:
-    run = Many(
-        (0, 1),
-        (file_rules(NODE_TIER, retain_last=2), file_rules(SHARED_TIER, shared=True, retain_last=2)),
-        max_wait_s=10.0,
-    )
-    for step in (1, 2, 3):
-        for rank in run.ranks:
-            rank.save(step)
-        run.settle()
-    remove(run.disk(tier, 1), 3, name)
-    for rank in run.ranks:
-        rank.save(4)
-    run.settle()
-    whole = [
-        {copy.id.step for copy in rank.stores[tier].list().copies if copy.damage is None}
-        for rank in run.ranks
-    ]
-    assert len(set.intersection(*whole)) == 2
     assert not any(rank.coordinator.busy() for rank in run.ranks)

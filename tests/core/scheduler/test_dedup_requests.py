@@ -148,36 +148,6 @@ def why_not(
     return job.dividers[-1].named(job.refused[id])
 
 
-def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> None:
-    job = Job(["a", "b"])
-    shares = [shareable(4), shareable(4)]
-    for rank in range(2):
-        job.ask(rank, 1, shares[rank])
-    job.network.deliver()
-    unread = shares_of(job, shares, digests=False)
-    assert "not compared" in str(why_not(job, 2, unread)), "the first save must be compared whole"
-    assert not any(divider.assignments for divider in job.dividers)
-    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
-    assert why_not(job, 2, unread) is None
-    other = ReplicaShare(structure="another structure")
-    # rank 0 writes the one tensor for both
-    assert "rank 0 saved other tensors" in str(why_not(job, 3, {**unread, 0: other}))
-    assert why_not(job, 4, {**unread, 1: other}) is None
-    undivided = ReplicaShare(structure=shares[0].table.structure)
-    assert "not compared" in str(why_not(job, 5, {**unread, 0: undivided}))
-    unknown = {
-        rank: ReplicaShare(structure=s.structure, assignment="unknown")
-        for rank, s in unread.items()
-    }
-    for rank in range(2):
-        job.ask(rank, 6, shares[rank])
-    job.network.deliver()
-    assert all(divider.assignments for divider in job.dividers)
-    assert "not known" in str(why_not(job, 6, unknown))
-    assert not any(divider.assignments for divider in job.dividers), "all divide anew"
-    assert why_not(job, 7, {0: None, 1: None}) is None
-
-
 def unlike() -> tuple[Job, list[ReplicatedTensors]]:
     job = Job(["a", "b"])
     shares = [shareable(4), shareable(4)]

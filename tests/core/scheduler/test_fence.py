@@ -143,21 +143,6 @@ def is_at_rest(world: World) -> bool:
     return world.step() is None and not world.coordinator.busy() and not world.tasks
 
 
-def test_a_copy_that_retention_was_about_to_drop_stays() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, DeleteCopy)
-    newer_attempt(world)
-    before = disk_of(world)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-    assert disk_of(world) == before
-    assert isinstance(world.coordinator.fenced, FencedError)
-    assert is_at_rest(world)
-
-
 def test_what_looks_unfinished_is_not_collected() -> None:
     """The newer start may be writing there."""
     world = World([file_rules("nvme")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from tests.core.scheduler.test_superseding import (
 )
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.scheduler.ledger.tasks import (
-    AdmissionRequest,
     Command,
     CommandKind,
     CopyRun,
@@ -61,31 +59,6 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
     arena.close(keep=False)
 
 
-# A save that nobody waits for any more ---------------------------------------------------------------
-
-
-def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
-    world = rest(superseding())
-    first, _ = world.save(1), world.save(2)
-    world.coordinator.deleter.set_paused(True)
-    answer: list[Any] = []
-    request = AdmissionRequest(
-        id=CheckpointId(3, 1),
-        image_bytes=IMAGE,
-        records_bytes=0,
-        deadline_s=world.now_s + 5.0,
-        on_answer=lambda *messages: answer.extend(messages),
-    )
-    world.coordinator.post(request)
-    world.step()
-    assert answer == []
-    request.cancelled.set()
-    world.coordinator.deleter.set_paused(False)
-    world.step()
-    assert (first.outcome, answer) == (SaveOutcome.PENDING, [])
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-    assert not world.coordinator.busy()
 
 
 # Skipping --------------------------------------------------------------------------------------------

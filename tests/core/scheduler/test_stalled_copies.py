@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.types.backend import Backend, Writer
-from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
@@ -78,29 +75,6 @@ def test_what_fails_at_the_end_is_finished_without_sending_the_image_again(
         assert opened(world) == 1, "the image was begun again"
     assert world.steps_on("nvme") == [1]
     world.check("nvme")
-
-
-def test_an_outage_is_reported_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="tierfall")
-    world, faulty = world_with(failing(Operation.WRITE, times=None))
-    first, second = world.save(1), world.save(2)
-    world.settle(limit_s=600)
-    output = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert [r.levelname for r in output] == ["WARNING", "ERROR"], [r.message for r in output]
-    assert world.coordinator.counters.flush_failures > 5
-    for handle in (first, second):
-        with pytest.raises(FlushError, match="nvme failed and is still being tried"):
-            handle.wait(timeout=0)
-    faulty.stop()
-    world.settle()
-    assert {h.outcome for h in (first, second)} == {SaveOutcome.SAVED}
-    (end,) = [r for r in caplog.records if r.levelno >= logging.WARNING][2:]
-    assert (end.levelname, end.message) == (
-        "ERROR",
-        "tier nvme accepts copies again; copies that it is still owed: 2",
-    )
-    assert world.coordinator.ledger.failing == {}
-    assert opened(world) == 2, "one for each checkpoint"
 
 
 @pytest.mark.parametrize("run_bytes_min", [0, CHUNK, 2 * CHUNK, DATA_START + CHUNK, IMAGE, 1 << 30])

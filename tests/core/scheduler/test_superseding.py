@@ -11,8 +11,6 @@ from tests.simulation.world import World, file_rules
 from tierfall.backends.object.writers import BufferedWriter
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.scheduler.ledger.tasks import (
-    Command,
-    CommandKind,
     CopyRun,
     FinishCopy,
     Outcome,
@@ -73,24 +71,6 @@ def give_way(world: World, step: int) -> Any:
     region, error = world.ask_for_region(step)
     assert error is None, error
     return region
-
-
-def keeps_waiting(world: World, step: int) -> str:
-    """Ask for a region, and get none until ``max_wait``; return what is said then."""
-    answer = world.ask_for_region(step)
-    assert answer == []
-    world.now_s += 4.9
-    world.step()
-    assert answer == []
-    world.now_s += 0.1
-    world.step()
-    region, error = answer
-    assert region is None
-    assert isinstance(error, CapacityError)
-    return str(error)
-
-
-# Several in flight -----------------------------------------------------------------------------------
 
 
 # Superseding -----------------------------------------------------------------------------------------
@@ -198,28 +178,6 @@ def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_notified() 
 # What is never superseded ----------------------------------------------------------------------------
 
 
-def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
-    world = rest(superseding(images=1), 6.0)
-    world.save(1)
-    output = keeps_waiting(world, 2)
-    assert "max_wait (5 s)" in output
-    assert "nothing was given up for it: 1@1: the newest in memory" in output
-    answer = world.ask_for_region(2)
-    world.settle(limit_s=2.0)
-    assert answer[1] is None
-    assert world.steps_on("nvme") == [1]
-
-
-def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
-    world = rest(superseding(images=3))
-    handles = [world.save(step) for step in (1, 2, 3)]
-    pin = Command(kind=CommandKind.PIN, id=FIRST, wall_time_s=0.0, on_answer=lambda failed: None)
-    world.coordinator.post(pin)
-    give_way(world, 4)
-    outcomes = [handle.outcome for handle in handles]
-    assert outcomes == [SaveOutcome.PENDING, SaveOutcome.SUPERSEDED, SaveOutcome.PENDING]
-
-
 def test_the_newest_on_its_way_to_a_sparing_tier_stays_until_there_is_a_newer_one() -> None:
     world = rest(
         superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=3), images=3)
@@ -249,6 +207,3 @@ def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
             world.run_one()
     assert world.coordinator.counters.superseded_saves > 5
     assert world.steps_on("pfs"), "nothing would survive the loss of the node"
-
-
-# The end ---------------------------------------------------------------------------------------------

@@ -97,12 +97,6 @@ def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
     assert trained.world.paces["store"] is None
 
 
-def test_a_tier_that_is_not_to_yield_does_not() -> None:
-    trained = Trained(lambda share: 0.5, yields=False)
-    trained.train(300, save_every=60)
-    assert trained.world.paces == {}
-
-
 def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
     trained = Trained(lambda share: 0.0, yields=False, bandwidth_share=0.5)
     trained.train(600, save_every=30)
