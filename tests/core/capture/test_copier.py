@@ -185,10 +185,8 @@ def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
         assert caught.value.tensors == (f"on.{name}",)
 
 
-@pytest.mark.parametrize(
-    "rows", [25, 50, 51, 64, 99, 100, 101, 102, 103, 109, 111, 113, 128, 202, 303, 512]
-)
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.6])
+@pytest.mark.parametrize("rows", [25, 64, 99, 101, 109, 128, 303, 512])
+@pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_block_of_columns_is_found_whatever_the_length_of_a_row(rows: int, share: float) -> None:
     """The distance of two lines may be the length of a row, or a multiple or a fraction of it."""
     columns = (2 << 20) // 4 // rows

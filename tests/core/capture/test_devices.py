@@ -458,8 +458,6 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
-
-
 # The slab --------------------------------------------------------------------------------------------
 
 

@@ -428,3 +428,21 @@ def test_a_scaler_that_was_off_does_not_go_into_one_that_is_on() -> None:
         restore({"scaler": live}, image)
     restore({"scaler": live}, image, skip=["scaler"])
     restore({"scaler": torch.amp.GradScaler("cpu", enabled=False)}, image)
+
+
+@pytest.mark.parametrize(
+    ("saved", "there"),
+    [
+        (torch.ones(1), 0.5),
+        (0.5, torch.ones(1)),
+        ({"x": torch.ones(1)}, [torch.ones(1)]),
+        ([torch.ones(1)], (torch.ones(1),)),
+        (nn.Linear(1, 1), torch.ones(1)),
+        (1, nn.Linear(1, 1)),
+        ({"x": torch.ones(1)}, nn.Linear(1, 1)),
+    ],
+)
+def test_kinds_that_differ_are_refused_even_where_lenient(saved: object, there: object) -> None:
+    image, _ = make_image({"e": saved, "rng": None})
+    with pytest.raises(RestoreError, match=r"e: the checkpoint has .*, the state has "):
+        restore({"e": there, "rng": None}, image, strict=False)

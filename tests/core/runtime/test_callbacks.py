@@ -23,6 +23,16 @@ def blocked(thread: CallbackThread) -> threading.Event:
     return release
 
 
+def test_calls_beyond_the_bound_are_refused_and_counted() -> None:
+    thread, made = CallbackThread("bounded", waiting_max=2), list[int]()
+    release = blocked(thread)
+    assert [thread.put(made.append, n) for n in range(5)] == [True, True, False, False, False]
+    assert (thread.dropped, thread.waiting) == (3, 2)
+    release.set()
+    assert thread.close(PATIENCE_S)
+    assert made == [0, 1]
+
+
 def test_close_makes_the_waiting_calls_but_waits_no_longer_than_it_may() -> None:
     thread, made = CallbackThread("slow"), threading.Event()
     release = blocked(thread)

@@ -59,8 +59,6 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
     arena.close(keep=False)
 
 
-
-
 # Skipping --------------------------------------------------------------------------------------------
 
 
