@@ -158,32 +158,6 @@ def test_memory_that_is_freed_in_place_is_read_before(
     assert bool((tierfall.load(tmp_path / "disk", step=2)["extra"] == 3.0).all())
 
 
-def test_a_blocking_capture_and_wait_captured_return_when_all_is_read(
-    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
-) -> None:
-    stream, trainer = places.stream, Trainer()
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        stream.free.clear()
-        threading.Timer(0.2, stream.free.set).start()
-        first = ckpt.save(1, trainer.state)
-        assert not first.stats.lazy
-        assert stream.free.is_set(), "it waited"
-        assert all(mark.is_done() for mark in stream.enqueued)
-        trainer.step()
-        stream.free.clear()
-        before = trainer.now()
-        lazy_save(ckpt, trainer, 2)
-        snapshot = ckpt._capturer._current
-        assert snapshot is not None
-        threading.Timer(0.2, stream.free.set).start()
-        ckpt.wait_captured()
-        assert snapshot.copier.is_read
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.zero_()
-    assert_same(saved(tmp_path / "disk", 2), before)
-
-
 def test_wait_captured_that_runs_out_of_time_gives_the_snapshot_up(
     make_config: MakeConfig, tmp_path: Path, places: FakePlaces
 ) -> None:

@@ -290,23 +290,3 @@ def test_a_failed_capture_keeps_no_tensor_alive(
         assert watched() is None
         assert weights() is None
         assert "broken after" in str(handle.exception() or error)
-
-
-def test_waiting_for_an_older_save_is_no_barrier_of_a_newer_one(
-    make_config: MakeConfig, held: Held
-) -> None:
-    """A wait is the barrier of its own snapshot, and must not end a newer capture."""
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        second = lazy_save(ckpt, trainer, 2)
-        trainer.step()
-        second.wait(timeout=PATIENCE_S)
-        held.hold()
-        lazy_save(ckpt, trainer, 3)
-        filling = ckpt._capturer._current
-        second.wait(timeout=PATIENCE_S)
-        assert ckpt._capturer._current is filling
-        assert filling is not None
-        assert not filling.copier.copied
-        held.free.set()

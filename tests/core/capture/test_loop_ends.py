@@ -125,30 +125,6 @@ def test_what_ends_the_capture_thread_is_the_saves_own_failure_and_no_more(
     assert not list((tmp_path / "disk").glob("run/step-00000002-*"))
 
 
-def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
-    make_config: MakeConfig, still: Still, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        still.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        snapshot = ckpt._capturer._current
-        assert snapshot is not None
-
-        def dies(filling: ImageCopier) -> bool:
-            raise SystemExit(3)
-
-        monkeypatch.setattr(ImageCopier, "hash_ready", dies)
-        still.go()
-        wait_until(lambda: snapshot.copier.failure is not None, "the thread has died of it")
-        before = trainer.now()
-        trainer.step()
-        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
-        with pytest.raises(CaptureError, match="SystemExit"):
-            handle.captured()
-
-
 def is_behind(error: BaseException, messages: BaseException | None) -> bool:
     """Say whether an exception is another one, or was caused by it."""
     while messages is not None and messages is not error:

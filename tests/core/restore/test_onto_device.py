@@ -250,31 +250,6 @@ def test_what_the_device_reports_fails_the_restore(tiers: Tiers, stream: FakeStr
 # Page-locked buffers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_ring_of_a_restores_own_is_unlocked_when_no_copy_is_under_way(
-    damaged: bool,
-    tiers: Tiers,
-    stream: FakeStream,
-    locks: FakeLocks,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (image,) = tiers.images.values()
-    if damaged:
-        flip(image, CHUNKS)
-    monkeypatch.setattr("tierfall.core.copies.buffer_ring.Streams", lambda: FakeStreams(stream))
-    under_way: list[bool] = []
-    locks.on_unlock = lambda: under_way.append(not all(m.is_done() for m in stream.enqueued))
-    state = blank()
-    if damaged:
-        with pytest.raises(RestoreError):
-            bring(tiers, state, None)
-    else:
-        bring(tiers, state, None)
-        assert holds(state, 1)
-    assert len(locks.unlocked) == len(locks.made) > 0
-    assert not any(under_way)
-
-
 def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
     tiers: Tiers, stream: FakeStream, locks: FakeLocks, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.utils import cpp_extension
 
 from tierfall.core.runtime import driver
-from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy, compile_kernel
+from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy
 from tierfall.core.runtime.pinned import lock_pages
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
@@ -104,21 +102,6 @@ def test_the_sum_of_bytes_is_that_of_their_words_wherever_they_begin(size: int) 
         part = data[start : start + size]
         words = [int.from_bytes(part[at : at + 8], "little") for at in range(0, size, 8)]
         assert sum_words(memoryview(data)[start : start + size]) == sum(words) % (1 << 64)
-
-
-def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose torch comes from pip has the driver and the compiler, and no headers."""
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=bool))
-
-    def compiled(source: str, name: str) -> list[str]:
-        """As torch's does, it asks for the folders of headers first."""
-        return cpp_extension.include_paths("cuda", torch_include_dirs=False)
-
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
-    assert compile_kernel("", "kernel", torch.device("cuda", 0)) == []
-    assert cpp_extension.CUDA_HOME is None
 
 
 def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(

@@ -13,10 +13,9 @@ from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.scheduler.ledger.tasks import CommandKind, OpenShard
-from tierfall.core.types.errors import AccessDeniedError, FlushError
+from tierfall.core.types.errors import FlushError
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, SaveOutcome
-from tierfall.tiers.stored import StoredTier
 
 COPY_S = 10.0
 
@@ -53,23 +52,6 @@ def test_in_an_order_of_ones_own_they_come_as_it_says_also_after_a_kill() -> Non
     assert arrivals(world, copies=6) == [1, 3, 2, 5, 4]
     world.check("store")
     assert not world.coordinator.busy()
-
-
-def test_a_copy_that_a_failed_try_has_left_in_the_way_goes_before_newer_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = slow()
-    commit, tries = StoredTier.commit, list[int]()
-
-    def refuse_once(self: StoredTier, *args: Any, **options: Any) -> None:
-        tries.append(1)
-        if len(tries) == 1:
-            raise AccessDeniedError("on purpose")
-        commit(self, *args, **options)
-
-    monkeypatch.setattr(StoredTier, "commit", refuse_once)
-    save_quickly(world, 1, 2, 3)
-    assert arrivals(world, copies=6) == [1, 3, 2]
 
 
 def test_an_older_one_takes_no_room_from_newer_ones() -> None:

@@ -12,7 +12,6 @@ from tierfall.backends.object.writers import BufferedWriter
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.scheduler.ledger.tasks import (
     CopyRun,
-    FinishCopy,
     Outcome,
     Task,
 )
@@ -24,10 +23,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
-
-
-def refuse(*args: Any) -> None:
-    raise AccessDeniedError("on purpose")
 
 
 def silent(*args: Any) -> None:
@@ -106,27 +101,6 @@ def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> 
             world.now_s += 1.0
     assert "nvme" in world.coordinator.ledger.failing
     assert "flush of 1@1 to nvme failed" in str(world.coordinator.errors[0])
-
-
-def test_one_whose_end_failed_is_not_given_up_for_its_commit_may_be_there() -> None:
-    world = superseding()
-    first = world.save(1)
-    until(world, FinishCopy)
-    store = world.stores["nvme"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "commit", refuse)
-        patch.setattr(type(store), "discard", refuse)
-        carry_out(world, lambda task: isinstance(task, FinishCopy))
-        world.run_all()
-    assert store.files(FIRST) != ()
-    assert world.coordinator.lanes["nvme"].active is None
-    world.save(2)
-    answer = world.ask_for_region(3)
-    assert answer == []
-    world.settle(limit_s=4.0)
-    assert answer[1] is None
-    assert first.outcome is SaveOutcome.SAVED
-    assert world.steps_on("nvme") == [1, 2]
 
 
 def test_what_a_worker_reads_stays_and_the_next_oldest_goes() -> None:
