@@ -42,28 +42,6 @@ def step_save_zero(t: Training, save: Save, **zero: bool) -> None:
     t.optimizer.zero_grad(**zero)
 
 
-def zero_step_save(t: Training, save: Save, **zero: bool) -> None:
-    t.optimizer.zero_grad(**zero)
-    t.backward()
-    t.optimizer.step()
-    save()
-
-
-def step_zero_save(t: Training, save: Save, **zero: bool) -> None:
-    t.backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
-def accumulated_and_saved_after_the_step(t: Training, save: Save, **zero: bool) -> None:
-    for _ in range(3):
-        t.backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
 def two_networks(t: Training, save: Save, **zero: bool) -> None:
     """As a GAN: the loss of one leaves gradients in the other, which its optimizer has stepped already."""
     t.others.zero_grad(**zero)
@@ -75,17 +53,6 @@ def two_networks(t: Training, save: Save, **zero: bool) -> None:
     save()
 
 
-def two_networks_and_zero_after_each_step(t: Training, save: Save, **zero: bool) -> None:
-    t.others.zero_grad(**zero)
-    t.other(t.out().detach()).mean().backward()
-    t.others.step()
-    t.others.zero_grad(**zero)
-    t.other(t.out()).mean().backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
 def closure(t: Training, save: Save, **zero: bool) -> None:
     def loss() -> float:
         t.optimizer.zero_grad(**zero)
@@ -94,16 +61,6 @@ def closure(t: Training, save: Save, **zero: bool) -> None:
         return float(found.detach())
 
     t.optimizer.step(loss)
-    save()
-
-
-def closure_by_keyword(t: Training, save: Save, **zero: bool) -> None:
-    def loss() -> float:
-        t.optimizer.zero_grad(**zero)
-        t.backward()
-        return 0.0
-
-    t.optimizer.step(closure=loss)
     save()
 
 
@@ -149,13 +106,8 @@ def saved_steps(
     "loop",
     [
         step_save_zero,
-        zero_step_save,
-        step_zero_save,
-        accumulated_and_saved_after_the_step,
         two_networks,
-        two_networks_and_zero_after_each_step,
         closure,
-        closure_by_keyword,
         left_out_by_the_loop,
         stepped_in_backward,
     ],

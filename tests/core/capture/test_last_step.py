@@ -86,16 +86,11 @@ def to_half_by_swapping(trainer: Trainer) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
-    "half": (lambda t: t.model.half(), "model"),
-    "there and back": (lambda t: (t.model.half(), t.model.float()), "model"),
     "half, by swapping": (to_half_by_swapping, "model"),
-    "best weights": (lambda t: t.model.load_state_dict(zeros_like(t.model.state_dict())), "model"),
     "best weights, assigned": (assign_best, "model"),
     "average by .data": (swap_average_in, "model"),
     "by NumPy": (by_numpy, "model"),
-    "head replaced": (replace_head, "model"),
     "best optimizer": (load_best_optimizer, "optimizer"),
-    "moments cleared": (lambda t: t.optimizer.state.clear(), "optimizer"),
     "optimizer replaced": (replace_optimizer, "optimizer"),
     "one more step": (Trainer.step, "by an optimizer's step"),
 }
