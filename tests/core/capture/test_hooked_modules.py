@@ -113,7 +113,8 @@ class FusedTrainer(Trainer):
         self.fused(torch.randn(4, 40)).pow(2).mean().backward()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        weight: Any = self.fused.weight.detach()  # type: ignore[operator]
+        held: Any = self.fused.weight
+        weight = held.detach()
         return {key: part.clone() for key, part in zip(KEYS, weight.chunk(3, 0), strict=True)}
 
 
