@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import struct
 import zipfile
 from collections import OrderedDict, deque
@@ -135,38 +134,6 @@ def bring_back(cli: Cli, form: str, *words: str, run: str = "back") -> dict[str,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_whole_step_comes_back_exactly(cli: Cli, form: str) -> None:
-    document = bring_back(cli, form)
-    assert (document["notes"], document["format"]) == ([], form)
-    before, after = tierfall.load(cli.config), loaded(cli, "back")
-    assert document["entries"] == list(before)
-    assert_same(after, before)
-    assert_same(after["average"]["w"].data_ptr(), after["average"]["v"].data_ptr())
-
-    drawn = []
-    for run in ("run", "back"):
-        state = {**objects(2), **values()}
-        torch.manual_seed(0)
-        with tierfall.open(cli.config, run=run) as ckpt:
-            assert ckpt.restore(state) is not None
-        drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
-        assert state["model"].head.weight is state["model"].embedding.weight
-        assert_same(dict(state["model"].state_dict()), dict(before["model"]))
-        assert state["optimizer"].state_dict()["state"].keys() == {0, 1, 2}
-        assert state["scheduler"].last_epoch == 1
-    assert drawn[0] == drawn[1]
-
-    for kind in (torch.optim.SGD, torch.optim.AdamW):  # the class is known, as before the export
-        other = Language()
-        state = {"model": other, "optimizer": kind(other.parameters(), lr=1.0)}
-        with (
-            tierfall.open(cli.config, run="back") as ckpt,
-            pytest.raises(tierfall.errors.RestoreError, match=r"group|SGD"),
-        ):
-            ckpt.restore(state, only=["model", "optimizer"])
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_a_step_of_several_ranks_comes_back_as_one(
     tmp_path: Path, make_cli: MakeCli, form: str
 ) -> None:
@@ -195,64 +162,6 @@ def test_a_step_of_several_ranks_comes_back_as_one(
         report = ckpt.restore(other, only=list(other))
     assert report is not None
     assert other["seen"] == 100
-
-
-@pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_parts_come_back_under_their_names(cli: Cli, form: str) -> None:
-    assert bring_back(cli, form, "--only", "losses")["entries"] == ["losses"]
-    assert loaded(cli, "back")["losses"][0] == 0.5
-    folder = cli.folder / "more"
-    folder.mkdir()
-    path = str(folder / FORMS[form])
-    cli("export", "1", "--to", path, "--format", form, "--only", "optimizer", "--only", "array")
-    assert cli.json("import", path, "--as-step", "6", "--run", "two")["entries"] == [
-        "optimizer",
-        "array",
-    ]
-    before, after = tierfall.load(cli.config), loaded(cli, "two")
-    assert_same(after, {name: before[name] for name in ("optimizer", "array")})
-    one = str(folder / "one.pt")
-    cli("export", "1", "--to", one, "--only", "model")
-    words = ("import", one, "--as-step", "7", "--run", "three", "--entry", "teacher")
-    assert cli.json(*words)["entries"] == ["teacher"]
-    assert_same(loaded(cli, "three")["teacher"], before["model"])
-
-
-def test_small_dtypes_are_what_they_are_in_safetensors(cli: Cli) -> None:
-    """Those that the installed safetensors has are read by it, and all come back."""
-    able = set()
-    for name in MX:
-        one = torch.ones(2, dtype=torch.uint8).view(getattr(torch, name))
-        try:
-            safetensors.torch.save_file({"x": one}, cli.folder / "probe")
-            if safetensors.torch.load_file(cli.folder / "probe")["x"].dtype == one.dtype:
-                able.add(name)
-        except (KeyError, safetensors.SafetensorError):
-            continue
-    path = cli.folder / "model.safetensors"
-    document = cli.json("export", "1", "--to", str(path), "--only", "model")
-    written = safetensors.torch.load_file(path)
-    before = tierfall.load(cli.config)["model"]
-    assert {n for n in MX if written[n].dtype == before[n].dtype} == able
-    assert [n for n in MX if n not in able] == [n for n in MX if str(document["notes"]).count(n)]
-    cli("import", str(path), "--as-step", "5", "--run", "back")
-    after = loaded(cli, "back")["model"]
-    for name in before:
-        assert_same(after[name].contiguous(), before[name].contiguous())
-    odd = cli.folder / "double.safetensors"
-    cli("export", "1", "--to", str(odd), "--only", "tensors", "--only", "double")
-    assert safetensors.torch.load_file(odd)["double"].dtype == torch.uint8
-    cli("import", str(odd), "--as-step", "6", "--run", "back")
-    found = loaded(cli, "back")["model"]["double"]
-    assert_same(found, torch.ones(3, dtype=torch.complex128))
-
-
-def test_other_programs_read_the_files_as_before(cli: Cli) -> None:
-    path = cli.folder / "step.pt"
-    cli("export", "1", "--to", str(path), "--only", "model")
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    Language().load_state_dict(loaded)
-    assert_same(OrderedDict(loaded), tierfall.load(cli.config)["model"])
 
 
 def test_a_structure_that_does_not_fit_its_file_is_damage(cli: Cli) -> None:
