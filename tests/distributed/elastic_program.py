@@ -198,32 +198,5 @@ def meet_silence(folder: str, **changes: Any) -> Any:
     return "it is open"
 
 
-def reuse(folder: str, how: str, **changes: Any) -> Any:
-    """A second job that uses a run's name by mistake."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        if how == "restore":
-            ckpt.restore(make_state(0, own()))
-        ckpt.save(50, make_state(50, own())).wait("pfs", 30)
-        return "saved"
-
-
-def train_until_told(folder: str, **changes: Any) -> Any:
-    """Save a step, wait for another job to come, and save on."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        ckpt.save(1, make_state(1, own())).wait("pfs", 30)
-        ready(folder)
-        while not Path(folder, "go-on").exists():
-            time.sleep(0.01)
-        outcome = None
-        try:
-            outcome = program.outcome_of(ckpt.save(2, make_state(2, own())))
-            ckpt.save(3, make_state(3, own()))
-        except tierfall.errors.TierfallError as error:
-            said = [type(error).__name__, str(error)]
-            # a rank that comes late to step 2 may hear from the other why it must not save
-            return {"outcome": outcome or said, "then": said}
-        return {"outcome": outcome, "then": None}
-
-
 if __name__ == "__main__":
     program.main(globals())
