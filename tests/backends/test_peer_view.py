@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -23,7 +22,6 @@ from tierfall.core.format.records import Commit, Lineage, NamedFile, parse_commi
 from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (
     KeyExistsError,
-    KeyNotFoundError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
@@ -70,34 +68,6 @@ def test_promise(name: str, copies: int) -> None:
         return PeerView([MemoryBackend()], [MemoryBackend() for _ in range(copies)])
 
     check_promise(name, make)
-
-
-def test_a_lost_node_has_left_its_images_with_the_other(nodes: list[Node]) -> None:
-    a, b = nodes
-    with closing(a.view(b, attempt=1)) as view:
-        put(view, IMAGE, b"image of a")
-        put(view, RECORD, b"record")
-        assert get(view, IMAGE) == b"image of a"
-        assert [each.key for each in view.scan("run/")] == [RECORD, IMAGE]
-    shutil.rmtree(a.folder, ignore_errors=True)
-    with closing(b.view(a, attempt=None)) as view:
-        assert [each.key for each in view.scan("run/")] == [RECORD, IMAGE]
-        assert get(view, IMAGE) == b"image of a"
-        view.attempt = 2
-        view.delete(IMAGE)
-        with pytest.raises(KeyNotFoundError):
-            view.stat(IMAGE)
-
-
-def test_what_another_node_sends_in_this_attempt_is_not_this_nodes(nodes: list[Node]) -> None:
-    a, b = nodes
-    with closing(a.view(b, attempt=1)) as sender, closing(b.view(a, attempt=1)) as receiver:
-        put(sender, IMAGE, b"image of a")
-        assert [each.key for each in receiver.scan("run/")] == []
-        with pytest.raises(KeyNotFoundError):
-            receiver.stat(IMAGE)
-        receiver.delete(IMAGE)
-        assert get(sender, IMAGE) == b"image of a"
 
 
 def test_an_image_that_is_adopted_is_sent_to_the_other_node() -> None:
@@ -156,30 +126,6 @@ def view_of(
     view = PeerView(kept, remotes)
     view.attempt = attempt
     return view
-
-
-def test_what_is_written_is_on_all_that_keep_a_copy() -> None:
-    remotes = remotes_of("one", "two")
-    view = view_of([MemoryBackend()], remotes)
-    put(view, IMAGE, b"image")
-    put(view, "run/attempts/a0001.json", b"record")
-    for remote in remotes:
-        assert get(remote, IMAGE) == b"image"
-        assert get(remote, "run/attempts/a0001.json") == b"record"
-    view.delete(IMAGE)
-    assert view.delete_some(["run/attempts/a0001.json"]) == []
-    assert [[*remote.scan("run/")] for remote in remotes] == [[], []]
-
-
-def test_the_first_that_answers_is_read() -> None:
-    one, two = Silent(), MemoryBackend()
-    one.silent = False
-    view = view_of([MemoryBackend()], [one, two])
-    put(view, IMAGE, b"image")
-    one.silent = True
-    assert get(view, IMAGE) == b"image"
-    assert [each.key for each in view.scan("run/")] == [IMAGE]
-    assert view.stat(IMAGE).bytes == 5
 
 
 @pytest.mark.parametrize("silent_to", ["create", "write", "publish"])
@@ -288,18 +234,3 @@ def test_a_stale_record_of_another_start_is_not_mixed_in(caplog: pytest.LogCaptu
         assert ranks_in(kept_with(*(each.encode() for each in records))) == {1}
         assert "is of another start, and is not used" in caplog.text
         caplog.clear()
-
-
-def test_files_of_earlier_attempts_are_read_from_whichever_folder_has_them() -> None:
-    kept = remotes_of("0", "1", "2")
-    view = view_of(kept, [MemoryBackend()], attempt=2)
-    other = IMAGE.replace("rank-00000", "rank-00001")
-    put(kept[1], IMAGE, b"one")
-    put(kept[2], other, b"two")
-    assert (get(view, IMAGE), get(view, other)) == (b"one", b"two")
-    assert [each.key for each in view.scan("run/")] == [IMAGE, other]
-    put(view, IMAGE, b"mended")  # what this node writes itself is in a folder that nobody sends to
-    assert get(kept[1], IMAGE) == b"one"
-    assert get(view, IMAGE) == b"mended"
-    assert view.delete_some([IMAGE, other]) == []
-    assert [*view.scan("run/")] == []

@@ -78,13 +78,6 @@ def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None
     assert late in found["reasons"]
 
 
-def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
-    cli.configure({**cli.config, "interval": {"every": 300}})
-    by_time = cli.json("check", *SMALL, "--image", "1GiB", "--step-time", "2s")["forecast"]
-    by_rate = cli.json("check", *SMALL, "--image", "1GiB", "--steps-per-hour", "1800")["forecast"]
-    assert by_time["save_every_s"] == by_rate["save_every_s"] == 600
-
-
 def test_many_ranks_fill_what_they_share(make_cli: MakeCli, tmp_path: Path) -> None:
     for name in ("disk", "far"):
         (tmp_path / name).mkdir()

@@ -96,19 +96,6 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
 
 
-def test_check_counts_every_copy_of_peer_memory(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    host, peers, disk = config["tiers"]
-    peers = {**peers, "copies": 2, "bandwidth": "16MiB/s"}
-    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
-    too_few = cli(*FORECAST, "--nodes", "2").out.splitlines()
-    assert "peers: left out, with 2 nodes and copies: 2; --nodes has how many train" in too_few
-    found = cli.json(*FORECAST, "--nodes", "3")["forecast"]
-    assert found["peer_memory"]["sent_bytes"] == 2 << 30
-    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
-    assert forecast["copy_s"] == 2 * 1024 / 16
-
-
 @pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])
 def test_a_command_names_who_may_change_what_is_kept_for_others(
     kept: tuple[Cli, Path], command: str

@@ -320,34 +320,6 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     assert steps(tier_on(racing)) == ["2@1"]
 
 
-@pytest.mark.parametrize(
-    ("file", "left", "problem"),
-    [
-        (f"{STEM}.safetensors", None, "it is missing"),
-        (f"{STEM}.safetensors", b"image" * 99, "it has 495 bytes, 500 by the commit record"),
-        (f"{STEM}.safetensors", b"", "it has 0 bytes, 500 by the commit record"),
-        (f"{STEM}.json", None, "it is missing"),
-        (f"{STEM}.json", b"mani", "it has 4 bytes, 8 by the commit record"),
-    ],
-)
-def test_what_lacks_a_file_that_its_commit_record_names_is_damage(
-    file: str, left: bytes | None, problem: str, tier: StoredTier, disk: MemoryBackend
-) -> None:
-    """A purge takes images and leaves the small files. What the record says is known all the same."""
-    commit(tier, 1)
-    commit(tier, 2)
-    key = f"step-00000001-a0001/{file}"
-    if left is None:
-        disk.delete(f"run/{key}")
-    else:
-        put(disk, key, left)
-    bad, good = tier.list().copies
-    assert good.damage is None
-    assert isinstance(bad.damage, IntegrityError)
-    assert f"nvme: run/{key}: {problem}" in str(bad.damage)
-    assert bad.commit == commit_of(1)
-
-
 def test_what_is_committed_while_it_is_listed_is_whole(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
@@ -548,15 +520,6 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
     assert at < 59
 
 
-def test_a_full_tier_that_has_no_record_of_the_attempt_is_emptied_all_the_same(
-    disk: MemoryBackend,
-) -> None:
-    commit(tier_on(disk), 1)
-    full = Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, times=None)
-    tier_on(Faulty(disk, seed=0, plan=[full])).delete(CheckpointId(1, 1), attempt=attempt(2))
-    assert steps(tier_on(disk)) == []
-
-
 def test_nothing_is_deleted_where_a_newer_attempt_could_not_be_looked_for(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
@@ -624,21 +587,6 @@ def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) ->
     tier.delete(CheckpointId(1, 1), attempt=None)
     tier.delete(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
     assert tier.read_latest() is None
-
-
-def test_the_marks_of_a_commit_that_failed_go_with_the_last_of_several_images(
-    tier: StoredTier, disk: MemoryBackend
-) -> None:
-    folder = "step-00000001-a0001/"
-    for name in ("rank-00000-of-00002.json", "rank-00001-of-00002.json", "index.zst", "notes.txt"):
-        put(disk, folder + name, b"x")
-    tier.add_mark(mark(1))
-    tier.discard(CheckpointId(1, 1), Shard(0, 2), attempt=None)
-    assert keys(disk, "step-") == [
-        folder + name for name in ("marks/pin", "notes.txt", "rank-00001-of-00002.json")
-    ]
-    tier.discard(CheckpointId(1, 1), Shard(1, 2), attempt=None)
-    assert keys(disk, "step-") == [folder + "notes.txt"]
 
 
 # How attempts began -----------------------------------------------------------------------------------
