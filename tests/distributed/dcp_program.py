@@ -115,30 +115,6 @@ def _load(ckpt: tierfall.Checkpointer, model: Any, optimizer: Any) -> int:
     return step + 1
 
 
-def bad(folder: str, where: int, how: str = "save", **changes: Any) -> Any:
-    """One rank's part cannot be saved; return what the call says, and what is there after the next step."""
-    dist.init_process_group("gloo")
-    state: dict[str, Any] = {"w": torch.ones(5), "value": print if where == RANK else 1}
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        try:
-            no_dist = how == "no_dist"  # then only the commit tells a rank of the others
-            writer = TierWriter(ckpt, step=1, until="pfs" if no_dist else None)
-            if how == "lazy":
-                stager = LazyStager(ckpt)
-                future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-                future.result(PATIENCE_S)  # type: ignore[union-attr]
-            else:
-                dcp.save(state, storage_writer=writer, no_dist=no_dist)
-            said = "saved"
-        except CheckpointException as error:
-            said = str(error)
-        state["value"] = 1
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=2, until="pfs"))
-        steps = [c.step for c in ckpt.checkpoints()]
-    dist.destroy_process_group()
-    return {"said": said, "steps": steps}
-
-
 def part_of_the_ranks(folder: str, **changes: Any) -> Any:
     """Save by a process group that is not the Checkpointer's."""
     dist.init_process_group("gloo")
@@ -169,5 +145,5 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    own = (train, bad, part_of_the_ranks)
+    own = (train, part_of_the_ranks)
     program.main({function.__name__: _plainly(function) for function in own})

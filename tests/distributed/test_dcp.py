@@ -93,17 +93,6 @@ def test_another_layout_loads_what_was_saved(
     assert whole["own"] == {"rank": 0, "step": 1}
 
 
-@pytest.mark.parametrize("how", ["save", "no_dist", "lazy"])
-@pytest.mark.torture
-def test_what_one_rank_cannot_save_is_raised_by_all_and_the_next_step_is_saved(
-    make_job: MakeJob, how: str
-) -> None:
-    answers = run(make_job(2, program=PROGRAM), "bad", where=1, how=how)
-    assert all("value" in answer["said"] for answer in answers), answers
-    assert all("rank 1" in answer["said"] or "RANK 1" in answer["said"] for answer in answers[:1])
-    assert [answer["steps"] for answer in answers] == [[2], [2]]
-
-
 @pytest.mark.torture
 def test_a_group_that_is_not_the_checkpointers_is_refused(make_job: MakeJob) -> None:
     answers = run(make_job(3, program=PROGRAM), "part_of_the_ranks")
