@@ -14,7 +14,6 @@ from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.peer import kept
 from tierfall.backends.peer.kept import KeptFiles, MappedWriter
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import StorageFullError
 
 MIB = 1 << 20
@@ -162,11 +161,9 @@ def test_a_full_file_system_is_an_error_of_create(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def receive(
-    files: KeptFiles, key: str, content: bytes, *, publish: Publish = Publish.REPLACE
-) -> int:
+def receive(files: KeptFiles, key: str, content: bytes) -> int:
     """Receive an object in two ranges; return the number of its file."""
-    writer = files.create(key, length=len(content), publish=publish)
+    writer = files.create(key, length=len(content))
     assert isinstance(writer, MappedWriter)
     half = len(content) // 2
     for start, end in ((0, half), (half, len(content))):

@@ -259,23 +259,13 @@ def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str
     return {"why": why, "stored": stored}
 
 
-def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
+def resume(folder: str, saves: bool = False, **changes: Any) -> dict[str, Any] | None:
     """Restore, and return the step, whether it is bit for bit what this rank saved, and the bytes read by tier;
     with ``saves``, after a further step is in peer memory."""
-    return _resume(folder, make_state(0), same, **changes)
-
-
-def _resume(
-    folder: str,
-    state: dict[str, Any],
-    is_good: Callable[..., bool],
-    only: list[str] | None = None,
-    saves: bool = False,
-    **changes: Any,
-) -> dict[str, Any] | None:
     dist.init_process_group("gloo")
     with tierfall.open(config(folder, **changes)) as ckpt:
-        report = ckpt.restore(state, only=only)
+        state = make_state(0)
+        report = ckpt.restore(state)
         if report is None:
             return None
         if saves:
@@ -284,9 +274,8 @@ def _resume(
             handle.wait("peers", 30)
         return {
             "step": report.step,
-            "good": is_good(state, make_state(report.step)),
+            "good": same(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
-            "skipped": [f"{each.what}: {each.reason}" for each in report.fallbacks],
         }
 
 
