@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 import tierfall
 from tests.steps import blank, state_of
-from tierfall.setup import other_runs
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -56,26 +54,3 @@ def test_a_renamed_run_is_told_which_runs_there_are(
     assert "give its name as 'run'" in found
     levels = [r.levelno for r in caplog.records if r.getMessage() == found]
     assert levels == [logging.WARNING]
-
-
-def test_a_run_with_checkpoints_is_told_nothing(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config()
-    train(config, "other", 1)
-    train(config, "run", 1)
-    with tierfall.open({**config, "run": "run"}) as ckpt:
-        assert ckpt.restore(blank()) is not None
-    assert "Other runs" not in caplog.text
-
-
-def test_a_folder_that_does_not_answer_delays_a_start_no_longer_than_its_bound(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config()
-    train(config, "other", 1)
-    monkeypatch.setattr(other_runs, "LOOK_S", 0.2)
-    monkeypatch.setattr(other_runs, "_find_runs", lambda *words: time.sleep(5.0))
-    began_s = time.monotonic()
-    assert warning_of({**config, "run": "renamed"}, caplog) == ""
-    assert time.monotonic() - began_s < 4.0
