@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 import tierfall
@@ -45,19 +44,6 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
         assert folder.name.startswith(f"step-{step:08d}-")
         found.append(step)
     return found
-
-
-def falls_back_if_asked(
-    ckpt: tierfall.Checkpointer, refusal: str, step: int
-) -> tierfall.RestoreReport:
-    """A restore raises with this text, and names the argument that allows an older step. With it, ``step`` is
-    restored."""
-    with pytest.raises(tierfall.errors.RestoreError, match=f"{refusal}.*unreachable='ignore'"):
-        ckpt.restore(blank())
-    report = ckpt.restore(blank(), unreachable="ignore")
-    assert report is not None
-    assert report.step == step
-    return report
 
 
 def files_below(root: Path) -> dict[str, bytes]:

@@ -21,12 +21,6 @@ MakeConfig = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-# A path that cannot be used ----------------------------------------------------------------------
-
-
-# A copy that cannot be written -------------------------------------------------------------------
-
-
 # A medium that fails -----------------------------------------------------------------------------
 
 
@@ -60,6 +54,3 @@ def test_on_error_raise_reaches_a_loop_that_saves_no_more(
     with pytest.raises(FlushError, match="flush of 1@1 to slow"):
         ckpt.close()
     assert steps_on(tmp_path / "disk") == [1]
-
-
-# A tier that cannot be asked ---------------------------------------------------------------------

@@ -139,6 +139,3 @@ def test_a_rank_that_ended_by_an_exception_keeps_the_last_step_of_all_from_being
     assert isinstance(outcomes[1], ZeroDivisionError)
     assert committed(opener) == [[], []]
     assert "rank 1: it ended by ZeroDivisionError" in caplog.text
-
-
-# The announcements alone -------------------------------------------------------------------------

@@ -158,6 +158,3 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
     assert 5 in {step for step, _, _ in reports[0].done}, "the newest came before older ones"
     assert reports[0].left
     close_all(checkpointers)
-
-
-# The loss bound --------------------------------------------------------------------------------------

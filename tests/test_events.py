@@ -58,12 +58,6 @@ def test_every_kind_of_event_has_a_name_of_its_own() -> None:
     assert len({kind.kind for kind in KINDS}) == len(KINDS)
 
 
-# A life ----------------------------------------------------------------------------------------------
-
-
-# On the virtual clock --------------------------------------------------------------------------------
-
-
 # Several ranks ---------------------------------------------------------------------------------------
 
 
@@ -95,6 +89,3 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
         for kind in ("save_begun", "captured"):
             assert [e["step"] for e in only(path, kind)] == [1], kind
         assert sorted(e["tier"] for e in only(path, "committed")) == ["far", "nvme"]
-
-
-# The file --------------------------------------------------------------------------------------------

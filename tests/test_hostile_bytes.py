@@ -128,6 +128,3 @@ def test_a_pickle_in_place_of_an_image_with_right_digests(
     change_manifest(newest, image_bytes=8192, data_start=4096, chunk_bytes=4096, chunks=digests)
     must_be_refused(make_config, run_folder, newest)
     assert not trace.exists()
-
-
-# Where a stranger's files stand ------------------------------------------------------------------

@@ -119,6 +119,3 @@ def test_a_damaged_one_costs_nothing_is_reported_and_is_made_anew(
     assert path.read_bytes() == good
     assert [image.stat().st_mtime_ns for image in images] == times, "nothing else is written"
     cli(config, "verify")
-
-
-# Reading it ------------------------------------------------------------------------------------------

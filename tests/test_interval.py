@@ -105,6 +105,3 @@ def test_a_forked_child_ends_by_the_signal_and_so_does_the_program_after_close(
     done = forked.run(["-c", CHILD, str(tmp_path)])
     assert done.stdout.splitlines() == [f"child {signal.SIGTERM:d}", "still here"], done.stderr
     assert done.returncode == -signal.SIGTERM
-
-
-# The last step -----------------------------------------------------------------------------------

@@ -34,9 +34,6 @@ def save_steps(config: dict[str, Any], steps: range) -> None:
             ckpt.save(step, state_of(step), block=True)
 
 
-# A name that is used already ---------------------------------------------------------------------
-
-
 # A start that does not know that it is over ------------------------------------------------------
 
 

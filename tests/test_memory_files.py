@@ -143,4 +143,17 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
     assert steps_on(tmp_path / "disk") == list(range(1, 21))
 
 
-# Several ranks ---------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("sleepy")
+def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
+    make_config: MakeConfig, memory: Path, tmp_path: Path
+) -> None:
+    """Only the lock was removed, and a second start took it before that was noticed: memory is the other's now."""
+    config = make_config()
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1), block=True)
+    lock(config).unlink()
+    with forked.start(["-c", HOLD, str(lock(config))]) as two:
+        assert two.stdout.readline() == b"held\n"
+        ckpt.close()
+        assert arena(config).exists()
+    assert steps_on(tmp_path / "disk") == [1]

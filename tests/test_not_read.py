@@ -18,7 +18,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all
 from tests.shelf import Shelf
-from tests.steps import blank, state_of, step_in, wait_until
+from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
@@ -136,9 +136,6 @@ def test_what_has_no_record_is_not_collected_while_the_id_of_the_tier_cannot_be_
         wait_until(lambda: not shelf.of_step(1), "it is no checkpoint")
 
 
-# On a file system ------------------------------------------------------------------------------------
-
-
 # Several ranks ---------------------------------------------------------------------------------------
 
 
@@ -204,3 +201,35 @@ def _refusal(ckpt: Checkpointer) -> str:
     with pytest.raises(RestoreError) as refused:
         ckpt.restore(blank())
     return str(refused.value)
+
+
+def test_a_copy_is_owed_until_its_only_source_can_be_read(
+    config: dict[str, Any], shelf: Shelf, tmp_path: Path
+) -> None:
+    """Before, the slower tier was never given it."""
+    slow = {"name": "slow", "kind": "file", "path": str(tmp_path / "slow")}
+    two_steps(config)
+    config["tiers"].append(slow)
+    shelf.refused = {f"step-00000002-a0001/{FILES[0]}": toolkit.AccessDeniedError}
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), step=1)
+        wait_until(lambda: shelf.asked[f"run/step-00000002-a0001/{FILES[0]}"] > 3, "it is tried")
+        owed = {info.step: info.owed for info in ckpt.checkpoints()}
+        assert owed[2] == ("slow",)
+        shelf.refused = {}
+        wait_until(lambda: 2 in steps_on(tmp_path / "slow"), "it is copied")
+
+
+def test_a_restore_that_ended_keeps_what_it_could_not_read_from_the_rules(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    """The program goes on with a step that it names."""
+    two_steps(config)
+    shelf.refused = {"step-00000002-a0001/rank": toolkit.AccessDeniedError}
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match=IGNORE):
+            ckpt.restore(blank())
+        ckpt.restore(blank(), step=1)
+        for step in (3, 4):
+            ckpt.save(step, state_of(step), block=True)
+        wait_until(lambda: shelf.steps() == [2, 4], "the rules delete what could be read")

@@ -151,9 +151,6 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         assert torch.equal(tierfall.load(alone, step=step)["w"], large(step, mib=16)["w"])
 
 
-# What is never shown ----------------------------------------------------------------------------------
-
-
 # What is left behind ----------------------------------------------------------------------------------
 
 

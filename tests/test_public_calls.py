@@ -112,15 +112,6 @@ def test_an_error_of_the_users_code_keeps_its_traceback(make_config: MakeConfig)
         assert isinstance(error.__cause__, ZeroDivisionError)
 
 
-# Signal handlers --------------------------------------------------------------------------------------
-
-
-# A Checkpointer that nobody holds -----------------------------------------------------------------------
-
-
-# Several ranks ------------------------------------------------------------------------------------------
-
-
 # Logging, and folders that are not needed -----------------------------------------------------------------
 
 

@@ -109,6 +109,3 @@ def test_a_sharded_parameter_and_its_state(make_config: MakeConfig, mesh: Device
     assert average.placements == weight.placements
     assert torch.equal(average.to_local()[:6], expected)
     assert not average.to_local()[6:].any()
-
-
-# Names -----------------------------------------------------------------------------------------------
