@@ -65,9 +65,7 @@ def close_soon(ckpt: tierfall.Checkpointer) -> None:
     assert stays == []  # the interpreter would wait for it
 
 
-@pytest.mark.parametrize(
-    "calls", [("write",), ("publish",), ("scan",), ("read_into",), EVERYTHING], ids="-".join
-)
+@pytest.mark.parametrize("calls", [("publish",), ("read_into",), EVERYTHING], ids="-".join)
 def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
 ) -> None:

@@ -89,7 +89,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("word", ["open", *READS, "close"])
+@pytest.mark.parametrize("word", ["open", "commit.json", ".safetensors", "close"])
 def test_verify_names_the_tier_that_does_not_answer_and_verifies_the_others(
     held: StuckTier, uncached: None, tmp_path: Path, word: str
 ) -> None:
@@ -103,7 +103,7 @@ def test_verify_names_the_tier_that_does_not_answer_and_verifies_the_others(
     assert "nothing is damaged" in done.output
 
 
-@pytest.mark.parametrize("word", ["open", "stat", "write", "publish"])
+@pytest.mark.parametrize("word", ["open", "write", "publish"])
 def test_copy_names_the_tier_that_does_not_take_a_copy(
     stuck: StuckTier, tmp_path: Path, word: str
 ) -> None:
@@ -119,7 +119,7 @@ def test_copy_names_the_tier_that_does_not_take_a_copy(
     assert call(tmp_path, "verify").exit_code == 0
 
 
-@pytest.mark.parametrize("word", ["open", "read_into", "delete", "publish"])
+@pytest.mark.parametrize("word", ["open", "read_into"])
 def test_check_names_the_tier_that_does_not_answer_and_measures_the_others(
     stuck: StuckTier, tmp_path: Path, word: str
 ) -> None:
@@ -134,10 +134,8 @@ def test_check_names_the_tier_that_does_not_answer_and_measures_the_others(
     ("words", "kind"),
     [
         (("verify",), ".safetensors"),
-        (("copy", "2", "--to", "near"), "write"),
         (("copy", "2", "--to", "near"), "publish"),
         (("check", "--size", "64KiB"), "read_into"),
-        (("check", "--size", "64KiB"), "scan"),
     ],
 )
 def test_the_first_ctrl_c_ends_a_command_that_waits_for_a_tier(

@@ -80,8 +80,8 @@ def test_a_step_that_another_tier_has_is_loaded_from_there(
     assert stuck.hung.is_set()
 
 
-@pytest.mark.parametrize("path", ["near", "near/r", f"near/{STEP}"])
-@pytest.mark.parametrize("word", ["open", "scan", *READS[1:]])
+@pytest.mark.parametrize("path", ["near", f"near/{STEP}"])
+@pytest.mark.parametrize("word", ["open", "scan", READS[-1]])
 def test_a_path_whose_file_system_hangs_is_named(
     stuck: StuckTier, tmp_path: Path, soon: None, word: str, path: str
 ) -> None:

@@ -168,7 +168,7 @@ def test_a_restore_from_one_tier_alone_that_stops_answering_says_so_within_its_b
         assert bool((state["x"] == 1).all())
 
 
-@pytest.mark.parametrize("call", ["create", "publish", "read_into", "scan", "sync"])
+@pytest.mark.parametrize("call", ["publish", "read_into", "scan", "sync"])
 def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_it(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from typer.testing import CliRunner
 
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.cli.app import app
 from tierfall.config import Config
 from tierfall.core.format.records import Mark
 from tierfall.core.ranks.ranks import Ranks
@@ -145,14 +142,6 @@ def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
             with tier_at(tmp_path / place) as store:
                 store.delete(CheckpointId(1, 1), attempt=None, tombstoned=True)
     assert_next_start_leaves(tmp_path, [2])
-
-
-def command(nodes: Nodes, rank: int, *words: str) -> Any:
-    """Run a command on the node of a rank."""
-    path = nodes.folder / f"tiers-{rank}.yaml"
-    config = nodes.config(rank).model_dump(mode="json", exclude_none=True)
-    path.write_text(yaml.safe_dump(config))
-    return CliRunner().invoke(app, [*words, "--config", str(path)])
 
 
 def test_a_pin_that_was_left_on_one_node_alone_keeps_the_step_on_all(nodes: Nodes) -> None:

@@ -7,31 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-import tierfall
-from tierfall.demo.training import make_state, train_step
-
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, STOP, EVERY = 20, 13, 4
-
-
-def losses(last: int, config: dict[str, Any] | None = None) -> dict[int, str]:
-    """Start a training as a new process would, from what the tiers hold; return each step's exact loss."""
-    state = make_state(STEPS)
-    with nullcontext() if config is None else tierfall.open(config) as ckpt:
-        report = ckpt.restore(state) if ckpt is not None else None
-        found = {}
-        for step in range(report.step + 1 if report else 1, last + 1):
-            loss = train_step(state)
-            if ckpt is not None:
-                ckpt.maybe_save(step, state)
-            found[step] = loss.item().hex()
-        return found
 
 
 # The example ------------------------------------------------------------------------------------------

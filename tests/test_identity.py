@@ -61,24 +61,6 @@ def mount_again(folder: Path, away: Path) -> None:
     away.rename(folder)
 
 
-def test_an_empty_mount_point_is_not_a_run_without_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 100, 200)
-    away = unmount(tmp_path / "pfs")
-    with pytest.raises(RestoreError, match="is a file system not mounted there"):
-        restored(config)
-    assert caplog.messages[-1].endswith(
-        "no tier has a checkpoint of it; not read at the start: pfs"
-    )
-    with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.types.errors.StepError):
-        ckpt.save(1, state_of(1))
-    assert steps_on(tmp_path / "pfs") == []
-    mount_again(tmp_path / "pfs", away)
-    assert restored(config) == 200
-
-
 def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
     """Its memory knows nothing: what the disk remembers of the shared file system counts."""
     tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
@@ -209,7 +191,7 @@ def test_two_copies_of_a_runs_folders_are_warned_of(
 
 
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
-@pytest.mark.parametrize("how", ["renamed", "respelled", "both"])
+@pytest.mark.parametrize("how", ["renamed", "both"])
 def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     tmp_path: Path, how: str, memory: str
 ) -> None:
@@ -217,10 +199,9 @@ def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     pfs = tier(tmp_path, "pfs", shared=True)
     save(chain(tmp_path, disk, pfs), 1, 2, 3)
     (tmp_path / "link").symlink_to("pfs")
-    if how != "renamed":
+    pfs["name"] = "lustre"
+    if how == "both":
         pfs["path"] = str(tmp_path / "link")
-    if how != "respelled":
-        pfs["name"] = "lustre"
     config = chain(tmp_path, disk, pfs, memory=memory)
     away = unmount(tmp_path / "pfs")
     for _ in range(2):  # a start without it does not make the next one forget it

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all
-from tests.steps import state_of
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import StepError
-
-MakeConfig = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def config(make_config: MakeConfig) -> dict[str, Any]:
-    """A run with steps 1, 2 and 3; 2 is on disk alone, the others are nowhere after a close."""
-    config = make_config(disk={"retain": {"last": 9}}, far={"flush": {"every": 2}})
-    with tierfall.open(config) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-    return config
-
-
-def load(ckpt: tierfall.Checkpointer, *args: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
-    found = ckpt.load(*args, **more)
-    assert found is not None
-    return found
-
 
 # Several ranks -------------------------------------------------------------------------------------------
 

@@ -38,15 +38,6 @@ def delete_run(folder: Path) -> None:
     shutil.rmtree(folder / "run")
 
 
-def restores(config: dict[str, Any], step: int) -> None:
-    """Start the run, which restores a step from memory, and finish all copies."""
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(state := blank())
-        assert report is not None
-        assert step_in(state) == report.step == step
-        assert {source.tier for source in report.sources} == {"host"}
-
-
 def test_a_run_whose_files_are_deleted_goes_on_there_as_the_same_tier(
     make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
 ) -> None:

@@ -9,7 +9,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,12 @@ from tests.open_ranks import kill_all
 from tests.rank_kit import config_of
 from tests.steps import wait_until
 from tests.test_bad_input import in_a_child
-from tierfall.config import Config, load_config
+from tierfall.config import Config
 from tierfall.config.sections import MetricsSection
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.errors import ConfigError, RanksError
-from tierfall.ops.watch import Watcher
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.session import status_writer
-from tierfall.telemetry.prometheus import MetricsServer
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -153,15 +151,3 @@ def test_a_port_in_use_on_one_rank_is_an_error_on_all(tmp_path: Path, port: int)
 
 
 # Beside it -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def beside(make_config: MakeConfig, port: int) -> Iterator[dict[str, Any]]:
-    """A server that reads the status files of a run."""
-    config = make_config()
-    with Watcher(load_config(config), run="run") as watcher:
-        server = MetricsServer.listen(
-            "", port, watcher.living_statuses, run="run", where="--prometheus"
-        )
-        yield config
-        server.close()

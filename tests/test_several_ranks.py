@@ -25,7 +25,6 @@ from tierfall.core.types.errors import (
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.saver import Saver
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.session import Session
 from tierfall.setup import tiers as stores
 from tierfall.tiers.host import HostTier
 
@@ -89,8 +88,6 @@ def _rank_of(self: Any, *args: Any) -> int:
     [
         (HostTier, "attach"),
         (OpenedTiers, "_write_record"),
-        (HostTier, "allocate_now"),
-        (Session, "__init__"),
         (Saver, "__init__"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -124,7 +124,7 @@ def saved_on(folder: Path, nodes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("before", [["a", "b"], ["a", "a"], ["a"]])
+@pytest.mark.parametrize("before", [["a", "b"], ["a"]])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
     tmp_path: Path,
