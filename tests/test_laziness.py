@@ -16,20 +16,15 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.errors import CaptureError, StateChangedError
 
 MakeConfig = Callable[..., dict[str, Any]]
-OPTIMIZERS = [
-    {"foreach": False, "fused": False},
-    {"foreach": True},
-    {"fused": True},
-]
 
 
 class Loop:
     """A model of 1 MiB, its optimizer, and one update at a time."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(512, 512)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.state = {"model": self.model, "optimizer": self.optimizer}
 
     def give_gradients(self) -> None:
@@ -71,11 +66,10 @@ def saved_weights(ckpt: tierfall.Checkpointer, step: int) -> torch.Tensor:
     return fresh.weights()
 
 
-@pytest.mark.parametrize("options", OPTIMIZERS)
 def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_before_the_step(
-    make_config: MakeConfig, held: threading.Event, options: dict[str, Any]
+    make_config: MakeConfig, held: threading.Event
 ) -> None:
-    loop = Loop(**options)
+    loop = Loop()
     with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
         begun(ckpt, loop)
         before = loop.weights()
@@ -93,24 +87,7 @@ def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_befo
         assert torch.equal(saved_weights(ckpt, 2), before)
 
 
-def test_a_change_that_bumps_the_version_before_its_copy_gives_the_snapshot_up(
-    make_config: MakeConfig, held: threading.Event
-) -> None:
-    loop = Loop()
-    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
-        begun(ckpt, loop)
-        handle = ckpt.save(2, loop.state)
-        with torch.no_grad():
-            loop.model.weight.mul_(2)  # outside of any step, with the capture still to come
-        held.set()
-        with pytest.raises(CaptureError, match=r'state\["model"\]\["weight"\]'):
-            handle.captured(timeout=60)
-        loop.update()
-        with pytest.raises(tierfall.errors.RestoreError):
-            saved_weights(ckpt, 2)
-
-
-@pytest.mark.parametrize("verify", ["sample", "full", True])
+@pytest.mark.parametrize("verify", ["sample", "full"])
 def test_verify_catches_what_version_counters_do_not(
     make_config: MakeConfig, held: threading.Event, verify: object
 ) -> None:

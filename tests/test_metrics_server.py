@@ -148,6 +148,3 @@ def test_a_port_in_use_on_one_rank_is_an_error_on_all(tmp_path: Path, port: int)
         f"ConfigError: open: metrics.prometheus: *:{port} cannot be listened on"
     )
     assert second.startswith("RanksError: open: rank 0: open: metrics.prometheus: ")
-
-
-# Beside it -------------------------------------------------------------------------------------------

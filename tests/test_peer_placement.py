@@ -59,58 +59,12 @@ def met(
                     close_peers(one)
 
 
-def refusals(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> set[str]:
-    """What each rank raises; all must."""
-    with met(folder, nodes, domains, **peer) as found:
-        assert all(isinstance(one, BaseException) for one in found), found
-        return {str(one) for one in found}
-
-
 def placed(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> Any:
     with met(folder, nodes, domains, **peer) as found:
         assert all(isinstance(one, PeerMemory) for one in found), found
         placements = [one.placement for one in found if isinstance(one, PeerMemory)]
         assert all(one == placements[0] for one in placements)
         return placements[0]
-
-
-@pytest.mark.parametrize("copies", [1, 2, 3])
-def test_as_many_nodes_keep_an_image_as_copies(tmp_path: Path, copies: int) -> None:
-    placement = placed(tmp_path, 4, copies=copies)
-    assert [len(holders) for holders in placement.holders] == [copies + 1] * 4
-    assert placement.crowded == ()
-
-
-def test_copies_are_in_other_domains(tmp_path: Path) -> None:
-    """By nodes alone, 0 and 2 would keep each other's."""
-    domains = ["a", "b", "a", "b"]
-    placement = placed(tmp_path, 4, domains, spread="rack")
-    for holders in placement.holders:
-        assert len({domains[node] for node in holders}) == 2
-    assert placed(tmp_path, 4).holders[0] == (0, 2)
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_more_copies_than_other_nodes_are_refused(tmp_path: Path, nodes: int) -> None:
-    (text,) = refusals(tmp_path, nodes, copies=3)
-    assert f"copies is 3, and there are {nodes} nodes" in text
-    assert f"Start on at least 4 nodes, or set copies to {nodes - 1} or less" in text
-
-
-def test_one_node_alone_leaves_the_tier_out(tmp_path: Path) -> None:
-    with met(tmp_path, 1, copies=3) as found:
-        assert found == [None]
-
-
-def test_domains_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 2, spread="rack")
-    assert f"the rack of node 0 ({node_name()}), node 1 ({node_name()}) is not known" in text
-    assert "set TIERFALL_DOMAIN on each node, or domains to a file" in text
-
-
-def test_a_node_that_the_labels_lack_is_named_on_all_ranks(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 3, ["a", "b", ""], spread="rack")
-    assert f"rank 2: tier peers: {tmp_path / 'labels-2'}: has no line for this node" in text
 
 
 def test_domains_from_several_sources_are_refused(
@@ -129,11 +83,6 @@ def test_domains_from_several_sources_are_refused(
     (text,) = {str(one) for one in found}
     assert "given by SLURM_TOPOLOGY_ADDR on node 0" in text
     assert "and domains on node 1" in text
-
-
-def test_fewer_domains_than_holders_are_refused(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 4, ["a", "a", "b", "b"], spread="rack", copies=2)
-    assert "spread is rack, copies is 2, and 4 nodes are in 2 (ar, br)" in text
 
 
 def test_a_domain_that_is_too_large_is_said_once(

@@ -132,10 +132,7 @@ def nodes_with(folder: Path, rank: int) -> set[str]:
 @pytest.mark.parametrize(
     ("nodes", "before", "after"),
     [
-        ("0123", {}, {}),
-        ("0123", TWO, TWO),
         ("001122", TWO, TWO),
-        ("012", {}, TWO),
         ("012", TWO, PACKED),
         ("012", PACKED, TWO),
     ],
