@@ -98,7 +98,7 @@ def step_of(tmp_path: Path, tier: str) -> Path:
 # What is written -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", ["host", *TIERS])
+@pytest.mark.parametrize("tier", ["host", "zstd", "planes"])
 def test_the_whole_state_is_the_image_byte_for_byte(
     config: dict[str, Any], tmp_path: Path, out: Path, tier: str
 ) -> None:
@@ -109,52 +109,6 @@ def test_the_whole_state_is_the_image_byte_for_byte(
     opened = safetensors.torch.load_file(done.path)
     assert torch.equal(opened["big"], some_state()["big"])
     assert len(opened) == done.tensors
-
-
-@pytest.mark.parametrize("tier", ["host", *TIERS])
-def test_a_model_loads_strictly_into_a_fresh_one_ties_included(
-    config: dict[str, Any], out: Path, tier: str
-) -> None:
-    done = export_from(config, tier, to=out, only=("model",))
-    assert done.path == out / "model.safetensors"
-    loaded = safetensors.torch.load_file(done.path)
-    wanted = some_state()["model"].state_dict()
-    assert set(loaded) == set(wanted)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
-    Tied().load_state_dict(loaded)
-    with safetensors.safe_open(done.path, "pt") as file:
-        assert file.metadata() == {"format": "pt", "tierfall.checkpoint": "run 1@1"}
-    assert done.notes == ()
-
-
-@pytest.mark.parametrize("tier", ["host", *TIERS])
-def test_the_torch_file_is_what_load_returns(config: dict[str, Any], out: Path, tier: str) -> None:
-    done = export_from(config, tier, to=out, format=ExportFormat.TORCH)
-    assert done.path == out / f"{WHOLE}.pt"
-    assert "weights_only=False" in done.notes[0]
-    loaded = torch.load(done.path, weights_only=False)
-    assert_same(loaded, tierfall.load(config))
-    tied = loaded["model"]["embedding.weight"], loaded["model"]["head.weight"]
-    assert tied[0].data_ptr() == tied[1].data_ptr()
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key, value in one.items():
-            assert_same(value, other[key])
-    elif isinstance(one, list | tuple):
-        for left, right in zip(one, other, strict=True):
-            assert_same(left, right)
-    else:
-        assert one == other
 
 
 def test_what_safetensors_does_not_hold_is_reported(config: dict[str, Any], out: Path) -> None:

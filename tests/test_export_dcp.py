@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierfall
@@ -69,39 +67,6 @@ def test_dcp_loads_a_scaler_as_it_saves_one(tmp_path: Path, out: Path) -> None:
     loaded = {"scaler": torch.amp.GradScaler("cpu").state_dict()}
     dcp.load(loaded, checkpoint_id=out, no_dist=True)
     assert loaded["scaler"] == scaler.state_dict()
-
-
-@pytest.mark.filterwarnings(ALONE)
-def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: Path) -> None:
-    export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    dcp_to_torch_save(out, tmp_path / "all.pt")
-    read = torch.load(tmp_path / "all.pt", weights_only=False)
-    loaded = tierfall.load(config)
-    assert read.keys() == loaded.keys()
-    assert read["extra"]["epoch"] == 5
-    assert read["extra"]["nested"]["names"] == ["a", "b"]
-    assert read["extra"]["nested"]["3"].tolist() == [0, 1, 2]
-    assert read["empty"].shape == (0, 4)
-    assert torch.equal(read["rng"]["torch"], loaded["rng"]["torch"])
-    assert {k: v.shape for k, v in read["model"].items()} == {
-        k: v.shape for k, v in loaded["model"].items()
-    }
-
-
-def test_a_part_stands_by_itself_and_several_by_their_names(config: Config, out: Path) -> None:
-    export_from(config, "shared", to=out / "one", format=ExportFormat.DCP, only=("model",))
-    names = set(FileSystemReader(out / "one").read_metadata().state_dict_metadata)
-    assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    export_from(
-        config, "shared", to=out / "two", format=ExportFormat.DCP, only=("model", "extra.epoch")
-    )
-    metadata = FileSystemReader(out / "two").read_metadata()
-    assert "model.0.weight" in metadata.state_dict_metadata
-    assert "extra.epoch" in metadata.state_dict_metadata
-    assert metadata.storage_meta is not None
-    assert metadata.storage_meta.checkpoint_id == str(out / "two")
-    export_from(config, "shared", to=out / "leaf", format=ExportFormat.DCP, only=("empty",))
-    assert set(FileSystemReader(out / "leaf").read_metadata().state_dict_metadata) == {"empty"}
 
 
 def test_an_empty_folder_gives_way_and_nothing_else_does(config: Config, out: Path) -> None:
