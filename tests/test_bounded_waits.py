@@ -15,6 +15,7 @@ import torch
 import tierfall
 from tests.stuck_tier import StuckTier
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.runtime.buffers import BufferPool, begin_filling, end_filling
 from tierfall.core.types.errors import RestoreError
 from tierfall.setup import tiers as stores
 
@@ -183,3 +184,13 @@ def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_i
         assert time.monotonic() - began_s < LONG_S / 2
     finally:
         stuck.gate.set()
+
+
+def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    with pool.lend_view(4096) as view:
+        begin_filling(view)
+    with pool.lend_view(4096) as other:
+        assert other.obj is not view.obj
+    end_filling(view)
+    pool.release()

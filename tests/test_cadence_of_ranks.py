@@ -11,9 +11,10 @@ import pytest
 
 from tests.core.ranks.threads import on_all
 from tests.open_ranks import SOON_S, Opener, close_all
-from tests.steps import state_of
+from tests.steps import state_of, wait_until
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.values import SaveOutcome
 from tierfall.run import announced_steps
 from tierfall.run.checkpointer import Checkpointer
 
@@ -139,3 +140,35 @@ def test_a_rank_that_ended_by_an_exception_keeps_the_last_step_of_all_from_being
     assert isinstance(outcomes[1], ZeroDivisionError)
     assert committed(opener) == [[], []]
     assert "rank 1: it ended by ZeroDivisionError" in caplog.text
+
+
+def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_receives_earlier_from_then_on(
+    opener: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
+    monkeypatch.setattr(announced_steps, "AHEAD_S", 0.0)
+    both = opener.all_open(interval={"every": 10**6, "at_end": False})
+    received = both[1]._cadence._others
+    assert received is not None
+    for step in range(1, 31):
+        assert both[1].maybe_save(step, state_of(step)) is None
+    saved: list[dict[int, SaveHandle]] = [{}, {}]
+    for step in range(1, 120):
+        if step in (2, 40):
+            both[0]._cadence.request("SIGTERM")
+        for rank, at in ((0, step), (1, step + 30)):
+            if rank == 1 and step in (2, 40):
+                wait_until(lambda: len(received._messages) > 0, "rank 1 has heard")
+            handle = both[rank].maybe_save(at, state_of(at))
+            if handle is not None:
+                saved[rank][at] = handle
+    first, second = saved[0].values()
+    wait_until(lambda: first.exception() is not None, "it is given up", timeout_s=SOON_S / 2)
+    assert first.outcome is SaveOutcome.FAILED
+    assert f"save of step {first.step}: rank 1 received its announcement" in str(first.exception())
+    assert "rank 1 is ahead of rank 0, and received the announcement of a save" in caplog.text
+    assert list(saved[1]) == [second.step], "it was announced early enough"
+    for handle in (second, saved[1][second.step]):
+        handle.wait("far", timeout=SOON_S)
+    close_all(both)
+    assert committed(opener) == [[second.step]] * 2

@@ -158,3 +158,15 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
     assert 5 in {step for step, _, _ in reports[0].done}, "the newest came before older ones"
     assert reports[0].left
     close_all(checkpointers)
+
+
+def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks]) -> None:
+    checkpointers = slow_ranks(tmp_path, ranks)
+    coordinators = [c._session.coordinator for c in checkpointers]
+    checkpointers[1]._session.call_soon(lambda: coordinators[1].share_deadline(3.0))
+    wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
+    assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
+    wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")
+    checkpoints = checkpointers[0].checkpoints()
+    assert checkpoints[-1].tiers["nvme"] == "committed", "the newest came first"
+    close_all(checkpointers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,28 @@ from tests.open_ranks import (
 from tests.steps import memory_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core.format.records import Attempt
+from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
+from tierfall.session.leftovers import adopt_slots, images_in
+from tierfall.setup.places import run_folder
+from tierfall.tiers.host import SealedImage
 from tierfall.tiers.stored import StoredTier
+
+
+@contextmanager
+def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage]]:
+    """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
+    folder = run_folder(config, config.run)
+    slots, _ = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
+    try:
+        yield [image for id, image in images_in(slot.host for slot in slots) if id == FIRST]
+    finally:
+        for slot in slots:
+            slot.close(keep=True)
+
 
 FIRST = CheckpointId(1, 1)
 
@@ -149,3 +166,11 @@ def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: 
         drain(left.config(0), SOON_S)
     assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == []
     assert len(list(tmp_path.rglob("*.arena"))) == 2
+
+
+def test_pins_go_along(left: Opener, tmp_path: Path) -> None:
+    with owned_memory(left.config(0)) as memory:
+        mark = Mark(name="pin", checkpoint=FIRST, wall_time_s=1.0)
+        memory[0].region.add_mark(mark.encode())
+    drain(left.config(0), SOON_S)
+    assert len(list(tmp_path.glob("0/*/run/step-*/marks/pin"))) == 2

@@ -20,8 +20,10 @@ from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
     RestoreError,
+    StorageFullError,
     UnreachableError,
 )
+from tierfall.tiers.documents import Documents
 
 
 def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -308,3 +310,30 @@ def test_a_shared_tier_whose_mount_point_is_missing_is_not_created_here(tmp_path
     folder.parent.mkdir(parents=True)
     save(config, 1)
     assert steps_on(folder) == [1]
+
+
+@pytest.mark.parametrize("one_folder", [True, False])
+def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool
+) -> None:
+    """Whether two tiers that bear one id are one is found out by a file, which a full disk does not take."""
+    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
+    two = tmp_path / "two"
+    shutil.copytree(tmp_path / "one", two)
+    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
+
+    def replace(self: Documents, key: str, data: bytes) -> None:
+        raise StorageFullError(f"{key}: no space left")
+
+    monkeypatch.setattr(Documents, "replace", replace)
+    if one_folder:
+        mount_one_as_two(tmp_path, monkeypatch)
+        with pytest.raises(ConfigError, match="are one folder"):
+            tierfall.open(config)
+        return
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state).step == step_in(state) == 2
+        assert [t.read_only for t in ckpt._config.stored] == [False, True]
+        assert "may be the same folder" in ckpt._session.tiers.found_read_only["two"]
+    assert sorted(p.name for p in two.iterdir()) == ["run"]

@@ -157,3 +157,24 @@ def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
         ckpt.close()
         assert arena(config).exists()
     assert steps_on(tmp_path / "disk") == [1]
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_another_process_that_took_the_place_keeps_its_files(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+) -> None:
+    """It came in the moment before the removal was noticed."""
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1)).captured()
+    remove(memory / "run")
+    with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
+        assert two.stdout.readline() == b"held\n"
+        assert not ckpt._session.memory.repair(10.0)
+        assert survives(ckpt) is None
+        assert len(warnings("was removed")) == 1
+        ckpt.close()
+        assert f"process {two.pid}" in warnings("cannot be made anew")[0]
+        assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
+        assert arena(config).read_bytes() == b"theirs"
+        assert lock(config).exists()

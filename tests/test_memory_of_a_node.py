@@ -244,3 +244,36 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
     assert not list(memory.rglob("*.arena"))
+
+
+@pytest.mark.parametrize("deadline", ["20s", "10ms"])
+def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
+    tmp_path: Path, memory: Path, deadline: str
+) -> None:
+    project = Project(tmp_path / "one", memory, disk={"bandwidth": "40kB/s"})
+    project.drain_within(deadline)
+    words = ["-c", TRAINER, str(project.file), *(["last"] if deadline == "10ms" else [])]
+    with forked.start(words) as trainer:
+        assert trainer.stdout.readline() == b"saved\n"
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(60) == -signal.SIGTERM
+    is_complete = deadline == "20s"
+    assert bool(list(memory.rglob("*.arena"))) != is_complete
+    assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
+
+
+def test_a_drain_that_a_later_start_keeps_from_writing_says_what_to_start(
+    tmp_path: Path, memory: Path
+) -> None:
+    """Another machine went on from an older step. What memory holds is not to be removed by hand."""
+    project = Project(tmp_path / "one", memory)
+    project.leave(1)
+    elsewhere = Project(tmp_path / "one", tmp_path / "memory-of-another-machine", disk={})
+    elsewhere.leave(3)
+    project.configure(disk={})
+    output = project.run_command("drain", code=1)
+    for words in ("did not begin with this memory", "start the training here", "--discard"):
+        assert words in output
+    assert "remove" not in output
+    assert list(memory.rglob("*.arena"))
+    assert project.restored() == (3, "disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tierfall.telemetry.metrics import (
     METRICS,
     EventTally,
     MetricKind,
+    flatten,
     split_key,
 )
 from tierfall.telemetry.status import Status, TierStatus
@@ -185,3 +187,11 @@ def test_the_bound_is_twice_the_interval_of_the_tier_that_gets_most(
     every_s: float | None, flush_every: list[int], bound_s: float | None
 ) -> None:
     assert durable_bound_s(every_s, flush_every) == bound_s
+
+
+def test_what_is_not_known_or_not_finite_is_left_out() -> None:
+    labelled: dict[str, dict[str, float | None]] = {"behind": {"a": math.inf, "b": 1.5, "c": None}}
+    assert flatten({"step": None, "ettr": math.nan, "image_bytes": 3}, labelled) == {
+        "tierfall/image_bytes": 3,
+        "tierfall/behind/b": 1.5,
+    }

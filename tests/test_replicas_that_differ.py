@@ -13,7 +13,7 @@ from torch import nn
 
 import tierfall
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import close_all, kill_all
+from tests.open_ranks import close_all, kill_all, wait_sealed
 from tests.replica_ranks import (
     MAX_WAIT_S,
     assert_same,
@@ -236,3 +236,31 @@ def test_after_a_start_all_is_compared_again(tmp_path: Path, ranks: list[Ranks])
         save_whole(opened, 5, fresh)
         opened_at = [info.step for info in opened[0].checkpoints()]
         assert opened_at == [1, 3, 5]
+
+
+def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_start(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are killed before the tensor is named: the images were never sealed."""
+    from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    wait_sealed(opened)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        ReplicaAssigner, "_on_all_digests", lambda self, id, bodies: asked.append(id)
+    )
+    for rank, state in enumerate(states):
+        train(state, rank)
+    handles = save_all(opened, 2, states)
+    deadline = MAX_WAIT_S / 2
+    with pytest.raises(TimeoutError):
+        handles[0].wait(timeout=deadline)
+    assert asked
+    assert not any(handle.done("host") for handle in handles)
+    kill_all(opened)
+    monkeypatch.undo()
+    with restarted(tmp_path) as (_, _, reports):
+        assert [report.step for report in reports] == [1, 1, 1]

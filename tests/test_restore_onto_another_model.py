@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tierfall
 from tests.rank_kit import config_of, save_on_ranks
+from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -109,3 +110,24 @@ def test_a_sharded_parameter_and_its_state(make_config: MakeConfig, mesh: Device
     assert average.placements == weight.placements
     assert torch.equal(average.to_local()[:6], expected)
     assert not average.to_local()[6:].any()
+
+
+def test_an_older_step_leaves_nothing_that_a_newer_one_wrote(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Step 2 has the shape of the state, is filled in place, and found damaged at its end. Step 1 would not fill all of
+    the embedding."""
+    config = make_config(disk={}, host={"capacity": "32MiB"})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, make(20_000), block=True)
+        ckpt.save(2, make(30_000), block=True)
+    image = tmp_path / "disk/run/step-00000002-a0001/rank-00000-of-00001.safetensors"
+    data = bytearray(image.read_bytes())
+    data[-1] ^= 1
+    image.write_bytes(data)
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match=r"model\.embed\.weight"):
+            ckpt.restore(make(30_000, seed=5), resize=["model.embed"])
+        live = make(30_000, seed=5)
+        assert ckpt.restore(live, step=1, resize=["model.embed"]) is not None
+    assert torch.equal(live["model"].embed.weight[:20_000], make(20_000)["model"].embed.weight)

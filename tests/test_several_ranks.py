@@ -12,7 +12,8 @@ import torch
 
 import tierfall
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import SOON_S, Opener, close_all, stop_before_any_flush
+from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
+from tests.steps import wait_until
 from tests.stuck_tier import StuckTier
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.ranks.ranks import Ranks
@@ -20,6 +21,7 @@ from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     BackendError,
     RanksError,
+    RestoreError,
     UnreachableError,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -176,3 +178,45 @@ def test_a_tier_that_hangs_in_the_cleanup_of_open_is_left_out_by_all_ranks(
     finally:
         stuck.gate.set()
     assert train((5, 6)) == [4, 4]
+
+
+def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpts = opener.all_open()
+    broken = ckpts[1]._session
+
+    def step(now_s: float) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(broken.coordinator, "step", step)
+    broken.call_soon(int)
+    wait_until(lambda: broken.workers.failure is not None, "the coordinator to stop")
+    began = time.monotonic()
+    outcomes = on_all([one.close for one in ckpts])
+    assert outcomes[0] is None
+    assert "a fault of ours" in str(outcomes[1])
+    assert time.monotonic() - began < SOON_S / 2
+
+
+def test_what_only_another_ranks_node_has_is_no_reason_to_restore_an_older_step(
+    ranks: list[Ranks], tmp_path: Path
+) -> None:
+    """Ranks come to each other's nodes, and cannot send each other what they have: nothing is left behind."""
+    both = WithShared(tmp_path, ranks).all_open()
+    restore_all(both, [{"w": torch.zeros(4)} for _ in both])
+    for step in (1, 2, 3):
+        handles = [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]
+        for handle in handles:
+            handle.wait("nvme", timeout=SOON_S)
+    on_all([c.drain for c in both])
+    close_all(both)
+    with network(["a", "b"]) as again:
+        swapped = WithShared(tmp_path, again)
+        swapped.place_of = {0: 1, 1: 0}
+        both = swapped.all_open()
+        for error in restore_all(both, [{"w": torch.zeros(4)} for _ in both]):
+            assert isinstance(error, RestoreError)
+            assert "3@1" in str(error)
+            assert "init_process_group" in str(error)
+        close_all(both)

@@ -222,3 +222,29 @@ def test_a_damaged_chunk_comes_from_the_next_source_for_both(
             assert edges[f"mirror->{tier}"] >= 1 << 16
             assert edges.get(f"disk->{tier}", 0) + edges[f"mirror->{tier}"] == info.bytes
     are_right(tmp_path, "one", "two")
+
+
+def test_a_tier_that_takes_bytes_in_rising_order_gets_them_so(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}), memory)
+    in_the_middle, begun, offsets = threading.Event(), threading.Event(), list[int]()
+
+    def lead(offset: int) -> None:
+        if offset > ELEMENTS:
+            in_the_middle.set()
+            assert begun.wait(PATIENCE_S)
+
+    def follow(offset: int) -> None:
+        begun.set()
+        offsets.append(offset)
+
+    def wait_for_the_other() -> None:
+        assert in_the_middle.wait(PATIENCE_S)
+
+    storage.traits = {"late": {"ordered_writes": True}}
+    storage.on_write = {"early": lead, "late": follow}
+    storage.on_create = {"late": wait_for_the_other}
+    fill(make_config(disk={}, early={}, late={}), storage)
+    assert offsets == sorted(offsets)
+    are_right(tmp_path, "early", "late")
