@@ -165,6 +165,8 @@ from tests.steps import blank, state_of
 ckpt = tierfall.open(sys.argv[1])
 ckpt.restore(blank())
 ckpt.save(1, state_of(1)).wait("disk")
+if "last" in sys.argv:
+    ckpt.save(2, state_of(2)).captured()
 print("saved", flush=True)
 time.sleep(60)
 """
