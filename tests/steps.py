@@ -48,19 +48,6 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
     return found
 
 
-def falls_back_if_asked(
-    ckpt: tierfall.Checkpointer, refusal: str, step: int
-) -> tierfall.RestoreReport:
-    """A restore raises with this text, and names the argument that allows an older step. With it, ``step`` is
-    restored."""
-    with pytest.raises(tierfall.errors.RestoreError, match=f"{refusal}.*unreachable='ignore'"):
-        ckpt.restore(blank())
-    report = ckpt.restore(blank(), unreachable="ignore")
-    assert report is not None
-    assert report.step == step
-    return report
-
-
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
