@@ -36,7 +36,6 @@ FIRST = (
     "tests/simulation",
     "tests/test_benchmarks.py",
     "tests/test_benchmarks_peers.py",
-    "tests/test_demo_s3.py",
     "tests/distributed",
     "tests/policies",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,19 +48,6 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
     return found
 
 
-def falls_back_if_asked(
-    ckpt: tierfall.Checkpointer, refusal: str, step: int
-) -> tierfall.RestoreReport:
-    """A restore raises with this text, and names the argument that allows an older step. With it, ``step`` is
-    restored."""
-    with pytest.raises(tierfall.errors.RestoreError, match=f"{refusal}.*unreachable='ignore'"):
-        ckpt.restore(blank())
-    report = ckpt.restore(blank(), unreachable="ignore")
-    assert report is not None
-    assert report.step == step
-    return report
-
-
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
@@ -75,6 +63,20 @@ def open_elsewhere(config: Mapping[str, Any]) -> tierfall.Checkpointer:
     """Open a run as a process on another node would, beside what this one has open; its folder of memory is another."""
     with mock.patch.object(open_run, "OPEN", set()):
         return tierfall.open(config)
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, names: str, after: int = 0) -> None:
+    """Start only the first ``after`` of the threads whose names a pattern is found in, as at the limit of processes."""
+    start, left = threading.Thread.start, [after]
+
+    def refuse(thread: threading.Thread) -> None:
+        if re.search(names, thread.name):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -15,13 +15,8 @@ from tierfall.config import load_config
 from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,
-    LostWriteError,
-    StorageFullError,
-    TierfallError,
-    UnreachableError,
 )
 from tierfall.ops.drain import drain
-from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 DAMAGE = pytest.mark.parametrize("how", ["empty", "gone"])
@@ -79,30 +74,6 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
         assert step_in(state) == 1
 
 
-def test_memory_is_known_by_the_tiers_that_this_machine_remembers(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(disk={"flush": {"every": 2}})
-    leave_in_memory(config, 1)
-    damage(record(tmp_path, 1))
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(state := blank())
-        assert step_in(state) == 1
-
-
-def test_memory_of_another_life_is_known_by_commit_records_too(
-    make_config: MakeConfig, tmp_path: Path, memory: Path
-) -> None:
-    config = make_config(disk={"flush": {"every": 2}})
-    leave_in_memory(config, 1)
-    elsewhere = {**config["tiers"][0], "folder": str(memory / "other")}
-    (tmp_path / "disk").rename(tmp_path / "first")
-    leave_in_memory({**config, "tiers": [elsewhere, config["tiers"][1]]}, 1, 2)
-    damage(record(tmp_path, 1))
-    with pytest.raises(ConfigError, match="1@1 of another life of run 'run': tier disk knows"):
-        tierfall.open(config)
-
-
 def test_a_drain_leaves_memory_where_a_newer_record_is_damaged(
     make_config: MakeConfig, tmp_path: Path, memory: Path
 ) -> None:
@@ -124,31 +95,6 @@ def test_the_own_record_is_written_anew_in_mid_run(make_config: MakeConfig, tmp_
     assert record(tmp_path, 1).stat().st_size
 
 
-@pytest.mark.parametrize("error", [LostWriteError, UnreachableError, StorageFullError])
-def test_a_tier_that_does_not_accept_the_record_at_open_gets_it_before_the_first_commit(
-    error: type[TierfallError],
-    make_config: MakeConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise error("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredTier, "create_attempt", refuse)
-        ckpt = tierfall.open(make_config())
-    assert (
-        "tier disk did not accept the attempt's record, which comes before its first copy there: on purpose"
-        in caplog.text
-    )
-    assert not record(tmp_path, 1).exists()
-    with ckpt:
-        assert ckpt.save(1, state_of(1), block=True).outcome == "saved"
-    assert record(tmp_path, 1).stat().st_size
-    assert steps_on(tmp_path / "disk") == [1]
-
-
 def test_a_record_that_was_copied_to_a_huge_number_is_ignored(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,32 +108,3 @@ def test_a_record_that_was_copied_to_a_huge_number_is_ignored(
     assert steps_on(tmp_path / "disk") == [1, 2]
     assert "a999999999999.json: is the record of attempt 1" in caplog.text
     assert stray.exists()
-
-
-@pytest.mark.parametrize("stray", ["attempts/a999999999999.json", "step-00000009-a999999999999/x"])
-def test_where_no_number_is_left_open_names_what_has_the_last(
-    stray: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    path = tmp_path / "disk/run" / stray
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"attempt 999999999999 on disk.*remove its record"):
-        tierfall.open(make_config())
-    path.unlink()
-    with tierfall.open(make_config()) as ckpt:
-        assert ckpt.restore(blank()) is not None
-
-
-@pytest.mark.parametrize("name", ["run", "run/attempts"])
-def test_a_file_where_a_folder_is_to_be_is_named(
-    name: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    place = tmp_path / "disk" / name
-    place.parent.mkdir(parents=True)
-    place.write_text("x")
-    with pytest.raises(TierfallError, match=r"a file.* folder.*move the file away"):  # noqa: SIM117
-        with tierfall.open(make_config()) as ckpt:
-            ckpt.restore(blank())
-    assert place.read_text() == "x"

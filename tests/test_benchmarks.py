@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import mmap
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,9 @@ pytestmark = pytest.mark.benchmarks
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
 
-from benchmarks import bare, figures, machine, many, memory, report, rounds, workload  # noqa: E402
-from benchmarks.__main__ import parse  # noqa: E402
+from benchmarks import bare, figures, machine, many, report, rounds  # noqa: E402
 from benchmarks.figures import Results  # noqa: E402
 from tests import forked  # noqa: E402
-from tierfall.backends.posix.system import is_cached  # noqa: E402
 
 SAMPLES = {"a": [3.0, 1.0, 2.0], "b": [1.0, 1.0, 4.0]}
 
@@ -34,42 +30,6 @@ def test_ratio_divides_medians_and_spreads_over_rounds() -> None:
     found = figures.ratio("x", SAMPLES, subject="a", reference="b", target=2.0)
     assert (found.value, found.low, found.high) == (2.0, 0.5, 3.0)
     assert found.met is True
-
-
-def test_ratio_above_its_target_is_missed() -> None:
-    assert figures.ratio("x", SAMPLES, subject="a", reference="b", target=1.99).met is False
-
-
-def test_ratio_without_target_has_no_verdict() -> None:
-    assert figures.ratio("x", SAMPLES, subject="a", reference="b").met is None
-
-
-def test_ratio_of_series_from_different_rounds_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 samples over 1"):
-        figures.ratio("x", {"a": [1.0, 2.0, 3.0], "b": [1.0]}, subject="a", reference="b")
-
-
-def test_median_of_an_even_number_lies_between() -> None:
-    assert figures.spread([1.0, 2.0, 4.0, 9.0]) == figures.Spread(median=3.0, low=1.0, high=9.0)
-
-
-def test_each_kind_is_measured_once_a_round_and_named() -> None:
-    asked: list[str] = []
-
-    def measured(kind: str, number: int) -> rounds.Measured:
-        asked.append(f"{kind}{number}")
-        return {("steps take", "x"): number + 1.0}
-
-    kinds = {kind: partial(measured, kind) for kind in ("a", "b")}
-    found = rounds.find_each(kinds, rounds=3)
-    assert asked == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert [(f.name, f.unit) for f in found] == [("a: steps take", "x"), ("b: steps take", "x")]
-    assert {(f.value, f.low, f.high) for f in found} == {(2.0, 1.0, 3.0)}
-
-
-def test_spread_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no samples"):
-        figures.spread([])
 
 
 def results(*, target: float = 2.0, extra_mib: int = 0, direct: tuple[bool, bool]) -> Results:
@@ -137,52 +97,6 @@ def test_every_contender_runs_once_a_round_from_a_settled_state() -> None:
     }
 
 
-def test_what_follows_a_contender_is_measured_right_after_it() -> None:
-    calls: list[str] = []
-    samples = run(calls, chained=True)
-    for at in [number for number, call in enumerate(calls) if call == "after a"]:
-        assert calls[at + 1 : at + 3] == ["settle", "then"]
-    assert len(samples["then"]) == len(samples["a"]) == 4
-
-
-def test_order_is_shuffled_and_repeats_with_its_seed() -> None:
-    first: list[str] = []
-    again: list[str] = []
-    run(first, count=8)
-    run(again, count=8)
-    assert first == again
-    order = [call for call in first if call in ("a", "b", "c")]
-    assert len({tuple(order[i : i + 3]) for i in range(0, len(order), 3)}) > 1
-
-
-# The state -------------------------------------------------------------------------------------------
-
-
-def test_full_state_has_its_size_and_about_700_tensors() -> None:
-    shape = workload.shape_for(3 << 29)
-    assert abs(shape.parameters * workload.BYTES_PER_PARAMETER / (3 << 29) - 1) < 0.01
-    assert (shape.width, shape.layers) == (768, 14)
-
-
-def test_state_holds_moments_of_real_steps() -> None:
-    shape = workload.shape_for(10 << 20)
-    work = workload.Workload(shape)
-    bare_count = len(work.tensors())
-    work.train(1)
-    tensors = work.tensors()
-    assert (bare_count, len(tensors)) == (172, 688)
-    moments = [state["exp_avg_sq"] for state in work.optimizer.state.values()]
-    assert all(bool((moment > 0).any()) for moment in moments)
-    weights = shape.parameters * workload.BYTES_PER_PARAMETER
-    assert workload.bytes_of(tensors) == weights + 172 * 4  # and a step count each
-
-
-def test_shape_counts_its_parameters() -> None:
-    shape = workload.shape_for(10 << 20)
-    counted = sum(parameter.numel() for parameter in workload.Gpt(shape).parameters())
-    assert shape.parameters == counted
-
-
 # The references --------------------------------------------------------------------------------------
 
 
@@ -228,36 +142,6 @@ def test_reference_file_is_written_whole_and_read_back(tmp_path: Path, wanted: b
     assert bytes(target.whole[end : end + 17]) == b"not a whole block"
 
 
-def test_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(10_000))
-    buffer = bare.Buffer([torch.zeros(10_000, dtype=torch.uint8)], touched=True)
-    with path.open("rb") as file, pytest.raises(OSError, match="ended at 10000"):
-        bare._read(file.fileno(), buffer.whole, 0, 20_000)
-
-
-def test_direct_io_in_memory_is_not_direct(tmp_path: Path) -> None:
-    assert bare.direct_works(tmp_path, "tmpfs") is False
-
-
-# Memory ----------------------------------------------------------------------------------------------
-
-
-def test_peak_of_a_phase_is_kept_after_the_memory_is_gone() -> None:
-    peaks = memory.Peaks()
-    with peaks.phase("small"):
-        before = memory.resident_bytes()
-    with peaks.phase("large"):
-        # what the allocator has left over would not count
-        block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for page in range(0, 64 << 20, mmap.PAGESIZE):
-            block[page] = 1
-        peaks.sample()
-        block.close()
-    assert peaks.bytes["large"] >= before + (60 << 20)
-    assert peaks.bytes["small"] < before + (60 << 20)
-
-
 # A tiny run ------------------------------------------------------------------------------------------
 
 
@@ -297,35 +181,6 @@ def test_tiny_run_measures_the_chain_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_one_part_is_measured_alone(tmp_path: Path) -> None:
-    _, found = benchmark(tmp_path, "--only", "cold", "--rounds", "1")
-    assert {each["name"] for each in found["ratios"]} == {
-        "cold restore from the file tier",
-        "the same, over huge pages",
-        "first start, from the file tier",
-    }
-    assert found["memory"] is None
-
-
-def test_warm_restores_are_measured_beside_a_copy_and_a_read(tmp_path: Path) -> None:
-    _, found = benchmark(tmp_path, "--only", "warm", "--rounds", "1")
-    assert {each["name"] for each in found["ratios"]} == {
-        "warm restore from the file tier",
-        "the same, over a cached read",
-    }
-
-
-def test_file_is_brought_into_the_page_cache_and_out_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(3 << 20))
-    bare.drop_cached(path)
-    with path.open("rb") as file:
-        if is_cached(file.fileno(), 0, 3 << 20):
-            pytest.skip(f"no page cache to drop from in {tmp_path}")
-        bare.keep_cached(path)
-        assert is_cached(file.fileno(), 0, 3 << 20)
-
-
 def test_table_says_plainly_what_is_missed_and_what_cannot_be_compared() -> None:
     found = results(target=1.5, direct=(True, False))
     found.facts.update(state_bytes=1, tensors=1, parameters=1, load_before=0.0, load_after=0.0)
@@ -334,12 +189,6 @@ def test_table_says_plainly_what_is_missed_and_what_cannot_be_compared() -> None
     text = report.table(found, about)
     assert "MISSED" in text
     assert "NOT COMPARABLE" in text
-
-
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--size-gib", "0"], ["--only", "tepid"]])
-def test_senseless_options_are_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(wrong)
 
 
 @pytest.mark.parametrize(

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks import bare, figures, machine, report, rounds
-from benchmarks.__main__ import parse
+from benchmarks import figures, machine, report
 from benchmarks.figures import Results
-from benchmarks.gpu import bench, bus, hooks, killed, large, one_save, part, restores, saves, steps
+from benchmarks.gpu import bench, bus, killed, large, part, restores, saves, steps
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.saving import opened
 from benchmarks.plan import Plan
-from benchmarks.rounds import Contender
-from benchmarks.workload import Gpt
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
 from tierfall.core.sampling.image_check import ImageCheck
-from tierfall.core.types.errors import CapacityError
 from tierfall.run import saver
 from tierfall.tiers.device import DeviceSlab
 
@@ -203,62 +196,6 @@ def test_between_save_and_update_nothing_waits_for_the_device(
     assert calls == ["backward", "save", "update", "mark", "mark", "synchronize", "seconds"]
 
 
-def test_a_run_saves_in_each_step_in_every_fifth_or_in_none(
-    tmp_path: Path, rehearsal: Rehearsal
-) -> None:
-    counts: list[int] = []
-    saving: Any = SimpleNamespace(
-        settle=lambda: counts.append(0),
-        save=lambda: counts.append(counts.pop() + 1),
-        forget=lambda: None,
-    )
-    one = made(tmp_path, rehearsal)
-    steps.measure_runs(one, saving, where="host")
-    assert sorted(counts) == [0, 0, 2, 2, 6, 6]
-
-
-def test_the_longest_step_is_sought_until_memory_is_prepared(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, taken = [0.0], iter([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
-
-    def train_step() -> None:
-        now[0] += next(taken)
-
-    class Saving:
-        is_prepared = property(lambda self: now[0] >= 10)
-
-    one = made(tmp_path, rehearsal)
-    monkeypatch.setattr(one, "train_step", train_step)
-    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    monkeypatch.setattr(steps, "time", clock)
-    saving: Any = Saving()
-    steps.measure_preparation(one, saving)
-    (found,) = one.results.findings
-    assert (found.value, next(taken)) == (3.0, 1.0)
-    assert "gpu_left_out" not in one.results.facts
-    now[0], taken = -1000.0, iter([10.0] * 9)
-    steps.measure_preparation(one, saving)
-    assert one.results.facts["gpu_left_out"] == [
-        "gpu: left out: steps beyond 7, though host memory is not prepared yet"
-    ]
-
-
-def test_training_is_held_for_what_a_step_with_a_save_takes_longer(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-
-    def takes(seconds: float) -> Callable[[], None]:
-        return lambda: now.append(now.pop() + seconds)
-
-    one = made(tmp_path, rehearsal)
-    monkeypatch.setattr(one_save, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(one, "train_step", takes(2.0))
-    one_save._measure(one, "it", takes(3.0), takes(7.0), usual_s=1.5)
-    assert one.results.samples["gpu.one save, it/held"] == [3.5]
-
-
 # What is left out ------------------------------------------------------------------------------------
 
 
@@ -275,28 +212,6 @@ def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
     assert "of memory of the device" in line
     found.facts.update(load_before=0.0, load_after=0.0)
     assert line in report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
-
-
-@pytest.mark.parametrize(
-    ("needed", "what"),
-    [
-        ({"images": 1 << 40}, "of shared memory"),
-        ({"memory_bytes": 1 << 60}, "of memory"),
-        ({"disk_bytes": 1 << 60}, "of disk"),
-        ({"seconds": 1000.0}, "takes 1000 s, of "),
-    ],
-)
-def test_rows_for_which_something_is_missing_are_left_out(
-    needed: dict[str, Any], what: str, tmp_path: Path, rehearsal: Rehearsal
-) -> None:
-    said: list[str] = []
-    one = made(tmp_path, rehearsal, say=said.append)
-    assert one.allows("a row")
-    assert not one.allows("a row", **needed)
-    (line,) = one.results.facts["gpu_left_out"]
-    assert line == said[-1]
-    assert line.startswith("gpu: left out: a row, ")
-    assert what in line
 
 
 def test_what_there_is_no_time_for_is_left_out(
@@ -320,48 +235,7 @@ def test_what_there_is_no_time_for_is_left_out(
         assert what in left_out
 
 
-def test_a_round_that_would_end_too_late_is_not_begun(tmp_path: Path, rehearsal: Rehearsal) -> None:
-    now = [0.0]
-    config = plan(tmp_path, rounds=3)
-    one = Bench(config, lambda line: None, Results(), rehearsal, clock=lambda: now[0])
-    now[0] = bench.BUDGET_S - 25
-    contender = Contender(name="it", timed=lambda: now.append(now.pop() + 10))
-    assert one.rounds("rows", [contender], warms_up=False, seconds=10)
-    assert len(one.results.samples["it"]) == 2
-    assert one.results.facts["gpu_left_out"] == [
-        "gpu: left out: 1 of 3 rounds, for want of time: rows"
-    ]
-
-
-def test_rounds_are_told_how_long_the_longest_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = [0.0], []
-    taken = iter([5.0, 2.0, 7.0])
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def may_begin(longest_s: float) -> bool:
-        asked.append(longest_s)
-        return len(asked) < 4
-
-    found = rounds.run_rounds(
-        [Contender(name="it", timed=lambda: now.append(now.pop() + next(taken)))],
-        rounds=5,
-        seed=0,
-        settle=rounds.nothing,
-        may_begin=may_begin,
-    )
-    assert found == {"it": [2.0, 7.0]}
-    assert asked == [0.0, 5.0, 5.0, 7.0]
-
-
 # What did not work -----------------------------------------------------------------------------------
-
-
-def test_slab_that_was_not_taken_is_not_measured(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceSlab, "allocate", lambda *arguments, **words: None)
-    with pytest.raises(AssertionError, match="the device tier was not taken"):
-        saves.measure_slab(made(tmp_path, rehearsal))
 
 
 def test_image_with_later_values_is_found_out(
@@ -395,26 +269,6 @@ def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: 
         saving.save()  # no update since the last
 
 
-def test_save_that_found_no_room_is_reported_as_it_was(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(made(tmp_path, rehearsal), "plain", images=2) as saving:
-        skipped = SimpleNamespace(exception=lambda: CapacityError("host memory is full"))
-        monkeypatch.setattr(saving.ckpt, "save", lambda *words: skipped)
-        with pytest.raises(CapacityError, match="host memory is full"):
-            saving.save()
-
-
-def test_what_is_forgotten_is_written_no_further(tmp_path: Path, rehearsal: Rehearsal) -> None:
-    with opened(made(tmp_path, rehearsal), "disk", images=3, on_disk=True) as saving:
-        for _ in range(3):
-            saving.settle()
-            saving.save()
-        saving.forget()
-        assert saving.ckpt.checkpoints() == []
-        assert list(tmp_path.rglob("*.safetensors")) == []
-
-
 def test_another_state_than_the_killed_process_saved_is_found_out(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,113 +281,7 @@ def test_another_state_than_the_killed_process_saved_is_found_out(
         restores.measure_after_kill(made(tmp_path, rehearsal))
 
 
-def test_a_process_that_gives_no_answer_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(killed, "ANSWER_S", 0.1)
-    task = killed.Task(
-        saves=True,
-        shape=asdict(large.shape_of(PARAMETERS)),
-        device="cpu",
-        folder=str(tmp_path),
-        capacity_bytes=64 << 20,
-        state_bytes=1,
-    )
-    with pytest.raises(RuntimeError, match="gave no answer"), killed.running(task):
-        pytest.fail("it cannot have answered")
-
-
-def test_the_reference_holds_what_it_copies_into(
-    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A buffer that is let go of is locked no more, though tensors of its memory live on."""
-    gone: list[bool] = []
-
-    class Watched(bare.Buffer):
-        def __del__(self) -> None:
-            gone.append(True)
-
-    monkeypatch.setattr(bus, "Buffer", Watched)
-    made_bus = bus.Bus(1 << 20, rehearsal.device)
-    made_bus.to_host()
-    assert not gone
-    del made_bus
-    assert gone
-
-
-def test_hook_clock_times_what_is_registered_inside_and_nothing_else(
-    stream: FakeStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    def takes(seconds: float) -> Callable[..., None]:
-        def hook(*words: Any) -> None:
-            nonlocal now
-            now += seconds
-
-        return hook
-
-    class Watched(Rehearsal):
-        def mark(self) -> float:
-            return now
-
-    monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=lambda: now))
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    parameter.grad = torch.ones(2)
-    before = register_optimizer_step_pre_hook(takes(1.0))
-    clock = hooks.HookClock(Watched(stream))
-    inside = register_optimizer_step_pre_hook(takes(4.0))
-    clock.end_here()
-    behind = register_optimizer_step_pre_hook(takes(16.0))
-    optimizer.step()
-    for handle in (before, inside, behind):
-        handle.remove()
-    assert (now, clock.host_s, clock.device_s()) == (21.0, 4.0, 4.0)
-    clock.close()
-    optimizer.step()
-    assert clock.host_s == 4.0
-
-
-def test_batches_outlast_the_copy_by_a_quarter() -> None:
-    assert bench.batches_for(1.0, 0.5) == 3
-    assert bench.batches_for(1.0, 100.0) == 1
-
-
 # The state -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parameters", [10**9, 3 * 10**9, 7 * 10**9])
-def test_large_model_has_its_parameters_and_about_1000_tensors(
-    parameters: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(large, "LAYERS", LAYERS)
-    monkeypatch.setattr(large, "CONTEXT", 1024)
-    shape = large.shape_of(parameters)
-    assert shape.parameters == pytest.approx(parameters, rel=0.001)
-    with torch.device("meta"):
-        model = Gpt(shape)
-    counts = [parameter.numel() for parameter in model.parameters()]
-    assert sum(counts) == shape.parameters
-    assert 4 * len(counts) == 976
-
-
-def test_large_state_takes_12_bytes_a_parameter() -> None:
-    work = large.LargeWorkload(large.shape_of(PARAMETERS))
-    work.train(1)
-    tensors = work.tensors()
-    count = len(list(work.model.parameters()))
-    assert sum(t.nbytes for t in tensors) == 12 * work.shape.parameters + 4 * count
-    assert {t.dtype for t in tensors} == {torch.float32}
-
-
-def test_moments_are_made_without_a_batch() -> None:
-    work = large.LargeWorkload(large.shape_of(PARAMETERS))
-    work.make_moments()
-    moments = [t for t in work.tensors() if t.dim() > 0][1:]
-    assert len(work.tensors()) == 4 * len(list(work.model.parameters()))
-    assert all(bool(t.any()) for t in moments)
-    assert all(parameter.grad is None for parameter in work.model.parameters())
 
 
 @pytest.mark.parametrize("place", [0, 5_000, 9_999])
@@ -559,20 +307,3 @@ def test_on_the_cpu_the_part_is_left_out_and_that_is_reported(tmp_path: Path) ->
     assert "--device cuda" in said[0]
     assert not found.samples
     assert figures.exit_code(found, report_only=False) == figures.MET
-
-
-def test_cuda_without_a_device_is_refused_in_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        parse(["--device", "cuda"])
-    assert "no CUDA device here" in capsys.readouterr().err
-
-
-def test_parameters_may_be_written_shortly(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--parameters", "7e9"]).parameters == 7_000_000_000
-    for wrong in ("0", "-1e9", "inf", "nan", "many"):
-        with pytest.raises(SystemExit):
-            parse([f"--parameters={wrong}"])
-        assert "not a number above zero" in capsys.readouterr().err

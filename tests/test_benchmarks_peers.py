@@ -3,14 +3,10 @@ tiny size."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from benchmarks import (
@@ -27,13 +23,12 @@ from benchmarks import (
     workload,
 )
 from benchmarks.figures import Results
-from benchmarks.peers import measure, memory, registry, system
+from benchmarks.peers import measure, memory, system
 from benchmarks.peers.dcp import Dcp, DcpThread
 from benchmarks.peers.files import Safetensors, TorchSave
 from benchmarks.peers.ours import Bare, Tierfall
 from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
-from tests import forked
 from tests.tiny_plan import tiny_plan
 
 pytestmark = pytest.mark.benchmarks
@@ -58,25 +53,6 @@ def test_paired_ratio_is_the_median_of_quotients_within_its_interval() -> None:
     assert found.low == 1.0
     assert found.high in (1.5, 2.0)
     assert figures.paired("x", samples, subject="a", reference="b", target=0.99).met is False
-
-
-def test_bootstrap_interval_narrows_with_more_pairs() -> None:
-    few = figures.bootstrap([1.0, 1.1, 1.2])
-    many = figures.bootstrap([1.0, 1.1, 1.2] * 20)
-    assert few == (1.0, 1.2)
-    assert many[1] - many[0] < few[1] - few[0]
-
-
-def test_missed_finding_fails_the_run() -> None:
-    found = Results(findings=[figures.over_rounds("x", [11.0], unit="ms", target=10.0)])
-    assert figures.exit_code(found, report_only=False) == figures.MISSED
-    assert figures.exit_code(found, report_only=True) == figures.MET
-
-
-def test_percentile_is_a_value_that_was_seen() -> None:
-    values = [float(number) for number in range(200)]
-    assert stalls.percentile(values, 0.99) == 198.0
-    assert stalls.percentile([3.0], 0.99) == 3.0
 
 
 # Each system -----------------------------------------------------------------------------------------
@@ -137,117 +113,7 @@ def test_what_is_forgotten_cannot_be_loaded_cold(opened: system.System) -> None:
         opened.load_cold()
 
 
-def test_saved_state_is_all_of_it_by_name(work: Workload) -> None:
-    named = list(work.named_tensors().values())
-    assert {tensor.data_ptr() for tensor in named} == {t.data_ptr() for t in work.tensors()}
-    assert len(named) == len(work.tensors())
-
-
-def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    below = tmp_path / "checkpoint" / "below"
-    below.mkdir(parents=True)
-    (below / "file").write_bytes(b"1")
-    flushed = []
-    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
-    system.make_durable(tmp_path / "checkpoint")
-    wanted = [below / "file", below, below.parent, tmp_path]
-    assert flushed == [str(path) for path in wanted]
-
-
-def test_systems_that_are_missing_are_named_with_how_to_get_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(name: str) -> None:
-        raise ModuleNotFoundError(f"something that {name} needs")
-
-    monkeypatch.setattr(system, "import_module", broken)
-    assert TorchSave in registry.chosen(registry.KEYS)
-    assert Safetensors not in registry.chosen(registry.KEYS)
-    line = registry.missing(["torch", "safetensors", "torchsnapshot"])
-    assert "safetensors; TorchSnapshot async_take" in line
-    assert "pip install safetensors torchsnapshot" in line
-    assert registry.missing(["torch"]) == ""
-
-
-# Memory of a system ----------------------------------------------------------------------------------
-
-
-def test_memory_of_children_counts() -> None:
-    script = "import os; held = os.urandom(48 << 20); print(1, flush=True); input()"
-    code = (
-        "import os, subprocess, sys; os.setsid(); from benchmarks.peers.memory import ANONYMOUS, Peaks\n"
-        f"script = {script!r}\n"
-        "with Peaks() as without: pass\n"
-        "with Peaks() as peaks:\n"
-        "    child = subprocess.Popen([sys.executable, '-c', script], stdin=-1, stdout=-1)\n"
-        "    child.stdout.readline(); peaks.sample(); child.communicate(b'\\n')\n"
-        "print(peaks.bytes[ANONYMOUS] - without.bytes[ANONYMOUS])"
-    )
-    done = forked.run(["-c", code])
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 48 << 20
-
-
-def test_process_that_is_gone_holds_nothing() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    assert memory._own_bytes(child.pid) == 0
-
-
 # Runs ------------------------------------------------------------------------------------------------
-
-
-class Recorder(Bare):
-    """Writes down what a training loop asks of it."""
-
-    calls: list[str]
-
-    def save(self) -> None:
-        self.calls.append("save")
-
-    def wait(self) -> None:
-        self.calls.append("wait")
-
-
-def test_run_saves_in_every_nth_step_and_ends_durable(
-    work: Workload, place: system.Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work, "backward", lambda: None)  # the gradients of the first step are there
-    found = Recorder(work, place)
-    steps = work.optimizer.state[next(work.model.parameters())]["step"].clone()
-    found.calls = []
-    training.train(work, found, 5)
-    assert found.calls == ["save", "save", "wait"]
-    found.saves_in_place = True  # type: ignore[misc]
-    found.calls = []
-    training.train(work, found, 1)
-    assert found.calls == ["save", "wait"] * training.STEPS + ["wait"]
-    taken = work.optimizer.state[next(work.model.parameters())]["step"] - steps
-    assert int(taken) == 2 * training.STEPS
-    found.close()
-
-
-class GivenUp:
-    """What a save's handle says of one that a tier did not get."""
-
-    def done(self, tier: str) -> bool:
-        return False
-
-    def exception(self) -> BaseException:
-        return OSError("the disk is gone")
-
-
-def test_flush_that_was_given_up_is_under_way_no_longer(
-    work: Workload, place: system.Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stalls, "WINDOW_S", 0.05)
-    found = Tierfall(work, place)
-    found.save()
-    found.wait()
-    assert len(stalls.while_flushing(found)) > 1
-    monkeypatch.setattr(found, "_handles", [GivenUp()])
-    assert found.under_way() is False
-    found.close()
 
 
 def plan(folder: Path, *keys: str) -> Plan:
@@ -318,20 +184,6 @@ def test_small_tensors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     blocked = found.samples["small.tierfall/blocked"][0]
     assert found.findings[0].value == pytest.approx(blocked / 50 * 1e6)
     assert found.findings[0].unit == "us"
-
-
-def test_without_matplotlib_there_is_a_line_and_no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert plots.available() is False
-    assert "tierfall[plot]" in plots.MISSING
-
-
-def test_tensor_that_is_there_already_is_not_copied() -> None:
-    state = {"a": torch.ones(2), "b": torch.ones(2)}
-    system.fill(state, {"a": state["a"], "b": torch.zeros(2)})
-    assert [t.tolist() for t in state.values()] == [[1.0, 1.0], [0.0, 0.0]]
-    with pytest.raises(KeyError):
-        system.fill(state, {"a": torch.ones(2)})
 
 
 @pytest.mark.torture

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ import torch
 
 import tierfall
 from tests import forked
-from tests.steps import wait_until
 from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
-from tierfall.backends.posix.writer import PosixWriter
-from tierfall.core.runtime import retries
-from tierfall.core.runtime.bounded_calls import BoundedCalls, _Thread
-from tierfall.core.types.errors import FlushError, UnreachableError
+from tierfall.core.types.errors import FlushError
 from tierfall.setup import tiers
-from tierfall.telemetry.event_log import LogFile
 
 EVERYTHING = (*CALLS, *WRITES)
 
@@ -71,9 +65,7 @@ def close_soon(ckpt: tierfall.Checkpointer) -> None:
     assert stays == []  # the interpreter would wait for it
 
 
-@pytest.mark.parametrize(
-    "calls", [("write",), ("publish",), ("scan",), ("read_into",), EVERYTHING], ids="-".join
-)
+@pytest.mark.parametrize("calls", [("publish",), ("read_into",), EVERYTHING], ids="-".join)
 def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
 ) -> None:
@@ -108,35 +100,6 @@ def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
     assert list((tmp_path / "memory/r").glob("*/slot-0.arena"))
 
 
-def test_a_half_written_copy_that_cannot_be_aborted_is_left(
-    stuck: StuckTier,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """No worker is stuck when the run is closed: the tier refused a write, and the next try comes later."""
-
-    def refuse(writer: PosixWriter, *args: Any) -> None:
-        if writer._place == str(tmp_path / "pfs") and not stuck.gate.is_set():
-            raise UnreachableError("no route to host")
-        write(writer, *args)
-
-    monkeypatch.setattr(retries, "FIRST_S", LONG_S)
-    monkeypatch.setattr(tiers, "wrap", partial(tiers.wrap, first_wait_s=0.0))
-    made = config(tmp_path)
-    ckpt = opened_with_step_1(made)
-    write = PosixWriter.write
-    monkeypatch.setattr(PosixWriter, "write", refuse)
-    ckpt.save(2, state(2)).wait("disk", LONG_S)
-    wait_until(lambda: "flush of 2@1 to pfs stalls" in caplog.text, "the tier refused")
-    stuck.hang_in("abort", "close")
-    close_soon(ckpt)
-    assert "a leftover stays: abort: tier pfs has not answered" in caplog.text
-    stuck.gate.set()
-    with tierfall.open(made) as again:
-        assert again.drain(LONG_S).left == ()
-
-
 def test_ctrl_c_in_close_waits_for_no_tier(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,43 +116,6 @@ def test_ctrl_c_in_close_waits_for_no_tier(
     assert list((tmp_path / "memory/r").glob("*/slot-0.arena"))
     newest = "its newest checkpoint is 2@1, on host, disk; a restart continues there"
     assert f"run r is closed; {newest}" in caplog.text
-
-
-def test_the_last_step_that_finds_no_memory_does_not_hold_close(
-    stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = config(tmp_path, interval={"every": 100, "at_end": True})
-    made["tiers"][0]["capacity"] = "340KiB"  # two images
-    del made["tiers"][1]
-    ckpt = opened_with_step_1(made)
-    stuck.hang_in(*EVERYTHING)
-    for step in (2, 3):
-        ckpt.save(step, state(step)).captured(LONG_S)
-    ckpt.maybe_save(4, state(4))
-    close_soon(ckpt)
-    assert "save of step 4: tier host has room for" in caplog.text
-
-
-def test_an_event_log_on_a_mount_that_hangs_does_not_hold_close(
-    stuck: StuckTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LogFile, "append", lambda file, lines: stuck.gate.wait(LONG_S) or 0)
-    close_soon(opened_with_step_1(config(tmp_path, events=str(tmp_path / "events.jsonl"))))
-
-
-def test_without_a_thread_to_ask_with_a_tier_counts_as_not_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Python 3.12 starts none at the end of the interpreter, when a run that was left open is closed."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    wait_until(lambda: not _Thread.idle, "no thread is idle")
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    answer = BoundedCalls().call_all({"pfs": lambda: 1}, {"pfs": LONG_S}, doing="look")["pfs"]
-    with pytest.raises(UnreachableError, match="tier pfs was not asked: can't create new thread"):
-        answer.get()
 
 
 PROGRAM = """

@@ -80,16 +80,8 @@ def test_a_step_that_another_tier_has_is_loaded_from_there(
     assert stuck.hung.is_set()
 
 
-def test_a_tier_that_could_not_be_listed_may_hold_something_newer(
-    stuck: StuckTier, tmp_path: Path, soon: None
-) -> None:
-    stuck.hang_in("scan")
-    with pytest.raises(RestoreError, match=r"tier near could not be read .* name a step \(step="):
-        tierfall.load(config(tmp_path))
-
-
-@pytest.mark.parametrize("path", ["near", "near/r", f"near/{STEP}"])
-@pytest.mark.parametrize("word", ["open", "scan", *READS[1:]])
+@pytest.mark.parametrize("path", ["near", f"near/{STEP}"])
+@pytest.mark.parametrize("word", ["open", "scan", READS[-1]])
 def test_a_path_whose_file_system_hangs_is_named(
     stuck: StuckTier, tmp_path: Path, soon: None, word: str, path: str
 ) -> None:
@@ -98,16 +90,6 @@ def test_a_path_whose_file_system_hangs_is_named(
         tierfall.load(tmp_path / path)
     assert stuck.hung.is_set()
     assert "load from another tier's folder" in str(caught.value)
-
-
-@pytest.mark.parametrize("from_path", [True, False])
-def test_what_was_read_is_returned_where_closing_hangs(
-    stuck: StuckTier, tmp_path: Path, soon: None, from_path: bool
-) -> None:
-    stuck.hang_in("close")
-    loaded = tierfall.load(tmp_path / "near" if from_path else config(tmp_path))
-    assert bool((loaded["x"] == 1).all())
-    assert stuck.hung.is_set()
 
 
 def test_ctrl_c_ends_a_load_that_waits_for_a_tier(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ import torch
 
 import tierfall
 from tests.stuck_tier import StuckTier
-from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.config import load_config
 from tierfall.core.runtime.buffers import BufferPool, begin_filling, end_filling
-from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.core.types.errors import RestoreError
 from tierfall.setup import tiers as stores
 
 LONG_S = 60.0
@@ -30,15 +26,6 @@ LONG_S = 60.0
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least time that a tier has to answer is short here."""
     monkeypatch.setattr(stores, "ANSWER_S", 1.0)
-
-
-@pytest.fixture
-def silent_store() -> Iterator[str]:
-    """The address of a server that accepts connections and never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(50)
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def config(root: Path, *more: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -53,65 +40,8 @@ def config(root: Path, *more: dict[str, Any], **keys: Any) -> dict[str, Any]:
     }
 
 
-def silent(name: str, endpoint: str) -> dict[str, Any]:
-    options = {"endpoint_url": endpoint, "key": "a", "secret": "b"}
-    return {
-        "name": name, "kind": "object", "url": f"s3://bucket/{name}", "options": options, "max_wait": "1s",
-    }  # fmt: skip
-
-
 def state(step: float) -> dict[str, torch.Tensor]:
     return {"x": torch.full((64,), step)}
-
-
-def test_stores_that_never_answer_end_open_within_their_bound(
-    tmp_path: Path, silent_store: str, short: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tierfall.open(config(tmp_path)) as ckpt:
-        ckpt.restore(state(0))
-        ckpt.save(1, state(1), block=True)
-    tiers = [silent(f"s3-{number}", silent_store) for number in range(3)]
-    began_s = time.monotonic()
-    with tierfall.open(config(tmp_path, *tiers)) as ckpt:
-        assert time.monotonic() - began_s < LONG_S / 2  # the libraries wait for minutes
-        assert "tier s3-2 has not answered" in caplog.text
-        there = state(0)
-        with pytest.raises(RestoreError, match="could not be read and may hold something newer"):
-            ckpt.restore(there)
-        report = ckpt.restore(there, tier="disk")
-        assert report is not None
-        assert report.step == 1
-        assert bool((there["x"] == 1).all())
-
-
-def test_a_restore_from_a_fast_tier_does_not_wait_for_a_worker_that_hangs_in_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, hangs = threading.Event(), threading.Event()
-    scandir = os.scandir
-
-    def hang(*args: Any) -> Any:
-        if "tierfall-r-pfs" in threading.current_thread().name:
-            hangs.set()
-            gate.wait(LONG_S)
-        return scandir(*args)
-
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs")}
-    ckpt = tierfall.open(config(tmp_path, pfs))
-    try:
-        ckpt.restore(state(0))
-        ckpt.save(1, state(1), block=True)
-        monkeypatch.setattr(os, "scandir", hang)
-        ckpt.save(2, state(2)).wait("disk")
-        assert hangs.wait(LONG_S)
-        there = state(0)
-        began_s = time.monotonic()
-        assert ckpt.restore(there, step=1, tier="disk") is not None
-        assert time.monotonic() - began_s < LONG_S / 2
-        assert bool((there["x"] == 1).all())
-    finally:
-        gate.set()
-        ckpt.close()
 
 
 def test_a_mount_that_hangs_for_everyone_is_not_looked_at_and_never_counts_as_empty(
@@ -137,32 +67,6 @@ def test_a_mount_that_hangs_for_everyone_is_not_looked_at_and_never_counts_as_em
             assert ckpt.restore(state(0), unreachable="ignore") is not None
     finally:
         gate.set()
-
-
-def test_opened_too_late_is_closed(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, closed = threading.Event(), threading.Event()
-    opened = stores._open_backend
-
-    def slow(tier: Any, *, read_only: bool) -> Any:
-        if tier.name != "pfs":
-            return opened(tier, read_only=read_only)
-        gate.wait(LONG_S)
-        backend = opened(tier, read_only=read_only)
-        close = backend.close
-        monkeypatch.setattr(backend, "close", lambda: (close(), closed.set()))
-        return backend
-
-    monkeypatch.setattr(stores, "_open_backend", slow)
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
-    loaded = load_config(config(tmp_path, pfs))
-    found, errors = stores.open_stores(loaded, "r")
-    assert list(found) == ["disk"]
-    assert isinstance(errors["pfs"], UnreachableError)
-    gate.set()
-    assert closed.wait(LONG_S)
-    found["disk"].close()
 
 
 # A tier that stops answering in the middle ------------------------------------------------------------
@@ -265,87 +169,7 @@ def test_a_restore_from_one_tier_alone_that_stops_answering_says_so_within_its_b
         assert bool((state["x"] == 1).all())
 
 
-def test_a_tier_that_never_ends_an_fsync_ends_open_within_its_bound(
-    tmp_path: Path, short: None, hanging: Hanging, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = near_and_far(tmp_path)
-    save_large(made, 1)
-    hanging.hang("sync")
-    began_s = time.monotonic()
-    with tierfall.open(made) as ckpt:
-        assert time.monotonic() - began_s < LONG_S / 2
-        assert "tier disk: what was found there may not survive a power cut" in caplog.text
-        state = large(0)
-        assert ckpt.restore(state, unreachable="ignore").step == 1
-        assert bool((state["x"] == 1).all())
-        hanging.gate.set()
-
-
-@pytest.mark.parametrize("at", ["open", "read"])
-@pytest.mark.parametrize("tiers", ["near and far", "near"])
-def test_a_file_system_that_hangs_in_a_read_of_the_page_cache_does_not_hold_a_restore(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, at: str, tiers: str
-) -> None:
-    """A network mount asks its server when a file is opened, and may have dropped a page when it is read. What it
-    answers too late is wrong here, and changes nothing."""
-    gate, returned = threading.Event(), threading.Event()
-    if at == "read":
-        monkeypatch.setattr(system, "never_waits", lambda descriptor: False)
-
-    def late(
-        backend: PosixBackend, key: str, offset: int, end: int, views: Iterable[memoryview]
-    ) -> bool:
-        if backend.place != str(tmp_path / "disk") or not offset:
-            return False
-        try:
-            if at == "open":
-                assert gate.wait(LONG_S)
-            for view in views:
-                assert gate.wait(LONG_S)
-                view[:] = b"\xee" * view.nbytes
-        finally:
-            returned.set()
-        return True
-
-    monkeypatch.setattr(PosixBackend, "read_cached", late)
-    made = near_and_far(tmp_path) | {"chunk": "128KiB"}
-    made["tiers"][0]["capacity"] = "4MiB"
-    made["tiers"] = made["tiers"] if tiers == "near and far" else made["tiers"][:2]
-
-    def larger(step: float) -> dict[str, torch.Tensor]:  # what is shorter goes through buffers
-        return {"x": torch.full((1 << 17,), step)}
-
-    with tierfall.open(made) as ckpt:
-        ckpt.restore(larger(0))
-        ckpt.save(1, larger(1), block=True)
-    with tierfall.open(made) as ckpt:
-        there = larger(0)
-        began_s = time.monotonic()
-        if tiers == "near":
-            with pytest.raises(RestoreError, match="tier disk has not answered"):
-                ckpt.restore(there)
-        else:
-            report = ckpt.restore(there)
-            assert any("disk has not answered" in f.reason for f in report.fallbacks)
-        assert time.monotonic() - began_s < LONG_S / 2
-        before = there["x"].clone()
-        gate.set()
-        assert returned.wait(LONG_S)
-        assert bool((there["x"] == before).all())
-        assert tiers == "near" or bool((there["x"] == 1).all())
-
-
-def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
-    pool = BufferPool(bytes=4096, count=1)
-    with pool.lend_view(4096) as view:
-        begin_filling(view)
-    with pool.lend_view(4096) as other:
-        assert other.obj is not view.obj
-    end_filling(view)
-    pool.release()
-
-
-@pytest.mark.parametrize("call", ["create", "publish", "read_into", "scan", "sync"])
+@pytest.mark.parametrize("call", ["publish", "read_into", "scan", "sync"])
 def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_it(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -362,23 +186,11 @@ def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_i
         stuck.gate.set()
 
 
-def test_a_tier_that_hangs_while_its_device_is_looked_up_is_unreachable(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is empty, as an unmounted one: "could not look" is not taken for "nothing there"."""
-    tight = config(tmp_path, max_wait="1s")
-    with tierfall.open(tight) as ckpt:
-        ckpt.restore(state(0))
-        ckpt.save(1, state(1), block=True)
-    shutil.rmtree(tmp_path / "disk")
-    gate = threading.Event()
-    monkeypatch.setattr(
-        "tierfall.setup.tier_identity.device_of", lambda tier: gate.wait(LONG_S) and None
-    )
-    try:
-        began_s = time.monotonic()
-        with tierfall.open(tight) as ckpt, pytest.raises(RestoreError, match="disk"):
-            ckpt.restore(state(0))
-        assert time.monotonic() - began_s < LONG_S / 2
-    finally:
-        gate.set()
+def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    with pool.lend_view(4096) as view:
+        begin_filling(view)
+    with pool.lend_view(4096) as other:
+        assert other.obj is not view.obj
+    end_filling(view)
+    pool.release()

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from typer.testing import CliRunner
 
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.cli.app import app
 from tierfall.config import Config
 from tierfall.core.format.records import Mark
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import AccessDeniedError, BackendError, RanksError, StepError
+from tierfall.core.types.errors import RanksError
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OPEN
@@ -90,13 +87,6 @@ def call(ckpts: list[Checkpointer], do: Callable[[Checkpointer], Any]) -> list[A
     return on_all([lambda c=c: do(c) for c in ckpts])  # type: ignore[misc]
 
 
-def same_error(outcomes: list[Any], kind: type[BaseException]) -> str:
-    """All ranks raised the same; returns what it says."""
-    assert all(type(outcome) is kind for outcome in outcomes), outcomes
-    (text,) = {str(outcome) for outcome in outcomes}
-    return text
-
-
 def steps_on(disk: Path) -> list[int]:
     return sorted(int(p.parent.name[5:13]) for p in disk.glob("run/step-*/commit.json"))
 
@@ -127,70 +117,6 @@ def assert_next_start_leaves(folder: Path, steps: list[int]) -> None:
         close_all(ckpts)
 
 
-def test_a_pin_is_on_every_tier_and_in_every_memory_and_keeps_the_step(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    rules = {"retain": {"last": 1}}
-    ckpts = nodes.all_open(rules=rules)
-    save(ckpts, 1)
-    assert call(ckpts, lambda c: c.pin(1)) == [None] * 3
-    assert nodes.with_mark("pin") == [True] * 3
-    held = [c._session.host.images()[CheckpointId(1, 1)].marks for c in ckpts]
-    assert held == [{"pin"}] * 3
-    assert [c.checkpoints()[0].pinned for c in ckpts] == [True] * 3
-    save(ckpts, 2, 3)
-    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
-    close_all(ckpts)
-    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 3]] * 3
-    with network(["a", "a", "b"]) as again:
-        ckpts = Nodes(tmp_path, again).all_open(rules=rules)
-        assert [c.checkpoints()[0].pinned for c in ckpts] == [True] * 3
-        call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
-        assert call(ckpts, lambda c: c.unpin(1)) == [None] * 3
-        assert nodes.with_mark("pin") == [False] * 3
-        assert [c.checkpoints()[0].pinned for c in ckpts] == [False] * 3
-        save(ckpts, 4)
-        assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
-        close_all(ckpts)
-    assert [steps_on(disk) for disk in nodes.disks()] == [[4]] * 3
-
-
-def test_a_deleted_step_is_nowhere_on_any_node(nodes: Nodes) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    assert call(ckpts, lambda c: c.delete(1)) == [None] * 3
-    assert [steps_on(disk) for disk in nodes.disks()] == [[2]] * 3
-    assert not [path for disk in nodes.disks() for path in (disk / STEP).rglob("*")]
-    assert [list(c._session.host.images()) for c in ckpts] == [[CheckpointId(2, 1)]] * 3
-    assert [[i.step for i in c.checkpoints()] for c in ckpts] == [[2]] * 3
-    close_all(ckpts)
-
-
-def test_what_cannot_be_done_is_reported_by_all_ranks_alike(nodes: Nodes) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    call(ckpts, lambda c: c.pin(1))
-    assert "1@1 is pinned; unpin it first" in same_error(
-        call(ckpts, lambda c: c.delete(1)), StepError
-    )
-    assert "step 7 is not known" in same_error(call(ckpts, lambda c: c.unpin(7)), StepError)
-    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
-    close_all(ckpts)
-
-
-def test_ranks_that_ask_for_different_things_are_named_and_nothing_is_done(nodes: Nodes) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    outcomes = on_all([lambda r=r, c=c: c.delete(1 + (r == 2)) for r, c in enumerate(ckpts)])  # type: ignore[misc]
-    assert "rank 2 asked for step=2 where rank 0 asked for step=1" in same_error(
-        outcomes, RanksError
-    )
-    outcomes = on_all([lambda r=r, c=c: c.unpin(1) if r else c.pin(1) for r, c in enumerate(ckpts)])  # type: ignore[misc]
-    assert "ranks 1, 2 called unpin where rank 0 called pin" in same_error(outcomes, RanksError)
-    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
-    close_all(ckpts)
-
-
 def test_a_call_of_one_rank_alone_is_reported_within_its_bound(tmp_path: Path) -> None:
     with network(["a", "a", "b"], timeout_s=1.0) as few:
         ckpts = Nodes(tmp_path, few).all_open()
@@ -201,48 +127,6 @@ def test_a_call_of_one_rank_alone_is_reported_within_its_bound(tmp_path: Path) -
         assert time.monotonic() - began < SOON_S
         assert Nodes(tmp_path, few).with_mark("pin") == [False] * 3
         abandon(ckpts)
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, place: Path, part: str) -> None:
-    """Refuse, on one disk, to create what has ``part`` in its name."""
-    real = PosixBackend.create
-
-    def create(self: PosixBackend, key: str, **options: Any) -> Any:
-        if part in key and self.place.startswith(str(place)):
-            raise AccessDeniedError(f"{key}: not allowed")
-        return real(self, key, **options)
-
-    monkeypatch.setattr(PosixBackend, "create", create)
-
-
-def test_a_tombstone_that_one_node_cannot_leave_keeps_every_copy(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    with monkeypatch.context() as patch:
-        failing(patch, tmp_path / "1/nvme", "marks/tombstone")
-        text = same_error(call(ckpts, lambda c: c.delete(1)), AccessDeniedError)
-    assert "delete of 1@1: tier nvme could not do it: rank 2: " in text
-    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
-    close_all(ckpts)
-    with network(["a", "a", "b"]) as again:  # what was asked for is finished by the next start
-        ckpts = Nodes(tmp_path, again).all_open()
-        call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
-        assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
-        assert [steps_on(disk) for disk in nodes.disks()] == [[2]] * 3
-        close_all(ckpts)
-
-
-@pytest.mark.parametrize("place", ["0/nvme", "1/nvme", "pfs"])
-def test_a_tombstone_on_one_disk_alone_deletes_from_all_at_the_next_start(
-    nodes: Nodes, tmp_path: Path, place: str
-) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    close_all(ckpts)
-    leave_mark(tmp_path / place, "tombstone")
-    assert_next_start_leaves(tmp_path, [2])
 
 
 def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
@@ -260,27 +144,6 @@ def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
     assert_next_start_leaves(tmp_path, [2])
 
 
-def command(nodes: Nodes, rank: int, *words: str) -> Any:
-    """Run a command on the node of a rank."""
-    path = nodes.folder / f"tiers-{rank}.yaml"
-    config = nodes.config(rank).model_dump(mode="json", exclude_none=True)
-    path.write_text(yaml.safe_dump(config))
-    return CliRunner().invoke(app, [*words, "--config", str(path)])
-
-
-def test_a_command_beside_the_job_leaves_marks_that_all_ranks_heed(nodes: Nodes) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    done = command(nodes, 2, "rm", "1")
-    assert done.exit_code == 0, done.output
-    assert "marked 1@1 for deletion on nvme, pfs: the trainer" in done.output
-    save(ckpts, 3)
-    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
-    assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
-    assert not any(CheckpointId(1, 1) in c._session.host.images() for c in ckpts)
-    close_all(ckpts)
-
-
 def test_a_pin_that_was_left_on_one_node_alone_keeps_the_step_on_all(nodes: Nodes) -> None:
     """As by a command there, of a step that no shared tier has."""
     ckpts = nodes.all_open(rules={"retain": {"last": 1}})
@@ -290,20 +153,6 @@ def test_a_pin_that_was_left_on_one_node_alone_keeps_the_step_on_all(nodes: Node
     assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
     assert [steps_on(disk) for disk in nodes.disks()[:2]] == [[1, 3]] * 2
     close_all(ckpts)
-
-
-def test_a_pin_on_one_nodes_disk_alone_is_known_to_all_ranks_of_the_next_start(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2)
-    close_all(ckpts)
-    leave_mark(tmp_path / "1/nvme", "pin")
-    with network(["a", "a", "b"]) as again:
-        ckpts = Nodes(tmp_path, again).all_open()
-        assert [[c.pinned for c in ckpt.checkpoints()] for ckpt in ckpts] == [[True, False]] * 3
-        assert "is pinned" in same_error(call(ckpts, lambda c: c.delete(1)), StepError)
-        close_all(ckpts)
 
 
 def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes) -> None:
@@ -321,22 +170,6 @@ def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes) -> Non
     assert pruned[0] == pruned[1] == pruned[2]
     assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
     close_all(ckpts)
-
-
-def test_drain_says_on_all_ranks_what_became_durable_and_what_was_lost(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ckpts = nodes.all_open()
-    failing(monkeypatch, tmp_path / "1/nvme", ".safetensors")
-    for ckpt in ckpts:
-        ckpt.save(1, {"w": torch.ones(4), "rng": None})
-    reports = call(ckpts, lambda c: c.drain(SOON_S))
-    (message,) = {(report.done, report.left, report.lost) for report in reports}
-    done, left, lost = message
-    assert (1, 1, "pfs") in done
-    assert (1, 1, "nvme") not in done
-    assert {(1, 1, "nvme")} == {*left, *lost}
-    abandon(ckpts)
 
 
 def test_drain_waits_for_the_shortest_deadline_of_any_rank(
@@ -381,18 +214,6 @@ def test_a_loop_that_ends_by_an_exception_on_one_rank_keeps_the_bounds_of_all(
     assert isinstance(outcomes[1], ValueError)
     assert all(isinstance(outcomes[r], RanksError) for r in (0, 2))
     assert "rank 1 called close: the last step where rank 0 called drain" in str(outcomes[0])
-
-
-def test_backend_errors_keep_their_kind(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1)
-    with monkeypatch.context() as patch:
-        failing(patch, nodes.folder / "pfs", "marks/pin")
-        assert "tier pfs could not do it" in same_error(
-            call(ckpts, lambda c: c.pin(1)), AccessDeniedError
-        )
-    assert issubclass(AccessDeniedError, BackendError)
-    close_all(ckpts)
 
 
 def test_what_was_left_behind_on_one_node_alone_stays_so_for_all_ranks(

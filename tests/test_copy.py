@@ -7,28 +7,24 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import tierfall
 from tests.crafted_records import MANIFEST, change_manifest
 from tests.object_store import SeaweedFS
-from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on
+from tests.steps import blank, files_below, state_of, step_in
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.copies.verify import CopyVerifier
-from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import (
-    BackendError,
     FencedError,
     IntegrityError,
-    LockError,
     StepError,
-    StorageFullError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
@@ -93,57 +89,6 @@ def config(make_saved: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return make_saved()
 
 
-@pytest.mark.parametrize("there", SUFFIX)
-@pytest.mark.parametrize("here", SUFFIX)
-def test_a_copy_is_packed_as_its_tier_packs_and_is_good(
-    make_saved: Callable[..., dict[str, Any]], tmp_path: Path, here: str, there: str
-) -> None:
-    config = make_saved({"compress": {"codec": there}}, disk={"compress": {"codec": here}})
-    done = run_copy(config)
-    far = step_folder(tmp_path / "far")
-    assert (far / f"{IMAGE}{SUFFIX[there]}").exists()
-    assert_good(tmp_path / "far")
-    assert (done.already, set(done.sources), done.marks) == (False, {"disk"}, ("pin",))
-    assert (far / "marks" / "pin").read_bytes() == (
-        step_folder(tmp_path / "disk") / "marks" / "pin"
-    ).read_bytes()
-    manifest = "rank-00000-of-00001.json"
-    assert (far / manifest).read_bytes() == (step_folder(tmp_path / "disk") / manifest).read_bytes()
-    assert (tmp_path / "far/run/latest").read_text() == "step-00000001-a0001\n"
-
-
-def test_the_tier_knows_the_newest_attempt_afterwards_and_no_attempt_was_taken(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    run_copy(config)
-    name = "run/attempts/a0001.json"
-    assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
-    assert len(list((tmp_path / "disk/run/attempts").iterdir())) == 1
-
-
-def test_latest_does_not_go_back(config: dict[str, Any], tmp_path: Path) -> None:
-    latest = tmp_path / "far/run/latest"
-    run_copy(config, TWO)
-    run_copy(config, ONE)
-    assert latest.read_text() == "step-00000002-a0001\n"
-    assert steps_on(tmp_path / "far") == [1, 2]
-
-
-def test_what_is_there_and_good_is_left_but_for_marks_that_it_lacks(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    run_copy(config)
-    before = files_below(tmp_path)
-    again = run_copy(config)
-    assert (again.already, again.marks) == (True, ())
-    assert files_below(tmp_path) == before
-    (step_folder(tmp_path / "far") / "marks" / "pin").unlink()
-    assert run_copy(config).marks == ("pin",)
-    after = files_below(tmp_path)
-    assert after.pop("far/run/marks-changed"), "a trainer is to read the marks again"
-    assert after == before
-
-
 @pytest.mark.parametrize("file", ["commit.json", IMAGE])
 def test_what_is_there_and_damaged_is_left_to_a_repair(
     config: dict[str, Any], tmp_path: Path, file: str
@@ -170,71 +115,6 @@ def test_another_checkpoint_by_that_name_is_left_as_it_is(
     assert files_below(tmp_path) == before
 
 
-def test_each_chunk_comes_from_a_copy_that_is_good(
-    make_saved: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    """The image in memory is damaged in one place, the one on disk in another."""
-    config = make_saved(host={"on_close": "keep"})
-    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*/*.arena")
-    data = arena.read_bytes()
-    image = (step_folder(tmp_path / "disk") / IMAGE).read_bytes()
-    flip(arena, data.index(image[:65_536]) + 70_000)
-    flip(step_folder(tmp_path / "disk") / IMAGE, -1)
-    done = run_copy(config)
-    assert set(done.sources) == {"host", "disk"}
-    assert any("skipped: chunk 1" in note for note in done.notes)
-    assert_good(tmp_path / "far")
-
-
-def test_no_good_copy_leaves_nothing(config: dict[str, Any], tmp_path: Path) -> None:
-    flip(step_folder(tmp_path / "disk") / IMAGE, -1)
-    with pytest.raises(IntegrityError, match="damaged in every copy"):
-        run_copy(config)
-    assert not step_folder(tmp_path / "far").exists()
-    flip(step_folder(tmp_path / "disk") / "commit.json", 40)
-    with pytest.raises(IntegrityError, match="commit record"):
-        run_copy(config)
-    assert not step_folder(tmp_path / "far").exists()
-
-
-@pytest.mark.parametrize("method", ["write_manifest", "commit", "create_shard"])
-def test_a_tier_that_fails_on_the_way_is_left_as_it_was(
-    config: dict[str, Any], tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*words: object, **more: object) -> None:
-        raise StorageFullError("no space")
-
-    monkeypatch.setattr(StoredTier, method, full)
-    with pytest.raises(StorageFullError):
-        run_copy(config)
-    monkeypatch.undo()
-    assert not step_folder(tmp_path / "far").exists()
-    run_copy(config)
-    assert_good(tmp_path / "far")
-
-
-def test_what_an_unfinished_copy_left_there_goes(config: dict[str, Any], tmp_path: Path) -> None:
-    far = step_folder(tmp_path / "far")
-    far.mkdir(parents=True)
-    (far / f"{IMAGE}.zst").write_bytes(b"half")
-    (far / "rank-00000-of-00001.stored.json").write_bytes(b"half")
-    run_copy(config)
-    assert_good(tmp_path / "far")
-
-
-def test_what_is_there_and_does_not_answer_is_no_success(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_copy(config)
-
-    def fail(*words: object) -> None:
-        raise UnreachableError("gone")
-
-    monkeypatch.setattr(StoredTier, "files", fail)
-    with pytest.raises(UnreachableError, match="gone"):
-        run_copy(config)
-
-
 @pytest.mark.parametrize("by", ["copy", "flush"])
 def test_a_manifest_of_a_newer_version_is_copied_as_it_is(
     by: str, make_config: MakeConfig, tmp_path: Path
@@ -258,50 +138,7 @@ def test_a_manifest_of_a_newer_version_is_copied_as_it_is(
     assert_good(tmp_path / "far")
 
 
-def test_a_copy_whose_leftovers_cannot_be_removed_says_so(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    def fail(*words: object, **more: object) -> None:
-        raise UnreachableError("gone")
-
-    monkeypatch.setattr(StoredTier, "commit", fail)
-    monkeypatch.setattr(StoredTier, "discard", fail)
-    with pytest.raises(UnreachableError):
-        run_copy(config)
-    assert "files of the unfinished copy of 1@1 are left for now" in caplog.text
-    assert steps_on(tmp_path / "far") == []
-
-
-def test_latest_that_cannot_be_written_is_no_failure(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*words: object) -> None:
-        raise BackendError("no")
-
-    monkeypatch.setattr(StoredTier, "write_latest", fail)
-    assert any("could not write 'latest'" in note for note in run_copy(config).notes)
-    assert_good(tmp_path / "far")
-
-
 # Who else may be at work -----------------------------------------------------------------------------
-
-
-def test_the_lock_is_held_while_it_copies_and_given_back(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, refused = write_copy.write_files, []
-
-    def look(*words: Any) -> Any:
-        try:
-            open_elsewhere(config)
-        except (LockError, tierfall.errors.ConfigError) as error:
-            refused.append(str(error))
-        return real(*words)
-
-    monkeypatch.setattr(copying, "write_files", look)
-    run_copy(config)
-    assert len(refused) == 1
-    tierfall.open(config).close()
 
 
 def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
@@ -363,57 +200,7 @@ def test_what_a_trainer_of_another_node_owes_is_left_to_it(
     assert_good(tmp_path / "far")
 
 
-@pytest.mark.parametrize("tier", ["disk", "far"])
-def test_a_damaged_record_of_the_newest_attempt_is_read_elsewhere_or_stops_it(
-    config: dict[str, Any], tmp_path: Path, tier: str
-) -> None:
-    flip(tmp_path / "disk/run/attempts/a0001.json", 40)
-    if tier == "far":
-        run_copy(config)
-        assert_good(tmp_path / "far")
-        return
-    flip(tmp_path / "far/run/attempts/a0001.json", 40)
-    with pytest.raises(IntegrityError, match=r"a0001\.json"):
-        run_copy(config)
-
-
-def test_without_any_record_of_an_attempt_the_checkpoints_own_counts(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    shutil.rmtree(tmp_path / "disk/run/attempts")
-    run_copy(config)
-    assert_good(tmp_path / "far")
-    record = json.loads((tmp_path / "far/run/attempts/a0001.json").read_text())
-    commit = json.loads((step_folder(tmp_path / "far") / "commit.json").read_text())
-    assert record["attempt_id"] == commit["attempt_id"]
-
-
 # What is asked for -----------------------------------------------------------------------------------
-
-
-def test_a_deleted_checkpoint_and_one_that_has_gone_are_not_copied(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(StepError, match="was deleted just now"):
-        run_copy(config, CheckpointId(9, 1))
-    store = store_of(tmp_path / "disk")
-    store.add_mark(Mark(name="tombstone", checkpoint=TWO, wall_time_s=1.0))
-    store.close()
-    with pytest.raises(StepError, match="marked for deletion"):
-        run_copy(config, TWO)
-    assert not step_folder(tmp_path / "far", 2).exists()
-
-
-def test_what_concerns_an_image_in_memory_alone_is_not_copied() -> None:
-    checkpoint = SimpleNamespace(id=ONE, copies={}, marks=frozenset({"pin", "on-peers"}))
-    found = write_copy.marks_of(cast(Any, SimpleNamespace(stores={})), cast(Any, checkpoint))
-    assert [mark.name for mark in found] == ["pin"]
-
-
-def test_a_damaged_mark_is_brought_along_anew(config: dict[str, Any], tmp_path: Path) -> None:
-    flip(step_folder(tmp_path / "disk") / "marks" / "pin", 40)
-    assert run_copy(config).marks == ("pin",)
-    assert_good(tmp_path / "far")
 
 
 def test_a_tier_that_is_not_there_is_not_made(config: dict[str, Any], tmp_path: Path) -> None:
@@ -421,28 +208,6 @@ def test_a_tier_that_is_not_there_is_not_made(config: dict[str, Any], tmp_path: 
     with pytest.raises(UnreachableError, match="not there"):
         run_copy(config)
     assert not (tmp_path / "far").exists()
-
-
-def test_what_retention_will_say_is_reported(make_saved: Callable[..., dict[str, Any]]) -> None:
-    config = make_saved({"retain": {"last": 1}})
-    assert run_copy(config, TWO).notes == ()
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.unpin(1)
-    (note,) = run_copy(config).notes
-    assert note.startswith("the rules of far delete it again after the next commit there")
-    assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
-
-
-def test_what_a_copy_pushes_out_is_reported_too(make_saved: Callable[..., dict[str, Any]]) -> None:
-    config = make_saved({"retain": {"last": 1}})
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.unpin(1)
-    assert run_copy(config).notes == ()
-    (note,) = run_copy(config, TWO).notes
-    assert note.startswith("beside 2@1, the rules of far delete 1@1 after the next commit")
-    assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 
 def test_the_parts_that_a_killed_copy_uploaded_go(
@@ -485,20 +250,3 @@ def test_small_chunks_go_to_an_object_store_in_parts_that_it_takes(
     arena.unlink()
     shutil.rmtree(tmp_path / "disk")
     assert step_in(tierfall.load(config, step=1)) == 1
-
-
-def test_a_tier_that_was_not_opened_by_name_is_never_touched(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sources are opened for reading only: they may be mounted so."""
-    opened: list[tuple[str, bool]] = []
-    real = PosixBackend.__init__
-
-    def note(self: Any, root: Any, *, read_only: bool = False, **words: Any) -> None:
-        opened.append((Path(root).name, read_only))
-        real(self, root, read_only=read_only, **words)
-
-    monkeypatch.setattr(PosixBackend, "__init__", note)
-    run_copy(config)
-    assert ("disk", False) not in opened
-    assert ("far", False) in opened

@@ -156,27 +156,6 @@ def test_a_json_bomb(
     must_be_refused(make_config, run_folder, newest)
 
 
-@pytest.mark.parametrize("file", [MANIFEST, COMMIT])
-@pytest.mark.parametrize("member", [{"format": 2}, {"requires": ["erasure-coding"]}])
-def test_a_newer_format_says_what_to_install(
-    member: Members, file: str, make_config: MakeConfig, run_folder: Path, newest: Path
-) -> None:
-    envelope = {"format": 1, "requires": [], **member}
-    head = b'{"format":1,"requires":[]'
-    body = documents.seal(members_of(newest / file))[len(head) : -len(documents._TAIL) - 64 - 3]
-    body = b"{" + documents.dumps(envelope)[1:-1] + body
-    digest = documents.sha256(body)
-    (newest / file).write_bytes(body + f',"digest":"{digest}"}}\n'.encode())
-    if file == MANIFEST:
-        vouch_for(newest)
-    with pytest.raises(RestoreError, match=r"2@1.*reads format 1.*a newer one"):
-        tierfall.load(run_folder)
-    with tierfall.open(make_config()) as ckpt:
-        report = ckpt.restore(blank(), unreachable="ignore")
-        assert report is not None
-        assert report.step == 1
-
-
 # Headers -----------------------------------------------------------------------------------------
 
 

@@ -102,14 +102,6 @@ def test_an_expression_asks_for_what_is_exported(expression: str, shown: str) ->
     assert displayed <= known
 
 
-@pytest.mark.parametrize(
-    "wrong", ["sum(tierfall_up", "tierfall_up)", "tierfall_up{run=1]", "a ? b", "rate(x[5])"]
-)
-def test_what_is_no_expression_is_found(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"at|closes|missing"):
-        tokens(wrong)
-
-
 def test_counters_are_asked_for_their_increase() -> None:
     counters = {
         f"tierfall_{m.name}_total" for m in METRICS.values() if m.kind is MetricKind.COUNTER
@@ -151,18 +143,3 @@ def test_outcomes_that_are_selected_exist() -> None:
     }
     assert selected
     assert selected <= set(OUTCOMES)
-
-
-def test_the_panels_of_the_dashboard_fill_a_grid() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (panel["gridPos"]["x"] + dx, panel["gridPos"]["y"] + dy)
-        for panel in panels
-        for dx in range(panel["gridPos"]["w"])
-        for dy in range(panel["gridPos"]["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24
-    names = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) == names

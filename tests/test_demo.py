@@ -6,7 +6,6 @@ import io
 import json
 import re
 import struct
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -115,16 +113,6 @@ def test_demo_restores_from_the_object_tier_alone_when_the_node_is_lost(shown: S
     assert not memory_folder(shown.folder).exists()
 
 
-def test_demo_tells_how_far_the_object_tier_packs(shown: Shown) -> None:
-    packed = shown.document["packed"]["store"]
-    ratio = packed["raw_bytes"] / packed["stored_bytes"]
-    assert ratio > 1.05
-    assert re.search(rf"store packed .* into .*: {ratio:.3g} to 1", shown.told)
-    step = shown.folder / "store" / "demo" / f"step-{STEPS:08d}-a0002"
-    assert (step / "rank-00000-of-00001.safetensors.tfz").exists()
-    assert (step / "commit.json").exists()
-
-
 # What it draws ----------------------------------------------------------------------------------------
 
 
@@ -138,45 +126,6 @@ def trainer_of(*lines: Line, killed_s: float = 0.0) -> Trainer:
     trainer.lines, trainer.was_killed = list(lines), killed_s > 0
     trainer.began_s, trainer.over_s = 100.0, killed_s or 200.0
     return trainer
-
-
-def test_a_bar_goes_from_the_beginning_of_a_capture_or_flush_to_its_end_or_the_kill() -> None:
-    lines = [
-        line(101, "save_begun"),
-        line(101.5, "flush_begun", tier="store"),
-        line(102, "captured"),
-        line(103, "committed", tier="store"),
-        line(104, "flush_begun", 2, tier="fast"),
-        line(106, "restored", 7, seconds=0.5, sources={"fast": 9, "store": 1}),
-    ]
-    whole = [
-        ("host", "capture", 101, 102),
-        ("store", "flush", 101.5, 103),
-        ("fast", "restore", 105.5, 106),
-        ("store", "restore", 105.5, 106),
-    ]
-    assert list(picture.bars_of(trainer_of(*lines))) == whole
-    cut = ("fast", picture.CUT, 104, 107)
-    assert list(picture.bars_of(trainer_of(*lines, killed_s=107))) == [*whole, cut]
-
-
-def test_picture_has_every_save_flush_and_restore_of_the_run(shown: Shown) -> None:
-    bars = [(tier, what) for each in shown.trainers for tier, what, *_ in picture.bars_of(each)]
-    counts = {bar: bars.count(bar) for bar in bars}
-    assert counts[("host", "capture")] == story.SAVES
-    assert counts[("store", "flush")] == story.SAVES / 2
-    assert counts[("store", picture.CUT)] == 1
-    restores = {tier: counts[(tier, "restore")] for tier in story.TIERS}
-    assert restores == {"host": 1, "fast": 1, "store": 2}
-
-
-def test_picture_has_a_lane_for_the_training_and_one_for_each_tier_downwards(shown: Shown) -> None:
-    axes = shown.figure.axes[0]
-    assert isinstance(axes, Axes)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["training", *story.TIERS]
-    bottom, top = axes.get_ylim()
-    assert bottom > top
-    assert [text.get_text() for text in axes.texts] == ["SIGKILL", "byte flipped", "node lost"]
 
 
 def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
@@ -240,21 +189,6 @@ def test_a_folder_or_a_picture_that_cannot_be_is_refused_before_anything_is_trai
     assert (tmp_path / "full" / "mine").read_text() == "precious"
 
 
-def test_without_matplotlib_one_line_says_how_to_get_the_picture(
-    shown: Shown,
-    demo: Demo,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delitem(sys.modules, "tierfall.demo.picture")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    assert demo.draw(shown.trainers, shown.folder / "x.png") is None
-    assert capsys.readouterr().out == (
-        "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
-    )
-
-
 # What acts check --------------------------------------------------------------------------------------
 
 
@@ -269,16 +203,6 @@ def restored(step: int, *tiers: str) -> Trainer:
     return trainer_of(line(1, "restored", step, sources=sources, fallbacks=reasons))
 
 
-def test_a_start_that_restored_something_else_than_expected_is_found() -> None:
-    assert story.check_restored(restored(2, "store"), "2@1", "store")["step"] == 2
-    story.check_restored(restored(2, "store", "fast"), "2@1", "fast", "store")
-    with pytest.raises(DemoError, match="restored nothing, although 2@1 exists"):
-        story.check_restored(trainer_of(), "2@1", "store")
-    for wrong in (restored(1, "store"), restored(2, "host"), restored(2, "fast", "store")):
-        with pytest.raises(DemoError, match=r"a start restored .* expected 2@1 from store"):
-            story.check_restored(wrong, "2@1", "store")
-
-
 def test_one_loss_that_differs_in_its_last_bit_is_found(
     demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,13 +215,6 @@ def test_one_loss_that_differs_in_its_last_bit_is_found(
     assert demo.compare(losses(2.5), losses(2.5, 2.25), alone)["after_the_restore"] == 2
     with pytest.raises(DemoError, match=r"differ from those without a kill: \[1\]"):
         demo.compare(losses(2.5), losses(2.5, 2.2500000000000004), alone)
-
-
-def test_trainer_that_ends_badly_is_quoted(demo: Demo) -> None:
-    demo.config.write_text("run: 7\n")
-    trainer = demo.start("it")
-    with pytest.raises(DemoError, match=r"(?s)ended with code 1; the end of .*tiers.yaml"):
-        list(trainer.follow())
 
 
 def test_a_trainer_ends_with_the_demo(tmp_path: Path) -> None:

@@ -7,89 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
 import yaml
 
-import tierfall
-from tierfall.core.tensors import rng
-from tierfall.demo.training import make_state, train_step
-
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, STOP, EVERY = 20, 13, 4
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Let a test fix threads and kernels, and put everything back."""
-    threads = torch.get_num_threads()
-    strict = torch.are_deterministic_algorithms_enabled()
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(strict)
-
-
-def chain_in(folder: Path) -> dict[str, Any]:
-    return {
-        "run": "exact",
-        "interval": {"every": EVERY, "at_end": False},  # as if it were killed
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(folder / "memory")},
-            {"name": "disk", "kind": "file", "path": str(folder / "disk")},
-        ],
-    }
-
-
-def losses(last: int, config: dict[str, Any] | None = None) -> dict[int, str]:
-    """Start a training as a new process would, from what the tiers hold; return each step's exact loss."""
-    state = make_state(STEPS)
-    with nullcontext() if config is None else tierfall.open(config) as ckpt:
-        report = ckpt.restore(state) if ckpt is not None else None
-        found = {}
-        for step in range(report.step + 1 if report else 1, last + 1):
-            loss = train_step(state)
-            if ckpt is not None:
-                ckpt.maybe_save(step, state)
-            found[step] = loss.item().hex()
-        return found
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_interrupted_training_goes_on_with_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
-    undisturbed = losses(STEPS)
-    before = losses(STOP, chain_in(tmp_path))
-    after = losses(STEPS, chain_in(tmp_path))
-    restored = STOP - STOP % EVERY
-    assert list(after) == list(range(restored + 1, STEPS + 1))
-    assert before == {step: undisturbed[step] for step in before}
-    assert after == {step: undisturbed[step] for step in after}
-
-
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (rng, "apply"),
-        (torch.optim.lr_scheduler.OneCycleLR, "load_state_dict"),
-    ],
-    ids=["random state", "scheduler"],
-)
-def test_losses_differ_where_a_part_is_not_restored(
-    owner: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the test above could not fail."""
-    undisturbed = losses(STEPS)
-    losses(STOP, chain_in(tmp_path))
-    monkeypatch.setattr(owner, method, lambda *state: None)
-    after = losses(STEPS, chain_in(tmp_path))
-    assert after
-    assert after != {step: undisturbed[step] for step in after}
 
 
 # The example ------------------------------------------------------------------------------------------

@@ -21,14 +21,13 @@ from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.toolkit import registry
 from tierfall.config import load_config
 from tierfall.core.types.errors import (
-    AccessDeniedError,
     BackendError,
     ConfigError,
     KeyNotFoundError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import Driver, LossClass
+from tierfall.core.types.values import LossClass
 from tierfall.setup.tiers import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-backend.md"
@@ -223,25 +222,6 @@ def opener(**output: Any) -> Callable[..., Any]:
     return open_it
 
 
-def test_two_functions_cannot_open_one_protocol() -> None:
-    first, second = opener(calls=[]), opener(calls=[])
-    second.__qualname__ = "another"
-    register("kv")(first)
-    register("kv")(first)
-    with pytest.raises(ConfigError, match=r"kv:// is opened by .* already; choose another"):
-        register("kv")(second)
-
-
-def test_options_come_to_it_as_they_are_and_a_driver_passes_it_by() -> None:
-    calls: list[Any] = []
-    register("kv")(opener(calls=calls, answer=MemoryStore()))
-    open_backend("kv://place", options={"a": 1}, read_only=True)
-    assert calls == [("kv://place", {"a": 1}, True)]
-    with pytest.raises(ConfigError):
-        open_backend("kv://place", driver=Driver.FSSPEC)
-    assert len(calls) == 1
-
-
 def test_what_it_raises_of_its_own_is_a_backend_error_that_names_it() -> None:
     @register("kv")
     def broken(url: str, *, options: Any, read_only: bool) -> Any:
@@ -249,17 +229,6 @@ def test_what_it_raises_of_its_own_is_a_backend_error_that_names_it() -> None:
 
     with pytest.raises(BackendError, match=r"^open kv://: its backend failed: RuntimeError\('out"):
         open_backend("kv://place")
-
-
-def test_a_store_of_objects_is_opened_as_a_backend() -> None:
-    store = MemoryStore()
-    register("kv")(opener(calls=[], answer=store))
-    with open_backend("kv://place").create("key") as writer:
-        writer.publish()
-    assert [s.key for s in open_backend("kv://place", read_only=True).scan("")] == ["key"]
-    assert open_backend("kv://place").place == "kv://place"
-    with pytest.raises(AccessDeniedError):
-        open_backend("kv://place", read_only=True).delete("key")
 
 
 class Undecided(MemoryStore):
@@ -283,16 +252,6 @@ def test_what_is_no_store_is_refused_with_what_it_lacks(answer: Any, message: st
     register("kv")(opener(calls=[], answer=answer))
     with pytest.raises(ConfigError, match=message):
         open_backend("kv://place")
-
-
-def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^register: kv://: .*: its parameters are \(url\); expected \(url, \*, options, read",
-    ):
-
-        @register("kv")
-        def open_kv(url: str) -> Any: ...
 
 
 def test_a_store_that_lacks_a_method_is_refused_where_it_is_registered() -> None:

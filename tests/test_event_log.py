@@ -96,13 +96,6 @@ def test_a_line_says_what_happened_when_and_to_whom(path: Path) -> None:
     }
 
 
-def test_a_later_start_appends(path: Path) -> None:
-    write(path, 3)
-    write(path, 2, first=3)
-    assert numbers(last_events(path, 100)) == [0, 1, 2, 3, 4]
-    assert numbers(last_events(path, 2)) == [3, 4]
-
-
 def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
     write(path, 3000)
     sizes = [part.stat().st_size for part in (path, older_half(path))]
@@ -111,14 +104,6 @@ def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
     found = numbers(last_events(path, 10_000))
     assert found == list(range(found[0], 3000))
     assert len(found) > 200
-
-
-def test_a_line_longer_than_the_bound_is_written_all_the_same(path: Path) -> None:
-    file = LogFile(path, max_bytes=64)
-    assert file.append([b"x" * 100 + b"\n", b"y\n"]) == 1
-    assert file.append([b"y\n"]) == 1
-    assert (path.read_bytes(), older_half(path).stat().st_size) == (b"y\n", 101)
-    file.close()
 
 
 def test_a_file_that_was_moved_away_is_begun_anew(path: Path, log: EventLog) -> None:
@@ -157,17 +142,6 @@ def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
     file.close()
     assert older_half(path).exists()
     assert seen == list(range(200))
-
-
-def test_a_reader_waits_for_the_end_of_a_line(path: Path) -> None:
-    path.parent.mkdir()
-    line = b'{"kind":"tier_failing","reason":"number 5"}\n'
-    path.write_bytes(line[:20])
-    tail = LogTail(path)
-    assert tail.read() == []
-    path.write_bytes(line)
-    assert numbers(tail.read()) == [5]
-    tail.close()
 
 
 @pytest.mark.parametrize(
@@ -241,15 +215,6 @@ def test_what_a_full_disk_has_lost_is_counted_and_the_log_says_so(path: Path, di
     assert log.lost == 5
 
 
-def test_what_never_came_to_the_disk_is_counted_at_the_end(path: Path, disk: Disk) -> None:
-    disk.room = 0
-    log = make(path)
-    for number in range(7):
-        log.put(event(number))
-    log.close(5.0)
-    assert log.lost == 7
-
-
 def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: Disk) -> None:
     disk.goes_on.clear()
     log = make(path, waiting_max=10)
@@ -258,18 +223,3 @@ def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: D
     assert log.lost >= 89, "ten wait, and one may be with the disk"
     log.close(0.05)
     disk.goes_on.set()
-
-
-@pytest.mark.parametrize("make_it", [os.mkdir, os.mkfifo])
-def test_a_place_that_is_no_file_is_reported_and_fails_nothing(
-    path: Path, make_it: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    path.parent.mkdir()
-    make_it(path)
-    with caplog.at_level(logging.WARNING, "tierfall"):
-        log = make(path)
-        log.put(event(1))
-        wait_until(lambda: bool(caplog.records), "it is said")
-        log.close(5.0)
-    assert str(path) in caplog.text
-    assert log.lost == 1

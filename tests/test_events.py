@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import tierfall
 from tests.event_lines import last_events
 from tests.open_ranks import Opener, close_all
-from tests.simulation.world import IMAGE, World, file_rules
-from tests.steps import blank, state_of
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-MakeConfig = Callable[..., dict[str, Any]]
 
 
 def kinds(path: Path) -> list[str]:
@@ -63,45 +58,6 @@ def test_every_kind_of_event_has_a_name_of_its_own() -> None:
     assert len({kind.kind for kind in KINDS}) == len(KINDS)
 
 
-# A life ----------------------------------------------------------------------------------------------
-
-
-def test_a_log_that_cannot_be_written_fails_nothing_and_is_counted(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with tierfall.open(make_config(events=str(tmp_path / "file" / "events.jsonl"))) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        ckpt._journal.log.close(5.0)  # type: ignore[union-attr]
-        lost = ckpt.statistics().lost_events
-        assert lost >= 6, "opened, begun, captured, flush begun and done, committed"
-        assert ckpt.restore(blank()) is not None
-
-
-# On the virtual clock --------------------------------------------------------------------------------
-
-
-def test_an_event_has_the_time_of_the_clock() -> None:
-    world = World([file_rules("nvme")])
-    world.now_s = 1_000.0
-    region, _ = world.ask_for_region(1)
-    snapshot = world.begin(1, region)
-    world.step()
-    world.now_s = 1_007.5
-    world.seal(snapshot)
-    world.settle()
-    life = world.lives[-1]
-    begun, captured = (
-        next(e for e in life.events if isinstance(e, kind))
-        for kind in (events.SaveBegun, events.Captured)
-    )
-    assert (begun.at_s, captured.at_s) == (1_000.0, 1_007.5)
-    assert isinstance(captured, events.Captured)
-    assert captured.seconds == 7.5
-    assert captured.bytes == IMAGE
-    life.check()
-
-
 # Several ranks ---------------------------------------------------------------------------------------
 
 
@@ -133,6 +89,3 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
         for kind in ("save_begun", "captured"):
             assert [e["step"] for e in only(path, kind)] == [1], kind
         assert sorted(e["tier"] for e in only(path, "committed")) == ["far", "nvme"]
-
-
-# The file --------------------------------------------------------------------------------------------

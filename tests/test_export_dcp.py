@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierfall
 from tests.rank_kit import config_of, export_from
 from tierfall.config import Config
-from tierfall.core.types.errors import BackendError, CapacityError, IntegrityError, StorageFullError
-from tierfall.export import dcp_folder
+from tierfall.core.types.errors import BackendError
 from tierfall.export.export import ExportFormat
 
 ALONE = "ignore:torch.distributed is disabled"
@@ -73,39 +69,6 @@ def test_dcp_loads_a_scaler_as_it_saves_one(tmp_path: Path, out: Path) -> None:
     assert loaded["scaler"] == scaler.state_dict()
 
 
-@pytest.mark.filterwarnings(ALONE)
-def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: Path) -> None:
-    export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    dcp_to_torch_save(out, tmp_path / "all.pt")
-    read = torch.load(tmp_path / "all.pt", weights_only=False)
-    loaded = tierfall.load(config)
-    assert read.keys() == loaded.keys()
-    assert read["extra"]["epoch"] == 5
-    assert read["extra"]["nested"]["names"] == ["a", "b"]
-    assert read["extra"]["nested"]["3"].tolist() == [0, 1, 2]
-    assert read["empty"].shape == (0, 4)
-    assert torch.equal(read["rng"]["torch"], loaded["rng"]["torch"])
-    assert {k: v.shape for k, v in read["model"].items()} == {
-        k: v.shape for k, v in loaded["model"].items()
-    }
-
-
-def test_a_part_stands_by_itself_and_several_by_their_names(config: Config, out: Path) -> None:
-    export_from(config, "shared", to=out / "one", format=ExportFormat.DCP, only=("model",))
-    names = set(FileSystemReader(out / "one").read_metadata().state_dict_metadata)
-    assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    export_from(
-        config, "shared", to=out / "two", format=ExportFormat.DCP, only=("model", "extra.epoch")
-    )
-    metadata = FileSystemReader(out / "two").read_metadata()
-    assert "model.0.weight" in metadata.state_dict_metadata
-    assert "extra.epoch" in metadata.state_dict_metadata
-    assert metadata.storage_meta is not None
-    assert metadata.storage_meta.checkpoint_id == str(out / "two")
-    export_from(config, "shared", to=out / "leaf", format=ExportFormat.DCP, only=("empty",))
-    assert set(FileSystemReader(out / "leaf").read_metadata().state_dict_metadata) == {"empty"}
-
-
 def test_an_empty_folder_gives_way_and_nothing_else_does(config: Config, out: Path) -> None:
     out.mkdir(parents=True)
     export_from(config, "shared", to=out, format=ExportFormat.DCP)
@@ -119,91 +82,6 @@ def test_an_empty_folder_gives_way_and_nothing_else_does(config: Config, out: Pa
         export_from(config, "shared", to=file, format=ExportFormat.DCP)
     with pytest.raises(BackendError, match="is no folder"):
         export_from(config, "shared", to=file / "below", format=ExportFormat.DCP)
-
-
-def test_a_folder_that_is_filled_meanwhile_stays(config: Config, out: Path) -> None:
-    def fill(done: int, total: int) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "theirs").write_text("theirs")
-
-    with pytest.raises(BackendError, match="is there already"):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP, watch=fill)
-    assert [path.name for path in out.iterdir()] == ["theirs"]
-
-
-def test_damage_writes_nothing(config: Config, tmp_path: Path, out: Path) -> None:
-    image = tmp_path / "shared/run/step-00000001-a0001/rank-00000-of-00001.safetensors"
-    data = bytearray(image.read_bytes())
-    data[-70_000] ^= 1
-    image.write_bytes(data)
-    with pytest.raises(IntegrityError, match="damaged in every copy"):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    assert not out.parent.exists()
-
-
-@pytest.mark.parametrize(
-    ("cause", "raised"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), StorageFullError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (ValueError("duplicated flatten key a.b"), BackendError),
-    ],
-)
-def test_what_stops_dcp_is_what_is_raised_and_leaves_nothing(
-    config: Config,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cause: BaseException,
-    raised: type[BaseException],
-) -> None:
-    def fail(*words: Any) -> None:
-        raise cause
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    with pytest.raises(raised):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    assert not out.parent.exists()
-
-
-def test_a_disk_that_is_full_when_torch_writes_is_reported(
-    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(value: object, file: Any, **more: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
-    with pytest.raises(StorageFullError, match="No space left"):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    assert not out.parent.exists()
-
-
-def test_files_that_came_out_short_are_noticed(
-    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = dcp_folder.save
-
-    def cut(*words: Any, **more: Any) -> Any:
-        metadata = real(*words, **more)
-        (file,) = Path(more["storage_writer"].path).glob("*.distcp")
-        file.write_bytes(file.read_bytes()[:-1])
-        return metadata
-
-    monkeypatch.setattr(dcp_folder, "save", cut)
-    with pytest.raises(BackendError, match="shorter than DCP says"):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    assert not out.parent.exists()
-
-
-def test_no_room_is_reported_before_anything_is_written(
-    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Usage:
-        free = 10
-
-    monkeypatch.setattr("tierfall.export.output.shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(CapacityError, match="free are 10 B"):
-        export_from(config, "shared", to=out, format=ExportFormat.DCP)
-    assert not out.parent.exists()
 
 
 def test_an_optimizer_that_does_not_know_its_parameters_keeps_their_numbers(

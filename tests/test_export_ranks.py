@@ -3,10 +3,7 @@ silently."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,7 @@ import torch
 import tierfall
 from tests.rank_kit import config_of, export_from, save_on_ranks
 from tierfall.config import Config
-from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import MergedHeader, TensorBlock
-from tierfall.core.image.tree import MapNode, TensorNode
-from tierfall.core.load.build import Fill
-from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, StorageFullError
-from tierfall.core.types.values import CheckpointId
-from tierfall.export import gather, output
+from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
 from tierfall.export.export import ExportFormat
 
 TIERS = {"raw": {}, "zstd": {"compress": {"codec": "zstd"}}}
@@ -56,12 +46,6 @@ def config(tmp_path: Path) -> Config:
     config = config_of(tmp_path, **TIERS)
     save_on_ranks(config, 2, [1], make_state)
     return config
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 # What is written -------------------------------------------------------------------------------------
@@ -136,18 +120,6 @@ def test_ranks_that_have_all_alike_leave_nothing_of_their_own(tmp_path: Path, ou
     assert not any("per_rank" in note for note in done.notes)
 
 
-def test_an_entry_called_as_that_of_the_ranks_is_kept_apart(tmp_path: Path, out: Path) -> None:
-    config = config_of(tmp_path)
-    save_on_ranks(
-        config, 2, [1], lambda rank, step: {"per_rank": {"mine": rank, "w": torch.ones(2)}}
-    )
-    read = torch.load(
-        export_from(config, "shared", to=out, format=ExportFormat.TORCH).path, weights_only=False
-    )
-    assert read["per_rank"]["mine"] == 0
-    assert read["per_rank_"]["1"]["per_rank"] == {"mine": 1}
-
-
 def test_the_random_state_of_each_rank_is_kept(tmp_path: Path, out: Path) -> None:
     """All ranks are threads here, so what differs is put into one of them."""
     config = config_of(tmp_path)
@@ -159,84 +131,6 @@ def test_the_random_state_of_each_rank_is_kept(tmp_path: Path, out: Path) -> Non
     read = torch.load(done.path, weights_only=False)
     assert torch.equal(read["rng"]["mine"].get_state(), states[0].get_state())
     assert torch.equal(read["per_rank"]["1"]["rng"]["mine"].get_state(), states[1].get_state())
-
-
-def test_where_ranks_have_values_of_another_kind_both_are_kept(tmp_path: Path, out: Path) -> None:
-    config = config_of(tmp_path)
-    mixed = [{"a": 5, "b": {"c": torch.ones(1)}}, {"a": {"x": torch.zeros(1)}, "b": True}]
-    save_on_ranks(config, 2, [1], lambda rank, step: {**mixed[rank], "rng": None})
-    done = export_from(config, "shared", to=out, format=ExportFormat.TORCH)
-    read = torch.load(done.path, weights_only=False)
-    assert read["a"] == 5
-    assert read["b"] == {"c": torch.ones(1)}
-    assert read["per_rank"]["1"] == {"a": {"x": torch.zeros(1)}, "b": True}
-
-
-def test_what_is_compared_in_slices_is_compared_whole(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "COMPARED_BYTES", 4096)
-    config = config_of(tmp_path)
-
-    def state(rank: int, step: int) -> dict[str, Any]:
-        same, last = torch.arange(5000.0), torch.arange(5000.0)
-        last[-1] += rank
-        return {"n": torch.full((2,), float(rank)), "same": same, "last": last, "rng": None}
-
-    save_on_ranks(config, 2, [1], state)
-    opened = safetensors.torch.load_file(export_from(config, "shared", to=out).path)
-    assert opened.keys() == {"n", "same", "last", "per_rank.1.n", "per_rank.1.last"}
-    assert torch.equal(opened["per_rank.1.last"], state(1, 1)["last"])
-
-
-@pytest.mark.parametrize("room", [1, 24, 60, 1000])
-def test_blocks_of_columns_are_put_together_in_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    """Two ranks have columns of one tensor."""
-    monkeypatch.setattr(gather, "ROWS_BYTES", room)
-    whole = torch.arange(60, dtype=torch.uint8).reshape(10, 6)
-    data = [whole[:, :4].contiguous().flatten(), whole[:, 4:].contiguous().flatten()]
-    columns = tuple(
-        TensorBlock(rank=r, start=0, end=len(data[r]), offset=(0, 4 * r), lengths=(10, 4 - 2 * r))
-        for r in range(2)
-    )
-    header = ImageHeader(
-        what="header",
-        data_start=0,
-        data_bytes=60,
-        tensors=(StoredTensor("w", torch.uint8, (10, 6), 0, 60),),
-        tree=MapNode("dict", (("w", TensorNode(0)),)),
-        values=(),
-    )
-    alive: list[int] = []
-
-    class Images:
-        world_size = 2
-
-        def read(self, rank: int, fills: Sequence[Fill]) -> None:
-            alive.append(sum(fill.end - fill.start for fill in fills))
-            for fill in fills:
-                for target in fill.targets:
-                    target.copy_(data[rank][fill.start : fill.end])
-
-    told: list[tuple[int, int]] = []
-    gathered = gather.MergedCheckpoint(
-        run="run",
-        id=CheckpointId(1, 1),
-        merged=MergedHeader(header=header, blocks=(columns,), replicas={}),
-        images=Images(),  # type: ignore[arg-type]
-        own=None,
-        tally=ReadTally(),
-        watch=lambda done, total: told.append((done, total)),
-    )
-    path = tmp_path / "file"
-    with open(path, "wb") as file:
-        gathered.write({0: (3, 70)}, file.fileno())
-    written = path.read_bytes()
-    assert written[3:63] == written[70:130] == bytes(range(60))
-    assert max(alive) <= max(room, 4)
-    assert told[-1] == (60, 60)
 
 
 # What goes wrong -------------------------------------------------------------------------------------
@@ -252,37 +146,6 @@ def test_of_tensors_that_do_not_fit_together_load_takes_rank_0s_and_an_export_bo
     assert (len(opened["w"]), len(opened["per_rank.1.w"])) == (3, 4)
 
 
-@pytest.mark.parametrize("format", ExportFormat)
-def test_damage_is_read_from_the_next_tier_and_without_one_nothing_is_written(
-    config: Config, tmp_path: Path, out: Path, format: ExportFormat
-) -> None:
-    image = tmp_path / "raw" / STEP / "rank-00001-of-00002.safetensors"
-    flip(image, -4)
-    done = export_from(config, "raw", "zstd", to=out, format=format)
-    assert set(done.sources) == {"raw", "zstd"}
-    assert any("on raw" in fallback.what for fallback in done.fallbacks)
-    with pytest.raises(IntegrityError, match="damaged in every copy"):
-        export_from(config, "raw", to=out.parent / "other" / "deep", format=format)
-    assert not (out.parent / "other").exists()
-
-
-@pytest.mark.parametrize("format", ExportFormat)
-def test_a_full_disk_leaves_nothing(
-    config: Config, out: Path, format: ExportFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.pwrite
-
-    def full(descriptor: int, data: Any, offset: int) -> int:
-        if offset > 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(output.os, "pwrite", full)
-    with pytest.raises(StorageFullError, match="No space left"):
-        export_from(config, "raw", to=out, format=format)
-    assert not out.parent.exists()
-
-
 def test_a_rank_whose_part_is_nowhere_is_an_error(
     config: Config, tmp_path: Path, out: Path
 ) -> None:
@@ -291,12 +154,3 @@ def test_a_rank_whose_part_is_nowhere_is_an_error(
     with pytest.raises((IntegrityError, BackendError), match="rank-00001-of-00002"):
         export_from(config, *TIERS, to=out)
     assert not out.parent.exists()
-
-
-def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(config: Config, out: Path) -> None:
-    out.mkdir(parents=True)
-    (out / "model.safetensors").write_text("mine")
-    with pytest.raises(BackendError, match="exists already: --force replaces it"):
-        export_from(config, "raw", to=out, only=("model",))
-    export_from(config, "raw", to=out, only=("model",), replace=True)
-    assert len(safetensors.torch.load_file(out / "model.safetensors")) == 2

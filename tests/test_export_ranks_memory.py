@@ -18,7 +18,6 @@ from tierfall.export.export import ExportFormat
 MIB = 1 << 20
 IMAGE_BYTES = 96 * MIB
 BOUND_BYTES = 16 * MIB  # chunks have 64 KiB here
-ROOT = Path(__file__).resolve().parents[1]
 
 _WATCHING = """
 import sys

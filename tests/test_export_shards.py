@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -22,9 +21,6 @@ import tierfall
 from tests.rank_kit import config_of, export_from, save_on_ranks
 from tests.steps import wait_until
 from tierfall.config import Config, load_config
-from tierfall.core.types.errors import BackendError, ConfigError, StorageFullError
-from tierfall.export import safetensors_files
-from tierfall.export.export import ExportFormat
 
 ROOT = Path(__file__).resolve().parents[1]
 KB = 1000
@@ -80,8 +76,7 @@ def assert_model(found: dict[str, torch.Tensor], dtype: torch.dtype | None = Non
 # Shards ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 5 * KB, 20 * KB])
-@pytest.mark.parametrize("tier", ["raw", "planes"])
+@pytest.mark.parametrize(("tier", "size"), [("raw", 1), ("planes", 5 * KB)])
 def test_an_index_by_hand_leads_to_every_tensor(
     config: Config, out: Path, tier: str, size: int
 ) -> None:
@@ -121,96 +116,7 @@ def test_shards_of_several_ranks_are_whole(tmp_path: Path, out: Path) -> None:
     assert_model(by_hand(out)[0], torch.bfloat16)
 
 
-# dtype -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_floating_point_is_converted_and_nothing_else(
-    config: Config, out: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierfall.export.gather.ROWS_BYTES", 1000)  # rows of several batches
-    done = export_from(config, "raw", to=out, only=("model",), dtype=dtype)
-    assert done.path == out / "model.safetensors"
-    assert_model(safetensors.torch.load_file(done.path), dtype)
-
-
-def test_shards_of_another_dtype_are_measured_in_it(config: Config, out: Path) -> None:
-    words: dict[str, Any] = {"only": ("model.0",), "dtype": torch.bfloat16}
-    export_from(config, "raw", to=out, max_shard_bytes=300 * 16 * 2, **words)
-    assert [file.name for file in out.iterdir()] == ["model.0.safetensors"]
-
-
-def test_a_dtype_shards_and_files_need_a_part_and_safetensors(config: Config, out: Path) -> None:
-    every: tuple[dict[str, Any], ...] = (
-        {"dtype": torch.bfloat16},
-        {"max_shard_bytes": 5},
-        {"beside": (ROOT / "x",)},
-    )
-    for words in every:
-        with pytest.raises(ConfigError, match="--dtype and --with need --only"):
-            export_from(config, "raw", to=out, **words)
-        with pytest.raises(ConfigError, match="are for --format safetensors, not torch"):
-            export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=("model",), **words)
-    assert not out.exists()
-
-
-# Files beside ----------------------------------------------------------------------------------------
-
-
-def test_files_are_copied_beside(config: Config, out: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    export_from(config, "raw", to=out, only=("model",), beside=(tmp_path / "config.json",))
-    assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert (out / "config.json").read_text() == '{"a": 1}'
-
-
-def test_a_file_that_cannot_be_copied_is_an_error_before_anything_is_written(
-    config: Config, out: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "model.safetensors").write_text("mine")
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more/config.json").write_text("{}")
-    for beside, why in (
-        (("nothing.json",), "there is no such file"),
-        (("more",), "there is no such file"),
-        (("config.json", "more/config.json"), "two files of that name"),
-        (("model.safetensors",), "the export has a file of that name"),
-    ):
-        paths = tuple(tmp_path / name for name in beside)
-        with pytest.raises(ConfigError, match=why):
-            export_from(config, "raw", to=out, only=("model",), beside=paths)
-    assert not out.exists()
-
-
 # Whole or not at all ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_folder_with_something_in_it_is_not_touched(
-    config: Config, out: Path, replace: bool
-) -> None:
-    out.mkdir(parents=True)
-    (out / "mine").write_text("kept")
-    with pytest.raises(BackendError, match="is there already"):
-        export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB, replace=replace)
-    assert [file.name for file in out.iterdir()] == ["mine"]
-    (out / "mine").unlink()
-    export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB)
-    assert_model(by_hand(out)[0])
-
-
-@pytest.mark.parametrize("at", ["write_all", "_index_of"])
-def test_a_failure_leaves_no_folder(
-    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(safetensors_files, at, fail)
-    with pytest.raises(StorageFullError):
-        export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB)
-    assert not out.exists()
 
 
 def test_a_killed_export_leaves_no_folder_of_that_name(

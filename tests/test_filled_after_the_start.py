@@ -76,17 +76,6 @@ def config(make_config: MakeConfig) -> dict[str, Any]:
     return config
 
 
-def test_only_skip_and_rename_choose_within_an_empty_place(config: dict[str, Any]) -> None:
-    state = fresh()
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(state, only=["best.scores", "replay.1"], skip=["replay.1.reward"])
-        assert plain(state["best"]) == {"scores": [1, ("torch.float32", [2.0] * 3)]}
-        assert plain(state["replay"][1]) == {"observation": ("torch.float32", [[1.0, 1.0]])}
-        assert state["buffers"] == {}
-        ckpt.restore(state := fresh(), only=["buffers"], rename={"buffers.size": "buffers.length"})
-    assert state["buffers"]["length"] == 5
-
-
 def test_an_object_is_not_made_of_its_state_and_tensors_of_the_state_stay_compared(
     config: dict[str, Any],
 ) -> None:

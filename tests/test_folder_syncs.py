@@ -91,14 +91,6 @@ def test_a_start_syncs_the_folder_of_each_record_that_it_finds_once(
     assert sorted(folders.synced) == [1, 2, 3, 4]
 
 
-def test_looking_syncs_nothing(make_config: MakeConfig, folders: Folders) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    folders.synced.clear()
-    assert tierfall.load(make_config())
-    assert folders.synced == []
-
-
 def test_what_cannot_be_synced_is_no_reason_to_drop_another_and_is_restored_all_the_same(
     make_config: MakeConfig,
     tmp_path: Path,

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ import torch
 import tierfall
 from tests.stuck_tier import StuckTier
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.runtime import holds
-from tierfall.core.runtime.holds import Holds
 
 MiB = 1 << 20
 
@@ -56,38 +53,6 @@ def test_a_save_that_waits_for_memory_and_a_close_that_flushes_say_why(
     lines = [m for m in caplog.messages if m.startswith("close: waiting for")]
     assert any("to disk: " in line and " of 2.1 MiB" in line for line in lines)
     assert caplog.messages[-1] == "run r is closed; its newest checkpoint is 3@1, on disk"
-
-
-def test_an_update_that_waits_for_a_capture_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tierfall.core.capture.copier import ImageCopier
-
-    gate = threading.Event()
-    real = ImageCopier.copy_next
-
-    def late(copier: ImageCopier, *words: Any, **more: Any) -> bool:
-        gate.wait(60)
-        return real(copier, *words, **more)
-
-    with tierfall.open(config(tmp_path)) as ckpt:
-        weight = torch.nn.Parameter(torch.zeros(MiB // 4))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        state = {"weight": weight, "optimizer": optimizer}
-        for step in (1, 2):
-            weight.sum().backward()
-            optimizer.step()
-            ckpt.save(step, state).captured()
-        monkeypatch.setattr(ImageCopier, "copy_next", late)
-        opener = threading.Timer(3.0, gate.set)
-        weight.sum().backward()
-        optimizer.step()
-        ckpt.save(3, state)
-        opener.start()
-        optimizer.step()
-    lines = [m for m in caplog.messages if m.startswith("the capture of step 3: waiting for")]
-    assert lines
-    assert "the state must not change until it is copied; 1 MiB of " in lines[0]
 
 
 def test_a_long_restore_reports_its_progress(
@@ -131,29 +96,3 @@ def test_what_takes_no_second_is_not_logged(
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
     assert "waiting for" not in caplog.text
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(holds, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
-
-
-def test_the_innermost_hold_is_logged_again_and_again_and_is_a_warning_in_the_end(
-    clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    all_holds = Holds()
-    with all_holds.hold("close", lambda: "a", level=logging.INFO):
-        clock[0] += 5
-        with all_holds.hold("inner", lambda: "b", level=logging.INFO):
-            for _ in range(30):
-                all_holds.log_present()
-                clock[0] += 0.5
-        found = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert found == [
-        ("INFO", "inner: waiting for 1 s: b"),
-        ("INFO", "inner: waiting for 6 s: b"),
-        ("WARNING", "inner: waiting for 11 s: b"),
-        ("WARNING", "inner: done after 15 s"),
-    ]

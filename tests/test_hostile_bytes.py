@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import resource
 import shutil
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,56 +33,6 @@ from tests.steps import blank, state_of, step_in
 from tierfall.core.types.errors import RestoreError
 
 # Files that are cut, emptied, exchanged or gone --------------------------------------------------
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, random.Random(path.name).randrange(path.stat().st_size))
-
-
-def _lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def _scramble(path: Path) -> None:
-    path.write_bytes(random.Random(path.name).randbytes(path.stat().st_size))
-
-
-def _to_older(path: Path) -> None:
-    path.write_bytes((path.parents[1] / "step-00000001-a0001" / path.name).read_bytes())
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncated": _truncate,
-    "longer": _lengthen,
-    "empty": lambda path: os.truncate(path, 0),
-    "scrambled": _scramble,
-    "of another step": _to_older,
-}
-
-
-@pytest.mark.parametrize(
-    ("damage", "file"),
-    [
-        (damage, file)
-        for damage in DAMAGES
-        for file in (IMAGE, MANIFEST, COMMIT)
-        if (damage, file) != ("longer", IMAGE)  # what follows an image's end is never read
-    ],
-)
-def test_a_damaged_file_gives_way_to_the_step_before(
-    damage: str, file: str, make_config: MakeConfig, run_folder: Path, newest: Path
-) -> None:
-    DAMAGES[damage](newest / file)
-    output = must_be_refused(make_config, run_folder, newest)
-    assert "2@1" in output
-
-
-@pytest.mark.parametrize("file", [IMAGE, MANIFEST])
-def test_a_missing_file_is_damage_and_not_absence(
-    file: str, make_config: MakeConfig, run_folder: Path, newest: Path
-) -> None:
-    (newest / file).unlink()
-    assert file in must_be_refused(make_config, run_folder, newest)
 
 
 def test_a_step_that_was_renamed_is_not_believed(
@@ -180,31 +128,3 @@ def test_a_pickle_in_place_of_an_image_with_right_digests(
     change_manifest(newest, image_bytes=8192, data_start=4096, chunk_bytes=4096, chunks=digests)
     must_be_refused(make_config, run_folder, newest)
     assert not trace.exists()
-
-
-# Where a stranger's files stand ------------------------------------------------------------------
-
-
-def test_names_that_are_not_ours_are_neither_read_nor_removed(
-    make_config: MakeConfig, run_folder: Path
-) -> None:
-    foreign = {
-        "step-00000003": "no attempt",
-        "step-00000003-a0001.bak/commit.json": "a copy by hand",
-        "STEP-00000003-a0001/commit.json": "another case",
-        "notes/step-00000003-a0001/commit.json": "deeper",
-        "step-3-a1/commit.json": "too few digits",
-        "attempts/readme": "for people",
-    }
-    for name, text in foreign.items():
-        (run_folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (run_folder / name).write_text(text)
-    assert step_in(tierfall.load(run_folder)) == 2
-    with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-        state = blank()
-        ckpt.restore(state)
-        assert step_in(state) == 2
-        ckpt.save(3, state_of(3), block=True)
-        ckpt.drain()
-    for name, text in foreign.items():
-        assert (run_folder / name).read_text() == text

@@ -3,7 +3,6 @@ tiers."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -14,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tierfall
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
-from tierfall.core.format.tier_record import parse_tier_record
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -26,7 +24,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.stored import StoredTier
 
 
 def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -66,24 +63,6 @@ def mount_again(folder: Path, away: Path) -> None:
     away.rename(folder)
 
 
-def test_an_empty_mount_point_is_not_a_run_without_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 100, 200)
-    away = unmount(tmp_path / "pfs")
-    with pytest.raises(RestoreError, match="is a file system not mounted there"):
-        restored(config)
-    assert caplog.messages[-1].endswith(
-        "no tier has a checkpoint of it; not read at the start: pfs"
-    )
-    with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.types.errors.StepError):
-        ckpt.save(1, state_of(1))
-    assert steps_on(tmp_path / "pfs") == []
-    mount_again(tmp_path / "pfs", away)
-    assert restored(config) == 200
-
-
 def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
     """Its memory knows nothing: what the disk remembers of the shared file system counts."""
     tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
@@ -94,13 +73,6 @@ def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
     ):
         restored(chain(tmp_path, *tiers, memory="other"))
     assert restored(chain(tmp_path, *tiers, memory="third"), unreachable="ignore") == 1
-
-
-def test_a_node_of_its_own_disk_may_find_it_empty(tmp_path: Path) -> None:
-    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(chain(tmp_path, *tiers), 1, 2)
-    shutil.rmtree(tmp_path / "disk")
-    assert restored(chain(tmp_path, *tiers, memory="other")) == 2
 
 
 def test_a_disk_that_lay_on_another_device_is_not_mounted(
@@ -118,109 +90,6 @@ def test_a_disk_that_lay_on_another_device_is_not_mounted(
     monkeypatch.setattr("tierfall.setup.tier_identity.device_of", lambda tier: parents)
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
-
-
-def test_this_machine_remembers_the_device_of_a_disk_beside_other_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What those remember of the disk names no device, however new it is."""
-    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True, flush={"every": 2}))
-    config = chain(tmp_path, *tiers)
-    save(config, 1, 2, 3)
-    away = unmount(tmp_path / "disk")
-    parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.setup.tier_identity.device_of", lambda tier: parents)
-    for _ in range(2):  # a start without the disk does not make the next one forget it
-        with pytest.raises(RestoreError, match="tier disk could not be read"):
-            restored(config)
-        assert not list((tmp_path / "disk").iterdir())
-    save(chain(tmp_path, *tiers, memory="another-nodes"))
-    shutil.rmtree(tmp_path / "disk/run")
-    with pytest.raises(RestoreError, match="tier disk could not be read"):
-        restored(config)
-    monkeypatch.undo()
-    mount_again(tmp_path / "disk", away)
-    assert restored(config) == 3
-
-
-def test_reading_commands_say_it_too(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    unmount(tmp_path / "pfs")
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    message = CliRunner().invoke(app, ["ls", "--config", str(path)])
-    assert message.exit_code != 0
-    assert "is a file system not mounted there" in " ".join(message.output.split())
-
-
-@pytest.mark.parametrize("more", [{}, {"read_only": True}])
-def test_check_measures_no_other_disk_in_the_place_of_a_tier(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
-    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    config = chain(tmp_path, *tiers)
-    save(config, 1)
-    unmount(tmp_path / "pfs")
-    config["tiers"][-1].update(more)
-    (tmp_path / "tiers.yaml").write_text(json.dumps(config))
-    answer = CliRunner().invoke(
-        app, ["check", "-c", str(tmp_path / "tiers.yaml"), "--size", "4KiB"]
-    )
-    assert answer.exit_code == 1
-    assert "is a file system not mounted there" in answer.stderr
-    assert "pfs: durable" not in answer.stdout
-    assert "1 of 3 tiers answered" not in answer.stdout
-    assert "2 of 3 tiers answered" in answer.stdout
-    assert list((tmp_path / "pfs").iterdir()) == []
-
-
-def test_watch_says_which_tier_it_could_not_ask(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    unmount(tmp_path / "pfs")
-    (tmp_path / "tiers.yaml").write_text(json.dumps(config))
-    answer = CliRunner().invoke(app, ["watch", "--once", "-c", str(tmp_path / "tiers.yaml")])
-    assert answer.exit_code == 1
-    assert "(not read: pfs)" in answer.stdout
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_folder_in_the_place_of_the_record_is_reported_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
-) -> None:
-    """``kept``: another tier remembers this one."""
-    tiers = [tier(tmp_path, "pfs", shared=True)] + [tier(tmp_path, "disk")] * kept
-    config = chain(tmp_path, *tiers)
-    save(config, 1)
-    record = tmp_path / "pfs" / "run" / "tier.json"
-    record.unlink()
-    record.mkdir()
-    (record / "mine").touch()
-    assert restored(config) == 1
-    save(config, 2)
-    assert f"'run/tier.json' in {tmp_path / 'pfs'} is a folder" in caplog.text
-    assert "move it away" in caplog.text
-    shutil.rmtree(record)
-    assert restored(config) == 2
-    assert record.is_file()
-
-
-def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
-    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    config = chain(tmp_path, *tiers)
-    save(config, 1)
-    shutil.rmtree(tmp_path / "disk")
-    (tmp_path / "disk").mkdir()
-    shutil.rmtree(tmp_path / "pfs")
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    message = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
-    assert message.exit_code == 0, message.output
-    assert "this machine" in message.output
-    assert restored(config) is None
-    save(config, 5)
-    assert steps_on(tmp_path / "pfs") == [5]
 
 
 def another_life(folder: Path, step: int) -> None:
@@ -264,40 +133,6 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     assert restored(config) == 2
 
 
-def test_another_file_system_is_taken_once_the_old_one_is_forgotten(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    another_life(tmp_path / "pfs", 300)
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    assert CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)]).exit_code == 0
-    assert restored(config) == 300
-
-
-def test_a_tier_that_cannot_be_asked_to_forget_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    shutil.rmtree(tmp_path / "pfs")
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    real = StoredTier.read_tier
-
-    def read_tier(store: StoredTier) -> Any:
-        if store.name == "disk":
-            raise UnreachableError("disk does not answer")
-        return real(store)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredTier, "read_tier", read_tier)
-        message = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
-        assert message.exit_code != 0
-        assert "disk does not answer" in " ".join(message.output.split())
-    assert CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)]).exit_code == 0
-    assert restored(config) == 1
-
-
 def forget(root: Path, config: dict[str, Any], *names: str) -> None:
     path = root / "tiers.yaml"
     path.write_text(json.dumps(config))
@@ -321,13 +156,6 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
     forget(tmp_path, config, "pfs")
     assert restored(config) == 2
     assert restored(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True), memory="third")) == 3
-
-
-def test_a_disk_of_a_node_may_lie_in_another_folder_at_each_start(tmp_path: Path) -> None:
-    """As one below a folder that the scheduler makes for each job."""
-    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
-    moved = {**tier(tmp_path, "job-2"), "name": "disk"}
-    assert restored(chain(tmp_path, moved, tier(tmp_path, "pfs", shared=True))) == 1
 
 
 def test_two_copies_of_a_runs_folders_are_warned_of(
@@ -365,7 +193,7 @@ def test_two_copies_of_a_runs_folders_are_warned_of(
 
 
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
-@pytest.mark.parametrize("how", ["renamed", "respelled", "both"])
+@pytest.mark.parametrize("how", ["renamed", "both"])
 def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     tmp_path: Path, how: str, memory: str
 ) -> None:
@@ -373,10 +201,9 @@ def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     pfs = tier(tmp_path, "pfs", shared=True)
     save(chain(tmp_path, disk, pfs), 1, 2, 3)
     (tmp_path / "link").symlink_to("pfs")
-    if how != "renamed":
+    pfs["name"] = "lustre"
+    if how == "both":
         pfs["path"] = str(tmp_path / "link")
-    if how != "respelled":
-        pfs["name"] = "lustre"
     config = chain(tmp_path, disk, pfs, memory=memory)
     away = unmount(tmp_path / "pfs")
     for _ in range(2):  # a start without it does not make the next one forget it
@@ -385,17 +212,6 @@ def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     assert not list((tmp_path / "pfs").iterdir())
     mount_again(tmp_path / "pfs", away)
     assert restored(config) == 3
-
-
-def test_a_renamed_tier_that_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    shutil.rmtree(tmp_path / "pfs/run")
-    config = chain(tmp_path, {**tier(tmp_path, "pfs", shared=True), "name": "lustre"})
-    with pytest.raises(RestoreError, match="forget lustre"):
-        restored(config)
-    forget(tmp_path, config, "lustre")
-    assert restored(config) is None
 
 
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
@@ -422,22 +238,6 @@ def test_a_tier_may_be_renamed_while_it_is_there(tmp_path: Path) -> None:
         assert restored(chain(tmp_path, tier(tmp_path, "disk"), pfs)) == 1
 
 
-def test_checkpoints_of_a_version_without_records_are_found(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    (tmp_path / "pfs/run/tier.json").unlink()
-    assert restored(config) == 1
-    assert (tmp_path / "pfs/run/tier.json").exists()
-
-
-def test_a_damaged_record_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
-    save(config, 1)
-    (tmp_path / "pfs/run/tier.json").write_bytes(b"")
-    assert restored(config) == 1
-    assert "which tier it is cannot be read" in caplog.text
-
-
 # One folder twice -------------------------------------------------------------------------------------
 
 
@@ -459,89 +259,7 @@ def test_one_folder_by_two_ways_is_refused(tmp_path: Path, monkeypatch: pytest.M
             tierfall.open(config)
 
 
-def test_a_copy_of_a_folder_is_another_tier(tmp_path: Path) -> None:
-    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
-    save(config, 3)
-    ids = {
-        parse_tier_record((tmp_path / name / "run/tier.json").read_bytes(), what=name).id
-        for name in ("one", "two")
-    }
-    assert len(ids) == 2
-    assert steps_on(tmp_path / "two") == [1, 2, 3]
-
-
-@pytest.mark.parametrize("one_folder", [True, False])
-def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool
-) -> None:
-    """Whether two tiers that bear one id are one is found out by a file, which a full disk does not take."""
-    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
-    two = tmp_path / "two"
-    shutil.copytree(tmp_path / "one", two)
-    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
-
-    def replace(self: Documents, key: str, data: bytes) -> None:
-        raise StorageFullError(f"{key}: no space left")
-
-    monkeypatch.setattr(Documents, "replace", replace)
-    if one_folder:
-        mount_one_as_two(tmp_path, monkeypatch)
-        with pytest.raises(ConfigError, match="are one folder"):
-            tierfall.open(config)
-        return
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        assert ckpt.restore(state).step == step_in(state) == 2
-        assert [t.read_only for t in ckpt._config.stored] == [False, True]
-        assert "may be the same folder" in ckpt._session.tiers.found_read_only["two"]
-    assert sorted(p.name for p in two.iterdir()) == ["run"]
-
-
 # Mounted anew in mid-run -----------------------------------------------------------------------------
-
-
-def test_a_tier_that_is_mounted_again_in_mid_run_goes_on(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "disk"))
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(1, state_of(1), block=True)
-        away = unmount(tmp_path / "disk")
-        ckpt.save(2, state_of(2)).captured()
-        wait_until(lambda: ckpt.statistics().flush_failures > 0, "it is noticed")
-        assert not list((tmp_path / "disk").iterdir())
-        # another mount of the same files: the folder is another one for the kernel
-        shutil.rmtree(tmp_path / "disk")
-        shutil.copytree(away, tmp_path / "disk")
-        wait_until(lambda: steps_on(tmp_path / "disk") == [1, 2], "it goes on")
-
-
-def test_a_copy_that_was_under_way_is_begun_anew_once_its_tier_is_mounted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files that are open belong to the mount that is gone, and fail for ever."""
-    config = chain(tmp_path, tier(tmp_path, "disk"))
-    real, failed = os.pwrite, list[int]()
-
-    def pwrite(file: int, view: memoryview, offset: int) -> int:
-        if "step-00000002" in os.readlink(f"/proc/self/fd/{file}") and not failed:
-            unmount(tmp_path / "disk")
-        if "disk-away" in os.readlink(f"/proc/self/fd/{file}"):
-            failed.append(file)
-            raise OSError(errno.EIO, "Input/output error")
-        return real(file, view, offset)
-
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(1, state_of(1), block=True)
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        ckpt.save(2, state_of(2)).captured()
-        wait_until(lambda: bool(failed), "it is under way")
-        shutil.rmtree(tmp_path / "disk")
-        shutil.copytree(tmp_path / "disk-away", tmp_path / "disk")
-        wait_until(lambda: steps_on(tmp_path / "disk") == [1, 2], "it goes on")
-    assert restored(config) == 2
 
 
 def test_what_was_begun_before_its_tier_was_mounted_again_is_not_published(tmp_path: Path) -> None:
@@ -594,15 +312,28 @@ def test_a_shared_tier_whose_mount_point_is_missing_is_not_created_here(tmp_path
     assert steps_on(folder) == [1]
 
 
-def test_a_run_goes_on_from_its_other_tiers_where_a_mount_point_is_missing(tmp_path: Path) -> None:
-    folder = tmp_path / "mnt" / "nas"
-    nas = tier(tmp_path, "nas", shared=True) | {"path": str(folder / "mine")}
-    config = chain(tmp_path, tier(tmp_path, "disk"), nas)
-    folder.mkdir(parents=True)
-    save(config, 1)
-    folder.parent.rename(tmp_path / "away")
-    assert restored(config, unreachable="ignore") == 1
-    (tmp_path / "tiers.json").write_text(json.dumps(config))
-    listed = CliRunner().invoke(app, ["ls", "--config", str(tmp_path / "tiers.json")])
-    assert "1@1" in listed.output
-    assert not folder.exists()
+@pytest.mark.parametrize("one_folder", [True, False])
+def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool
+) -> None:
+    """Whether two tiers that bear one id are one is found out by a file, which a full disk does not take."""
+    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
+    two = tmp_path / "two"
+    shutil.copytree(tmp_path / "one", two)
+    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
+
+    def replace(self: Documents, key: str, data: bytes) -> None:
+        raise StorageFullError(f"{key}: no space left")
+
+    monkeypatch.setattr(Documents, "replace", replace)
+    if one_folder:
+        mount_one_as_two(tmp_path, monkeypatch)
+        with pytest.raises(ConfigError, match="are one folder"):
+            tierfall.open(config)
+        return
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state).step == step_in(state) == 2
+        assert [t.read_only for t in ckpt._config.stored] == [False, True]
+        assert "may be the same folder" in ckpt._session.tiers.found_read_only["two"]
+    assert sorted(p.name for p in two.iterdir()) == ["run"]

@@ -10,26 +10,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-import zstandard
 from typer.testing import CliRunner
 
 import tierfall
 from tests.rank_kit import config_of, save_on_ranks
-from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.tensor_index import store as index_store
 from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import build_index
-from tierfall.core.types import keys
-from tierfall.core.types.errors import BackendError, UnreachableError
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import RunReader
-from tierfall.tiers.stored import StoredTier
-
-ONE = CheckpointId(1, 1)
 
 
 def state(rank: int, step: int) -> dict[str, Any]:
@@ -69,20 +60,6 @@ def cli(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[CheckpointId]:
-    """Which checkpoints an index was made for, of manifests."""
-    found: list[CheckpointId] = []
-    real = index_store.build_index
-
-    def note(store: Any, commit: Commit) -> bytes:
-        found.append(commit.lineage.checkpoint)
-        return real(store, commit)
-
-    monkeypatch.setattr(index_store, "build_index", note)
-    return found
-
-
 # At a commit -----------------------------------------------------------------------------------------
 
 
@@ -107,107 +84,7 @@ def test_a_commit_names_the_index_which_says_where_every_block_lies(
         assert torch.equal(read.view(6, 5), state(block.rank, 1)["w"])
 
 
-def test_it_is_made_once_for_one_layout_and_is_the_same_on_every_tier(
-    tmp_path: Path, made: list[CheckpointId]
-) -> None:
-    config = config_of(tmp_path, shared={}, packed={"compress": {"codec": "zstd"}})
-    save_on_ranks(config, 2, [1, 2, 3, 4, 5], state)
-    assert sorted(made)[0] == ONE
-    assert len(made) <= 4, "two tiers may begin at once; each layout is read once by each"
-    assert {id.step for id in made} == {1, 4}
-    files = [
-        folder(tmp_path, s, t) / "index.zst" for s in range(1, 6) for t in ("shared", "packed")
-    ]
-    contents = [file.read_bytes() for file in files]
-    assert len(set(contents[:6])) == len(set(contents[6:])) == 1
-    assert contents[0] != contents[6]
-
-
-def test_one_rank_and_tiers_of_single_nodes_have_none(tmp_path: Path) -> None:
-    config = config_of(tmp_path, own={"shared": False}, shared={})
-    save_on_ranks(config, 2, [1], state)
-    assert not (folder(tmp_path, 1, "own") / "index.zst").exists()
-    assert (folder(tmp_path, 1) / "index.zst").exists()
-    alone = config_of(tmp_path / "alone")
-    with tierfall.open(alone) as ckpt:
-        ckpt.save(1, state(0, 1), block=True)
-    assert not (folder(tmp_path / "alone", 1) / "index.zst").exists()
-
-
-def test_a_tier_that_refuses_the_index_takes_the_checkpoint(
-    config: Config,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    real = PosixBackend.create
-
-    def refuse(self: PosixBackend, key: str, **options: Any) -> Any:
-        if key.endswith("index.zst"):
-            raise BackendError(f"{key}: no")
-        return real(self, key, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PosixBackend, "create", refuse)
-        save_on_ranks(config, 2, [1], state)
-    assert "1@1 is committed without a merged index" in caplog.text
-    assert commit_of(config, "shared", 1).file("index.zst") is None
-    assert "nothing is damaged" in cli(config, "verify")
-    assert torch.equal(tierfall.load(config)["w"], state(0, 1)["w"])
-
-
-def test_a_tier_that_does_not_answer_is_asked_again(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
-) -> None:
-    monkeypatch.setattr("tierfall.core.runtime.retries.FIRST_S", 0.01)
-    tries: list[str] = []
-    real = PosixBackend.create
-
-    def silent(self: PosixBackend, key: str, **options: Any) -> Any:
-        if key.endswith("index.zst") and len(tries) < 8:
-            tries.append(key)
-            raise UnreachableError(f"{key}: nobody answers")
-        return real(self, key, **options)
-
-    monkeypatch.setattr(PosixBackend, "create", silent)
-    save_on_ranks(config, 2, [1], state)
-    assert len(tries) == 8
-    assert commit_of(config, "shared", 1).file("index.zst") is not None
-
-
 # Afterwards ------------------------------------------------------------------------------------------
-
-
-def test_it_goes_with_its_checkpoint(tmp_path: Path, cli: Cli) -> None:
-    config = config_of(tmp_path, shared={"retain": {"last": 2}})
-    save_on_ranks(config, 2, [1, 2, 3], state)
-    left = sorted(path.name for path in (tmp_path / "shared/run").glob("step-*"))
-    assert left == ["step-00000002-a0001", "step-00000003-a0001"]
-    cli(config, "rm", "2")
-    assert not folder(tmp_path, 2).exists()
-
-
-def test_what_a_kill_left_of_it_is_collected(config: Config, tmp_path: Path) -> None:
-    save_on_ranks(config, 2, [1, 2], state)
-    (folder(tmp_path, 2) / "commit.json").unlink()  # as before the commit
-    (tmp_path / "shared/run/latest").write_text("step-00000001-a0001\n")
-    save_on_ranks(config, 2, [], state)
-    assert not folder(tmp_path, 2).exists()
-    assert (folder(tmp_path, 1) / "index.zst").exists()
-
-
-def test_rank_0_takes_it_away_with_its_own_files(config: Config, tmp_path: Path) -> None:
-    """A copy that was given up is collected rank by rank."""
-    save_on_ranks(config, 2, [1], state)
-    (folder(tmp_path, 1) / "commit.json").unlink()
-    assert [keys.is_written_by("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
-    store = StoredTier(name="shared", run="run", backend=PosixBackend(tmp_path / "shared"))
-    store.discard(ONE, Shard(1, 2), attempt=None)
-    assert (folder(tmp_path, 1) / "index.zst").exists()
-    store.discard(ONE, Shard(0, 2), attempt=None)
-    assert not folder(tmp_path, 1).exists()
-    store.close()
 
 
 def damage(path: Path, how: str) -> None:
@@ -242,57 +119,3 @@ def test_a_damaged_one_costs_nothing_is_reported_and_is_made_anew(
     assert path.read_bytes() == good
     assert [image.stat().st_mtime_ns for image in images] == times, "nothing else is written"
     cli(config, "verify")
-
-
-def test_an_index_that_comes_out_otherwise_is_named_anew(
-    config: Config, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another zstd may write other bytes of the same."""
-    save_on_ranks(config, 2, [1], state)
-    before = (folder(tmp_path, 1) / "index.zst").read_bytes()
-    damage(folder(tmp_path, 1) / "index.zst", "flipped")
-    real = zstandard.ZstdCompressor
-    monkeypatch.setattr(
-        "tierfall.core.tensor_index.builder.zstandard.ZstdCompressor",
-        lambda **options: real(**{**options, "write_checksum": True}),
-    )
-    cli(config, "verify", "--repair")
-    assert (folder(tmp_path, 1) / "index.zst").read_bytes() != before
-    cli(config, "verify")
-
-
-def test_with_other_damage_all_is_written_anew_and_the_index_too(tmp_path: Path, cli: Cli) -> None:
-    config = config_of(tmp_path, shared={}, far={})
-    save_on_ranks(config, 2, [1], state)
-    damage(folder(tmp_path, 1) / "index.zst", "missing")
-    damage(folder(tmp_path, 1) / "rank-00001-of-00002.safetensors", "flipped")
-    message = cli(config, "verify", "--repair")
-    assert "rewritten from far" in message
-    assert (folder(tmp_path, 1) / "index.zst").exists()
-    cli(config, "verify")
-
-
-def test_a_copy_has_one(tmp_path: Path, cli: Cli) -> None:
-    config = config_of(tmp_path, shared={}, far={"flush": {"every": 100}})
-    with_far = folder(tmp_path, 1, "far")
-    save_on_ranks(config_of(tmp_path), 2, [1], state)
-    (tmp_path / "far").mkdir()
-    cli(config, "copy", "1", "--to", "far")
-    assert (with_far / "index.zst").read_bytes() == (folder(tmp_path, 1) / "index.zst").read_bytes()
-    cli(config, "verify")
-    assert "it is good" in cli(config, "copy", "1", "--to", "far")
-    assert "index.zst" in cli(config, "show", "1")
-
-
-# Reading it ------------------------------------------------------------------------------------------
-
-
-def test_a_manifest_that_is_another_makes_no_index(config: Config, tmp_path: Path) -> None:
-    save_on_ranks(config, 2, [1, 2], state)
-    manifest = "rank-00001-of-00002.json"
-    (folder(tmp_path, 1) / "index.zst").unlink()
-    (folder(tmp_path, 1) / manifest).write_bytes((folder(tmp_path, 2) / manifest).read_bytes())
-    with RunReader(config) as reader:
-        store = reader.stores["shared"]
-        with pytest.raises(tierfall.errors.IntegrityError, match="not the manifest"):
-            build_index(store, store.read_commit(ONE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,9 +13,8 @@ import pytest
 import tierfall
 from tests import forked
 from tests.core.ranks.threads import on_all
-from tests.steps import blank, state_of, steps_on
-from tierfall.core.types.errors import ConfigError, UnreachableError
-from tierfall.tiers.stored import StoredTier
+from tests.steps import state_of
+from tierfall.core.types.errors import ConfigError
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -107,116 +105,3 @@ def test_a_forked_child_ends_by_the_signal_and_so_does_the_program_after_close(
     done = forked.run(["-c", CHILD, str(tmp_path)])
     assert done.stdout.splitlines() == [f"child {signal.SIGTERM:d}", "still here"], done.stderr
     assert done.returncode == -signal.SIGTERM
-
-
-# The last step -----------------------------------------------------------------------------------
-
-
-def at_end(make_config: MakeConfig, **more: Any) -> dict[str, Any]:
-    tiers = {"near": {}, "far": {"flush": {"every": 10}}}
-    return {**make_config(**tiers), "interval": {"every": 4, "at_end": True}, **more}
-
-
-def test_what_close_has_no_time_to_flush_the_next_start_brings_to_every_tier(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
-) -> None:
-    real = StoredTier.create_shard
-
-    def create(self: StoredTier, *args: Any) -> Any:
-        if self.name == "far":
-            raise UnreachableError("far: nobody answers")
-        return real(self, *args)
-
-    config = at_end(make_config, max_wait="1s")
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredTier, "create_shard", create)
-        with tierfall.open(config) as ckpt:
-            for step in range(1, 7):
-                ckpt.maybe_save(step, state_of(step))
-    assert steps_on(tmp_path / "far") == []
-    with tierfall.open(config) as ckpt:
-        assert ckpt.drain(20.0).left == ()
-    assert steps_on(tmp_path / "far") == [6]
-
-
-def test_nothing_is_saved_at_the_end_of_a_training_that_failed(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        with tierfall.open(at_end(make_config)) as ckpt:
-            ckpt.maybe_save(1, state_of(1))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert steps_on(tmp_path / "near") == []
-    assert "the last step is not saved: step 1: it ended by ZeroDivisionError" in caplog.text
-    ckpt = tierfall.open(at_end(make_config))
-    ckpt.maybe_save(1, state_of(1))
-    try:
-        raise ZeroDivisionError
-    except ZeroDivisionError:
-        ckpt.close()
-    assert steps_on(tmp_path / "near") == []
-
-
-def test_after_a_failure_a_step_that_was_saved_goes_where_it_was_to_go(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        with tierfall.open(at_end(make_config)) as ckpt:
-            ckpt.maybe_save(4, state_of(4))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert steps_on(tmp_path / "near") == [4]
-    assert steps_on(tmp_path / "far") == []
-    assert "not saved" not in caplog.text
-
-
-@pytest.mark.parametrize("only", [None, ["w"]])
-def test_a_state_that_was_restored_since_is_no_last_step(
-    only: list[str] | None, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(at_end(make_config)) as ckpt:
-        ckpt.save(4, state_of(4), block=True)
-        state = state_of(6)
-        ckpt.maybe_save(6, state)
-        assert ckpt.restore(state, only=only) is not None
-    assert steps_on(tmp_path / "near") == [4]
-
-
-def test_a_training_without_a_step_ends_without_one(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), tierfall.open(at_end(make_config)):
-        pass
-    assert "last step" not in caplog.text
-
-
-@pytest.mark.parametrize("end", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
-def test_a_training_that_was_cut_short_warns_where_a_restart_continues(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, end: type[BaseException]
-) -> None:
-    def train(last: int) -> None:
-        with tierfall.open({**make_config(), "interval": {"every": 2}}) as ckpt:
-            ckpt.restore(blank())
-            for step in range(1, last + 1):
-                ckpt.maybe_save(step, state_of(step))
-            raise end
-
-    def warned() -> str:
-        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING][-1]
-
-    with pytest.raises(end):
-        train(1)
-    assert warned() == "run run is closed; no tier has a checkpoint of it; a restart begins anew"
-    with pytest.raises(end):
-        train(3)
-    last = "its newest checkpoint is 2@2, on disk; a restart continues there"
-    assert warned() == f"run run is closed; {last}"
-    with tierfall.open(make_config()) as ckpt:
-        report = ckpt.restore(blank())
-        assert report is not None
-        assert (report.step, report.attempt) == (2, 2)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.shelf import Shelf
-from tests.steps import blank, falls_back_if_asked, state_of, step_in, wait_until
+from tests.steps import blank, state_of, step_in, wait_until
 from tierfall.backends import toolkit
 from tierfall.cli.app import app
 from tierfall.errors import RestoreError
@@ -79,16 +79,6 @@ def test_what_no_listing_shows_is_restored_and_nothing_is_deleted(
         wait_until(lambda: shelf.steps() == [5], "the rules apply again")
 
 
-def test_what_is_named_and_cannot_be_read_by_its_key_ends_the_restore(
-    config: dict[str, Any], shelf: Shelf
-) -> None:
-    save(config, 1, 2, 3)
-    shelf.hidden = ("step-00000003",)
-    shelf.refused = {"step-00000003": toolkit.AccessDeniedError}
-    with tierfall.open(config) as ckpt:
-        falls_back_if_asked(ckpt, "3@1.*refused", 2)
-
-
 def test_no_listing_and_no_right_to_read_latest_is_no_first_start(
     config: dict[str, Any], shelf: Shelf
 ) -> None:
@@ -115,36 +105,6 @@ def test_a_start_that_continues_from_what_no_listing_shows_reads_it_by_the_linea
         del shelf.values[key]
     shelf.hidden = ("/step-",)
     assert step_in(tierfall.load(config)) == 2
-
-
-@pytest.mark.parametrize("left", [0, 2])
-def test_step_folders_that_are_away_could_not_be_read(
-    left: int, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    """Moved to another disk, or on a file system that is not mounted: ``latest`` is still there."""
-    config = make_config(disk={"retain": {"last": 5}})
-    save(config, 1, 2, 3)
-    run, away = tmp_path / "disk" / "run", tmp_path / "away"
-    away.mkdir()
-    for step in range(left + 1, 4):
-        shutil.move(run / f"step-0000000{step}-a0001", away)
-    there = sorted(run.glob("step-*"))
-    with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-        message = (
-            r"step-00000003-a0001/commit.json: it is not there.*--repair.*unreachable='ignore'"
-        )
-        with pytest.raises(RestoreError, match=message):
-            ckpt.restore(blank())
-        if left:
-            report = ckpt.restore(blank(), unreachable="ignore")
-            assert report is not None
-            assert report.step == 2
-            ckpt.save(4, state_of(4), block=True)
-            ckpt.drain(10.0)
-            assert {*there} <= {*run.glob("step-*")}, "no rule deletes"
-    for folder in away.iterdir():
-        shutil.move(folder, run)
-    assert step_in(tierfall.load(config, step=3, attempt=1)) == 3
 
 
 @pytest.mark.parametrize("by", ["a drain", "a start that restores nothing"])
@@ -181,15 +141,3 @@ def test_what_was_deleted_is_not_missed(config: dict[str, Any], shelf: Shelf) ->
     assert shelf.steps() == []
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(blank()) is None
-
-
-def test_a_listing_asks_for_few_keys_more_however_many_checkpoints_there_are(
-    config: dict[str, Any], shelf: Shelf
-) -> None:
-    save(config, *range(1, 41))
-    with tierfall.open(config) as ckpt:
-        shelf.asked.clear()
-        ckpt.restore(blank())
-        records = {key: n for key, n in shelf.asked.items() if key.endswith("commit.json")}
-        assert sum(records.values()) <= 2, "those of the listing before are known"
-        assert shelf.asked["run/latest"] <= 4

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import tierfall
 from tests.memory_store import MemoryStore
 from tests.steps import state_of, steps_on, wait_until
-from tierfall.core.types.errors import CapacityError
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -63,51 +55,6 @@ def test_drain_and_close_try_a_tier_at_once_that_works_again(
     store.heal()
     ckpt.close()
     assert store.steps() == [1, 2, 3, 4, 5]
-
-
-def test_drain_and_close_wait_for_room_that_a_person_makes_in_a_full_tier(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(max_wait="60s", small={"capacity": "400KiB"})
-    file = tmp_path / "tiers.yaml"
-    file.write_text(json.dumps(config))
-
-    def unpin(step: int) -> None:
-        command = [sys.executable, "-m", "tierfall", "unpin", str(step), "-c", str(file)]
-        subprocess.run(command, check=True, capture_output=True)
-
-    ckpt = tierfall.open(config)
-    for step in (1, 2):
-        ckpt.save(step, state_of(step), block=True)
-        ckpt.pin(step)
-    for step in (3, 4):  # each needs the room of a pinned one
-        handle = ckpt.save(step, state_of(step))
-        with pytest.raises(CapacityError):
-            handle.wait("small")
-        person = threading.Thread(target=unpin, args=(step - 2,))
-        person.start()
-        if step == 3:
-            assert ckpt.drain(deadline=60).left == ()
-            ckpt.pin(3)
-        else:
-            ckpt.close()
-        person.join()
-    assert steps_on(tmp_path / "small") == [3, 4]
-
-
-def test_a_close_promises_nothing_of_a_tier_whose_last_try_failed(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tierfall")
-    ckpt = tierfall.open(make_config(max_wait="30s"))
-    ckpt.save(1, state_of(1), block=True)
-    shutil.move(tmp_path / "disk", tmp_path / "away")
-    ckpt.save(2, state_of(2))
-    wait_until(lambda: "flush of 2@1 to disk failed" in caplog.text, "the first try fails")
-    shutil.move(tmp_path / "away", tmp_path / "disk")
-    ckpt.close()
-    assert "step 2@1 may arrive on disk" in caplog.text
-    assert steps_on(tmp_path / "disk") == [1, 2]
 
 
 def test_a_copy_that_never_fits_keeps_no_close_waiting(

@@ -71,33 +71,6 @@ def test_nothing_goes_by_rule_before_a_restore_and_an_older_step_is_there_for_it
         assert "step-00000002-a0001" in folders(tmp_path)
 
 
-def test_a_process_that_restores_nothing_drops_nothing(tmp_path: Path) -> None:
-    save(chain(tmp_path), 1, 2, 3)
-    with tierfall.open(chain(tmp_path, retain={"last": 1})) as ckpt:
-        assert is_idle(ckpt)
-    assert steps_on(tmp_path / "disk") == [1, 2, 3]
-
-
-def test_what_the_restore_has_read_is_reason_enough_to_drop_what_is_older(tmp_path: Path) -> None:
-    save(chain(tmp_path), 1, 2, 3)
-    with tierfall.open(chain(tmp_path, retain={"last": 1})) as ckpt:
-        ckpt.restore(blank())
-        wait_until(lambda: len(folders(tmp_path)) == 1, "the older ones go")
-    assert steps_on(tmp_path / "disk") == [3]
-
-
-def test_age_drops_neither_of_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is a year ahead, a job that was down: however old they are."""
-    save(chain(tmp_path), 1, 2, 3)
-    ahead_s = time.time() + 365 * 86400
-    monkeypatch.setattr(time, "time", lambda: ahead_s)
-    with tierfall.open(chain(tmp_path, retain={"for": "1h"})) as ckpt:
-        ckpt.restore(blank())
-        wait_until(lambda: len(folders(tmp_path)) == 2, "the oldest goes")
-        assert is_idle(ckpt)
-    assert steps_on(tmp_path / "disk") == [2, 3]
-
-
 # A tier that the restore did not read ----------------------------------------------------------------
 
 
@@ -143,18 +116,6 @@ def test_the_newest_on_another_tier_is_read_before_older_ones_go_for_its_sake(
     assert steps_on(tmp_path / "archive") == [3]
 
 
-def test_the_newest_on_another_tier_is_damaged_and_older_ones_go_once_it_was_written_anew(
-    tmp_path: Path,
-) -> None:
-    saved_on_both(tmp_path, 1, 2, 3)
-    damage_archived(tmp_path, 3)
-    with tierfall.open(two_tiers(tmp_path, retain={"last": 1})) as ckpt:
-        ckpt.restore(blank())
-        wait_until(lambda: archived(tmp_path) == ["step-00000003"], "it is written anew")
-    assert steps_on(tmp_path / "archive") == [3]
-    assert steps_on(tmp_path / "disk") == [1, 2, 3]
-
-
 def test_what_is_damaged_and_lies_nowhere_else_keeps_the_older_ones(tmp_path: Path) -> None:
     saved_on_both(tmp_path, 1, 2, 3)
     damage_archived(tmp_path, 3)
@@ -165,16 +126,6 @@ def test_what_is_damaged_and_lies_nowhere_else_keeps_the_older_ones(tmp_path: Pa
         wait_until(lambda: "step-00000001" not in archived(tmp_path), "2 was read, and 1 went")
         assert is_idle(ckpt)
         assert "step-00000002" in archived(tmp_path)
-
-
-def test_room_is_made_once_the_newest_was_read(tmp_path: Path) -> None:
-    """A tier that is full of copies of earlier starts takes the first one of this start nevertheless."""
-    saved_on_both(tmp_path, 1, 2, 3)
-    taken = sum(f.stat().st_size for f in (tmp_path / "archive").rglob("step-*/*"))
-    with tierfall.open(two_tiers(tmp_path, capacity=taken + 10_000)) as ckpt:
-        ckpt.restore(blank())
-        ckpt.save(4, state_of(4), block=True).wait("archive", timeout=20)
-    assert steps_on(tmp_path / "archive")[-2:] == [3, 4]
 
 
 def test_a_damaged_copy_makes_no_room(tmp_path: Path) -> None:
@@ -189,31 +140,7 @@ def test_a_damaged_copy_makes_no_room(tmp_path: Path) -> None:
         assert "step-00000001" in archived(tmp_path)
 
 
-def test_a_run_that_begins_anew_finds_room(tmp_path: Path) -> None:
-    save(chain(tmp_path), 1, 2, 3)
-    taken = sum(f.stat().st_size for f in (tmp_path / "disk").rglob("step-*/*"))
-    with tierfall.open(chain(tmp_path, capacity=taken + 10_000), fresh=True) as ckpt:
-        ckpt.save(1, state_of(1), block=True).wait("disk", timeout=20)
-    assert "step-00000001-a0002" in folders(tmp_path)
-
-
 # Removed while the trainer lives ----------------------------------------------------------------------
-
-
-def test_the_best_that_is_left_stays_when_the_best_was_removed(tmp_path: Path) -> None:
-    retain = {"best": {"metric": "loss"}}
-    with tierfall.open(chain(tmp_path, retain=retain)) as ckpt:
-        ckpt.restore(blank())
-        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
-            ckpt.save(step, state_of(step), metrics={"loss": loss}, block=True)
-        assert is_idle(ckpt)
-        folder = tmp_path / "disk/run/step-00000002-a0001"
-        (folder / "commit.json").unlink()
-        shutil.rmtree(folder)
-        for step, loss in ((4, 0.3), (5, 0.8), (6, 0.9)):
-            ckpt.save(step, state_of(step), metrics={"loss": loss}, block=True)
-        assert is_idle(ckpt)
-    assert steps_on(tmp_path / "disk") == [4, 6]
 
 
 @pytest.mark.parametrize("part", ["step-*", "step-*/*.safetensors"])
@@ -232,8 +159,3 @@ def test_close_keeps_memory_when_what_it_had_brought_to_tiers_is_gone(
         report = ckpt.restore(state)
     assert report is not None
     assert (report.step, step_in(state)) == (2, 2)
-
-
-def test_close_gives_memory_back_when_the_newest_is_whole_on_a_tier(tmp_path: Path) -> None:
-    save(chain(tmp_path), 1, 2)
-    assert not list((tmp_path / "memory").rglob("*.arena"))

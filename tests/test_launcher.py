@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed
 
 from tests import forked
 from tests.core.ranks.processes import PATIENCE_S, serve
@@ -89,21 +88,6 @@ def test_an_environment_that_makes_no_sense_is_a_config_error(
         launcher.find_ranks(config(), run="run")
 
 
-def test_a_process_without_others_is_alone(env: Any) -> None:
-    env(WORLD_SIZE=1, RANK=0)
-    ranks = launcher.find_ranks(config(), run="run")
-    assert (ranks.topology.world_size, ranks.many) == (1, False)
-
-
-def test_a_process_group_without_init_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="process_group is an object; expected a group"):
-        launcher.find_ranks(config(), run="run", process_group=object())
-    kind = torch.distributed.ProcessGroup
-    group = kind.__new__(kind)
-    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
-        launcher.find_ranks(config(), run="run", process_group=group)
-
-
 def test_nobody_at_master_port(env: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
@@ -121,53 +105,6 @@ def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, mess
     env(WORLD_SIZE=2, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
     with pytest.raises(RanksError, match=f"{message} within 1 s"):
         launcher.find_ranks(config(), run="run")
-
-
-def test_a_group_of_torch_distributed_says_who_takes_part(env: Any, tmp_path: Path) -> None:
-    """Whatever the environment says."""
-    env(WORLD_SIZE=2, RANK=1)
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
-    try:
-        assert launcher._rank_and_size(None) == (0, 1)
-        outside = distributed.GroupMember.NON_GROUP_MEMBER
-        with pytest.raises(ConfigError, match="not in the process_group"):
-            launcher._rank_and_size(outside)
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_the_node_is_what_tells_nodes_apart(env: Any) -> None:
-    assert launcher._node() == socket.gethostname()
-    env(SLURM_NODEID=3)
-    assert launcher._node() == "3"
-    env(GROUP_RANK=5)
-    assert launcher._node() == "5"
-
-
-def test_only_the_first_rank_of_the_job_is_at_master_addr(
-    env: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of a process group may be another."""
-    assert launcher._address(0) == socket.gethostname()
-    env(MASTER_ADDR="head")
-    assert launcher._address(0) == "head"
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 8)
-    assert launcher._address(0) == socket.gethostname()
-
-
-def test_settings_tell_what_must_be_alike_and_nothing_else() -> None:
-    def tiers(path: str, **more: Any) -> list[dict[str, Any]]:
-        return [
-            {"name": "host", "kind": "host"},
-            {"name": "disk", "kind": "file", "path": path, **more},
-        ]
-
-    here = launcher._settings(config(tiers("/a")))
-    assert here == launcher._settings(config(tiers("/b")))
-    assert here != launcher._settings(config(tiers("/a", flush={"every": 2})))
-    assert here != launcher._settings(config(tiers("/a"), chunk="1MiB"))
 
 
 LIVES = """
@@ -201,12 +138,3 @@ def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -
             output = (tmp_path / f"{life}-{rank}").read_text()
             stale = (life, rank) == ("1", "0")
             assert output == f"['{life}', '{life}'] ((0, 1),) {stale}"
-
-
-def test_a_torch_without_queues_in_its_stores_is_named(
-    env: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    monkeypatch.setattr("tierfall.setup.launcher.TCPStore", object)
-    with pytest.raises(ConfigError, match="have no queues"):
-        launcher.find_ranks(config(), run="r")

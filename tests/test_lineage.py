@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on, wait_until
-from tierfall.core.types.errors import FencedError, RestoreError, StepError, UnreachableError
-from tierfall.session.session import Session
+from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on
+from tierfall.core.types.errors import FencedError, UnreachableError
 from tierfall.setup import tiers
-from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -37,167 +34,7 @@ def save_steps(config: dict[str, Any], steps: range) -> None:
             ckpt.save(step, state_of(step), block=True)
 
 
-def test_going_back_and_saving_the_old_steps_again(make_config: MakeConfig, tmp_path: Path) -> None:
-    """The far tier survives more, so its old line stays until the new line has a copy there."""
-    config = make_config(disk={}, far={"shared": True, "flush": {"every": 2}})
-    save_steps(config, range(1, 5))
-    assert steps_on(tmp_path / "disk") == [1, 2, 3, 4]
-    assert steps_on(tmp_path / "far") == [2, 4]
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        report = ckpt.restore(state, step=2)
-        assert report is not None
-        assert (report.step, report.attempt, step_in(state)) == (2, 1, 2)
-        assert listed(ckpt) == {"1@1": False, "2@1": False, "3@1": False, "4@1": False}
-        handle = ckpt.save(3, state_of(3))
-        handle.wait("disk")
-        ckpt.drain()
-        assert handle.attempt == 2
-        assert listed(ckpt) == {"1@1": False, "2@1": False, "3@2": False, "4@1": True}
-        assert names_on(tmp_path / "far") == ["step-00000002-a0001", "step-00000004-a0001"]
-        old = blank()
-        back = ckpt.restore(old, step=4, attempt=1, only=["w", "extra"])
-        assert back is not None
-        assert (back.attempt, step_in(old)) == (1, 4)
-        newest = ckpt.restore(state)
-        assert newest is not None
-        assert (newest.step, newest.attempt, step_in(state)) == (3, 2, 3)
-    with tierfall.open(config) as ckpt:
-        newest = ckpt.restore(state)
-        assert newest is not None
-        assert (newest.step, newest.attempt) == (3, 2)
-        assert ckpt.save(4, state_of(4), block=True) is not None
-        ckpt.drain()
-        assert listed(ckpt) == {"1@1": False, "2@1": False, "3@2": False, "4@4": False}
-    assert names_on(tmp_path / "far") == ["step-00000002-a0001", "step-00000004-a0004"]
-    assert steps_on(tmp_path / "far") == [2, 4]
-    assert steps_on(tmp_path / "disk") == [1, 2, 3, 4]
-
-
-def test_going_back_in_the_same_process_begins_a_line_of_its_own(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        state = blank()
-        ckpt.restore(state, step=1)
-        again = ckpt.save(2, state_of(2), block=True)
-        assert again.attempt == 2
-        ckpt.drain()
-        in_memory = {"2@1": True, "3@1": True}
-        assert listed(ckpt) == {"1@1": False, "2@2": False, **in_memory}
-    assert names_on(tmp_path / "disk") == ["step-00000001-a0001", "step-00000002-a0002"]
-    assert (tmp_path / "disk" / "run" / "latest").read_text() == "step-00000002-a0002\n"
-
-
-def test_restoring_a_part_begins_no_line(make_config: MakeConfig, tmp_path: Path) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.restore(blank(), step=1, only=["w"])
-        with pytest.raises(StepError, match="at step 3 already"):
-            ckpt.save(2, state_of(2))
-        assert ckpt.save(4, state_of(4), block=True).attempt == 1
-    assert steps_on(tmp_path / "disk") == [1, 2, 3, 4]
-
-
-def test_a_pinned_checkpoint_of_an_abandoned_line_stays(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
-        ckpt.pin(3)
-        ckpt.restore(blank(), step=1)
-        ckpt.save(2, state_of(2), block=True)
-        ckpt.drain()
-        assert listed(ckpt) == {"1@1": False, "2@1": True, "2@2": False, "3@1": True}
-        newest = ckpt.restore(blank())
-        assert newest is not None
-        assert (newest.step, newest.attempt) == (2, 2)
-    assert names_on(tmp_path / "disk") == [
-        "step-00000001-a0001",
-        "step-00000002-a0002",
-        "step-00000003-a0001",
-    ]
-
-
-# A name that is used already ---------------------------------------------------------------------
-
-
-def test_a_start_that_restored_nothing_must_not_save_over_a_run(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config()
-    save_steps(config, range(1, 3))
-    with tierfall.open(config) as ckpt:
-        before = files_below(tmp_path / "disk")
-        for step in (1, 3):
-            with pytest.raises(
-                StepError, match=r"has checkpoints already.*restore\(\).*run name.*fresh=True"
-            ):
-                ckpt.save(step, state_of(99))
-        assert files_below(tmp_path / "disk") == before
-        ckpt.restore(blank())
-        ckpt.save(3, state_of(3), block=True)
-    assert steps_on(tmp_path / "disk") == [1, 2, 3]
-
-
-def test_fresh_leaves_the_old_checkpoints_behind(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config()
-    save_steps(config, range(5, 8))
-    with tierfall.open(config, fresh=True) as ckpt:
-        assert steps_on(tmp_path / "disk") == [5, 6, 7]
-        ckpt.save(1, state_of(1), block=True)
-        ckpt.drain()
-    assert names_on(tmp_path / "disk") == ["step-00000001-a0002"]
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        ckpt.restore(state)
-        assert step_in(state) == 1
-
-
 # A start that does not know that it is over ------------------------------------------------------
-
-
-def test_a_zombie_is_fenced_and_changes_nothing(
-    make_config: MakeConfig, tmp_path: Path, memory: Path
-) -> None:
-    """Two machines: each its own memory, the same folder."""
-    old_config = make_config(host={"folder": str(memory / "old")}, disk={"retain": {"last": 2}})
-    new_config = make_config(host={"folder": str(memory / "new")}, disk={"retain": {"last": 2}})
-    zombie = open_elsewhere(old_config)
-    zombie.save(1, state_of(1), block=True)
-    zombie.save(2, state_of(2), block=True)
-    with tierfall.open(new_config) as ckpt:
-        state = blank()
-        ckpt.restore(state)
-        assert step_in(state) == 2
-        ckpt.save(3, state_of(3), block=True)
-        ckpt.drain()
-        before = files_below(tmp_path / "disk")
-        handle = zombie.save(3, state_of(99))
-        with pytest.raises(FencedError, match=r"attempt 1 .* followed by attempt 2"):
-            handle.wait("disk")
-        assert handle.outcome == "failed"
-        with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 .*must stop"):
-            zombie.save(4, state_of(99))
-        zombie.prune()
-        zombie.close()
-        after = files_below(tmp_path / "disk")
-        assert {name: after.get(name) for name in before} == before
-        assert not [name for name in set(after) - set(before) if name.endswith("commit.json")]
-        ckpt.save(4, state_of(4), block=True)
-        newest = ckpt.restore(state)
-        assert newest is not None
-        assert (newest.step, newest.attempt, step_in(state)) == (4, 2, 4)
-    with tierfall.open(new_config) as ckpt:
-        ckpt.restore(state)
-        assert step_in(state) == 4
-        ckpt.drain()
-    assert names_on(tmp_path / "disk") == ["step-00000003-a0002", "step-00000004-a0002"]
-    assert not [path for path in (tmp_path / "disk").rglob("*") if "a0001" in path.parts[-2]]
 
 
 def test_what_a_zombie_left_in_memory_is_not_believed(
@@ -251,39 +88,6 @@ def test_a_zombie_that_restores_does_not_come_back_above_the_living(
         zombie.close()
 
 
-def test_what_is_restored_is_protected_before_anything_may_be_dropped(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy of the line before is committed while an old step is restored: retention must wait for the new line."""
-    take = Session.begin_attempt
-
-    def slowly(session: Session) -> Any:
-        commit.set()
-        wait_until(lambda: handle.done("disk"), "step 3 is committed")
-        session.call(lambda: None)
-        return take(session)
-
-    commit, arrived = threading.Event(), threading.Event()
-    original = StoredTier.commit
-
-    def held(*words: Any, **more: Any) -> None:
-        arrived.set()
-        assert commit.wait(30)
-        original(*words, **more)
-
-    with tierfall.open(make_config(disk={"retain": {"last": 2}})) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        monkeypatch.setattr(StoredTier, "commit", held)
-        handle = ckpt.save(3, state_of(3))
-        assert arrived.wait(30)
-        monkeypatch.setattr(Session, "begin_attempt", slowly)
-        report = ckpt.restore(blank(), step=1)
-        assert report is not None
-        ckpt.drain()
-        assert 1 in steps_on(tmp_path / "disk")
-
-
 # Lines whose successor is gone, and attempts that could not see each other ------------------------
 
 
@@ -294,45 +98,6 @@ def restored(config: dict[str, Any], **request: Any) -> tuple[str, int]:
         report = ckpt.restore(state, **request)
         assert report is not None
         return f"{report.step}@{report.attempt}", step_in(state)
-
-
-def test_what_was_left_behind_stays_so_when_the_line_that_left_it_is_gone(
-    make_config: MakeConfig,
-) -> None:
-    """Retention drops every checkpoint of attempt 2, which had gone back from 400@1 to 100@1."""
-    config = make_config(disk={"retain": {"last": 2}})
-    with tierfall.open(config) as ckpt:
-        for step in (100, 200, 300, 400):
-            ckpt.save(step, state_of(step if step == 100 else -step), block=True)
-            if step in (100, 400):
-                ckpt.pin(step)
-    for begin, steps in ((100, (200, 300, 400)), (None, (500, 600, 700))):
-        with tierfall.open(config) as ckpt:
-            ckpt.restore(blank(), step=begin)
-            for step in steps:
-                ckpt.save(step, state_of(step), block=True)
-            ckpt.drain()
-            assert listed(ckpt)["400@1"]
-    with tierfall.open(config) as ckpt:
-        assert listed(ckpt) == {"100@1": False, "400@1": True, "600@3": False, "700@3": False}
-        with pytest.raises(RestoreError, match=r"400@1: its lineage was abandoned"):
-            ckpt.restore(blank(), step=400)
-    assert restored(config) == ("700@3", 700)
-    assert restored(config, step=400, attempt=1) == ("400@1", -400)
-
-
-def test_a_line_stays_left_behind_when_a_person_removes_all_that_came_after_it(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config()
-    save_steps(config, range(1, 4))
-    with tierfall.open(config) as ckpt:
-        ckpt.pin(3)
-        ckpt.restore(blank(), step=1)
-        ckpt.save(2, state_of(-2), block=True)
-    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000002-a0002")
-    (tmp_path / "disk" / "run" / "latest").unlink()  # else that step is away
-    assert restored(config) == ("1@1", 1)
 
 
 def test_a_start_that_saved_nothing_leaves_nothing_behind(make_config: MakeConfig) -> None:
@@ -351,26 +116,6 @@ def away(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(section, read_only=read_only)
 
     monkeypatch.setattr(tiers, "_open_backend", opening)
-
-
-def test_what_begins_anew_while_a_tier_is_away_comes_after_all_that_lies_there(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(nvme={}, pfs={"shared": True})
-    for start in (range(1, 4), range(4, 8)):  # two attempts, of which another machine sees none
-        save_steps(config, start)
-    shutil.rmtree(tmp_path / "nvme")
-    with monkeypatch.context() as patch:
-        away("pfs", patch)
-        with tierfall.open(config, fresh=True) as ckpt:
-            for step in (1, 2, 3):
-                ckpt.save(step, state_of(-step), block=True)
-    assert restored(config)[1] == -3
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(blank())
-        assert {name for name, left in listed(ckpt).items() if not left} == {
-            name for name in listed(ckpt) if int(name.split("@")[1]) > 2
-        }
 
 
 def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
@@ -480,19 +225,3 @@ def test_nothing_of_the_other_life_goes_before_the_run_has_gone_on(
         ckpt.drain()
         ckpt.prune()
     assert {"step-00000002-a1001", "step-00000005-a1001"} <= set(names_on(tmp_path / "a"))
-
-
-def test_a_person_goes_back_to_the_other_life_by_step_and_attempt(lives: dict[str, Any]) -> None:
-    with tierfall.open(lives) as ckpt:
-        number = ckpt.checkpoints()[0].attempt
-        state = blank()
-        ckpt.restore(state, step=5, attempt=number)
-        assert step_in(state) == 5
-        ckpt.save(6, state_of(6), block=True)
-        ckpt.drain()
-    with tierfall.open(lives) as ckpt:
-        state = blank()
-        ckpt.restore(state)
-        assert step_in(state) == 6
-        assert not listed(ckpt)[f"5@{number}"]
-        assert listed(ckpt).get(f"3@{number}", True)

@@ -62,19 +62,6 @@ def test_what_is_newest_by_then_is_loaded(what: str, training: Loading) -> None:
     assert step_in(tierfall.load(config)) == 2
 
 
-def test_a_pinned_older_step_is_not_loaded_in_its_place(training: Loading) -> None:
-    config, ckpt, shelf = training
-    ckpt.pin(1)
-    ckpt.save(2, state_of(2), block=True)
-
-    def replace() -> None:
-        ckpt.save(3, state_of(3), block=True)
-        wait_until(lambda: shelf.steps() == [1, 3], "the rules have deleted the second")
-
-    once_read(shelf, "step-00000002-a0001/rank", replace)
-    assert step_in(tierfall.load(config)) == 3
-
-
 def test_a_step_that_was_named_says_who_deleted_it(training: Loading) -> None:
     config, ckpt, shelf = training
     once_read(shelf, "step-00000001-a0001/rank", lambda: save_and_delete(ckpt, shelf, 2))
@@ -82,20 +69,6 @@ def test_a_step_that_was_named_says_who_deleted_it(training: Loading) -> None:
         RestoreError, match=r"1@1.*it was deleted meanwhile, by the rules .*retain.* committed 2@1"
     ):
         tierfall.load(config, step=1)
-
-
-def test_a_deletion_by_a_person_may_be_one_too(training: Loading) -> None:
-    config, ckpt, shelf = training
-    once_read(shelf, "step-00000001-a0001/rank", lambda: ckpt.delete(1, even_the_last=True))
-    with pytest.raises(RestoreError, match=r"deleted meanwhile, by the rules.* or a person"):
-        tierfall.load(config, step=1)
-
-
-def test_a_step_that_never_was_there_was_not_deleted(training: Loading) -> None:
-    config, _, _ = training
-    with pytest.raises(RestoreError, match=r"no checkpoint of step 99 .*1@1") as caught:
-        tierfall.load(config, step=99)
-    assert "deleted" not in str(caught.value)
 
 
 def test_ranks_choose_again_together(

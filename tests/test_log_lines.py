@@ -20,7 +20,6 @@ from tests.memory_store import MemoryStore
 from tests.steps import state_of, wait_until
 
 MakeConfig = Callable[..., dict[str, Any]]
-ACCESS = PermissionError(13, "Permission denied")
 
 
 @pytest.fixture
@@ -53,33 +52,6 @@ def test_a_tier_that_failed_is_said_to_work_again_at_the_same_level(
         assert ckpt.drain().left == ()
         end = "tier store accepts copies again; copies that it is still owed: 3"
         assert lines("store accepts copies again") == [("ERROR", end)]
-
-
-def test_a_refused_deletion_is_said_once_and_its_end_too(
-    store: MemoryStore,
-    make_config: MakeConfig,
-    lines: Callable[[str], list[tuple[str, str]]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = make_config()
-    config["tiers"] = [config["tiers"][0], store.tier(retain={"last": 1})]
-
-    def deleted() -> int:
-        return sum(r.getMessage().startswith("store: 1@1 is deleted") for r in caplog.records)
-
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        store.refuse = lambda call, key: ACCESS if call == "rm_file" else None
-        ckpt.save(2, state_of(2), block=True)
-        wait_until(lambda: bool(lines("could not delete")), "it is refused")
-        assert deleted() == 0
-        store.heal_after_refusals(3)
-        wait_until(lambda: store.steps() == [2], "it is deleted at last")
-        wait_until(lambda: len(lines("1@1")) == 2, "both are said")
-        assert [level for level, _ in lines("1@1")] == ["WARNING", "WARNING"]
-        assert "could not delete 1@1" in lines("1@1")[0][1]
-        assert lines("1@1")[1][1] == "store: the deletion of 1@1 is not refused any more"
-    assert deleted() == 1, "once it is"
 
 
 def test_steps_that_outgrow_a_tier_or_memory_are_said_once_and_their_end_too(

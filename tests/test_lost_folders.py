@@ -3,7 +3,6 @@ where, and the next start restores that."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import tierfall
-from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on, wait_until
-from tierfall.cli.app import app
+from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on
 from tierfall.config import load_config
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import ConfigError
 from tierfall.ops.drain import drain
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -37,104 +34,8 @@ def delete(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def make_anew(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def move_away(folder: Path) -> None:
-    folder.rename(folder.with_name("away"))
-
-
 def delete_run(folder: Path) -> None:
     shutil.rmtree(folder / "run")
-
-
-def restores(config: dict[str, Any], step: int) -> None:
-    """Start the run, which restores a step from memory, and finish all copies."""
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(state := blank())
-        assert report is not None
-        assert step_in(state) == report.step == step
-        assert {source.tier for source in report.sources} == {"host"}
-
-
-@pytest.mark.parametrize("others", [{}, {"far": {"flush": {"every": 2}}}], ids=["alone", "far"])
-@pytest.mark.parametrize("lose", [delete, make_anew, move_away])
-def test_a_folder_that_is_lost_in_mid_run_loses_nothing_that_memory_has(
-    lose: Callable[[Path], None],
-    others: dict[str, Any],
-    make_config: MakeConfig,
-    tmp_path: Path,
-    texts: Callable[..., list[str]],
-) -> None:
-    config = make_config(disk={}, **others, max_wait="1s")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        lose(tmp_path / "disk")
-        ckpt.save(2, state_of(2))
-        wait_until(lambda: any("2@1 to disk" in text for text in texts()), "it is reported")
-        first = next(text for text in texts() if "disk" in text)
-        assert f"{tmp_path / 'disk'}: the" in first
-        assert "is gone" in first or "is not the one that was opened" in first
-        assert "Mount it again, or move it back" in first
-        assert "start it again" in first
-        ckpt.save(3, state_of(3))
-    end = texts(logging.INFO)
-    (cause,) = [t for t in end if t.startswith("close: tier disk does not answer or accepts no")]
-    assert "Mount it again, or move it back" in cause, cause
-    assert "run run is closed; its newest checkpoint is 3@1, on host" in end
-    assert any(": 3@1 is in the memory of this machine alone" in text for text in texts())
-    restores(config, 3)
-    assert steps_on(tmp_path / "disk")[-1] == 3
-
-
-@pytest.mark.parametrize("lose", [delete, make_anew, delete_run])
-def test_close_names_no_tier_that_has_lost_the_newest(
-    lose: Callable[[Path], None],
-    make_config: MakeConfig,
-    tmp_path: Path,
-    texts: Callable[..., list[str]],
-) -> None:
-    """Everything was flushed when the folder went."""
-    config = make_config()
-    with tierfall.open(config) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state_of(step), block=True)
-        lose(tmp_path / "disk")
-    assert "run run is closed; its newest checkpoint is 2@1, on host" in texts(logging.INFO)
-    assert any(": 2@1 is in the memory of this machine alone" in text for text in texts())
-    restores(config, 2)
-
-
-def test_close_names_the_tier_on_which_it_has_written_lost_files_anew(
-    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
-) -> None:
-    """Memory is released, so that no other tier has it."""
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        for image in (tmp_path / "disk").glob("run/step-*/*.safetensors"):
-            image.unlink()
-    assert any("1@1 is damaged, and is written anew" in text for text in texts(logging.INFO))
-    assert texts(logging.INFO)[-1] == "run run is closed; its newest checkpoint is 1@1, on disk"
-    assert steps_on(tmp_path / "disk") == [1]
-
-
-def test_copies_go_on_in_a_folder_that_is_moved_back(
-    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
-) -> None:
-    config = make_config(max_wait="300ms")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        move_away(tmp_path / "disk")
-        handle = ckpt.save(2, state_of(2))
-        wait_until(lambda: handle.exception() is not None, "the tier is reported")
-        (tmp_path / "away").rename(tmp_path / "disk")
-        wait_until(lambda: handle.done("disk"), "the copy arrives")
-        end = "tier disk accepts copies again; copies that it is still owed: 0"
-        wait_until(lambda: end in texts(logging.ERROR), "its end is logged at the same level")
-    assert texts(logging.INFO)[-1] == "run run is closed; its newest checkpoint is 2@1, on disk"
-    assert steps_on(tmp_path / "disk") == [1, 2]
 
 
 def test_a_run_whose_files_are_deleted_goes_on_there_as_the_same_tier(
@@ -174,20 +75,6 @@ def test_a_start_that_found_the_emptied_tier_keeps_its_record(
         assert record.read_bytes() == before
 
 
-def test_a_save_that_waits_for_a_lost_folder_repeats_why(
-    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
-) -> None:
-    """The tier is not reported as failing yet: ``max_wait`` is longer."""
-    config = make_config(max_wait="4s")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        delete(tmp_path / "disk")
-        with pytest.raises(tierfall.errors.FlushError, match="the tier's folder is gone"):
-            ckpt.save(2, state_of(2), block=True)
-    lines = [t for t in texts(logging.INFO) if t.startswith("save of step 2: waiting for")]
-    assert any("disk fails: " in line and "the tier's folder is gone" in line for line in lines)
-
-
 def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_the_ways_out(
     make_config: MakeConfig, tmp_path: Path, memory: Path
 ) -> None:
@@ -206,24 +93,3 @@ def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_th
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(state := blank()) is not None
         assert step_in(state) == 1
-
-
-def test_a_shared_folder_that_is_lost_is_written_anew_once_it_is_forgotten(
-    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
-) -> None:
-    config = make_config(disk={}, far={"shared": True}, max_wait="1s")
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        delete(tmp_path / "far")
-        ckpt.save(2, state_of(2))
-        wait_until(lambda: any("far" in text for text in texts()), "it is reported")
-        assert "'tierfall forget'" in next(text for text in texts() if "far" in text)
-    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="'tierfall forget far'"):
-        ckpt.restore(blank())
-    path = tmp_path / "tiers.yaml"
-    path.write_text(json.dumps(config))
-    assert CliRunner().invoke(app, ["forget", "far", "--config", str(path)]).exit_code == 0
-    with tierfall.open(config) as ckpt:
-        assert ckpt.restore(state := blank()) is not None
-        assert step_in(state) == 2
-    assert 2 in steps_on(tmp_path / "far")

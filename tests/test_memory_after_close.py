@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import tierfall
 from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, restore_all, wait_sealed
-from tests.steps import blank, state_of
+from tests.steps import state_of
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import StateChangedError, TierfallError, UnreachableError
 from tierfall.tiers.image_writer import RawImageWriter
@@ -71,21 +70,6 @@ def test_after_lazy_saves_and_restores(make_config: MakeConfig, memory: Path) ->
     assert kept[1].done
 
 
-def test_after_saves_that_failed(make_config: MakeConfig, memory: Path) -> None:
-    ckpt = tierfall.open(make_config())
-    kept: list[Any] = [ckpt.save(1, state_of(1))]
-    for wrong in ((1, state_of(1)), (2, {"x": lambda: 0}), (3, {"x": object()})):
-        with suppress(TierfallError):
-            try:
-                kept.append(ckpt.save(*wrong))
-            except TierfallError as error:
-                kept.append(error)
-                raise
-    assert len(kept) == 4
-    ckpt.close()
-    assert held(memory) == []
-
-
 def test_after_a_save_whose_state_changed(make_config: MakeConfig, memory: Path) -> None:
     ckpt = tierfall.open(make_config())
     state = trained()
@@ -103,32 +87,6 @@ def test_after_a_save_whose_state_changed(make_config: MakeConfig, memory: Path)
             train(state["model"], state["optimizer"])
     ckpt.close()
     assert isinstance(kept[1].exception(), StateChangedError)
-    assert held(memory) == []
-
-
-@pytest.mark.usefixtures("impatient")
-def test_after_a_copy_that_stalled_once(
-    make_config: MakeConfig,
-    memory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(
-        logging.ERROR, "tierfall"
-    )  # pytest keeps what is logged, errors with their frames
-    write, stalled = RawImageWriter.write_chunks, threading.Event()
-
-    def stall_once(writer: RawImageWriter, *words: Any) -> Any:
-        if not stalled.is_set():
-            stalled.set()
-            raise UnreachableError("the network is down")
-        return write(writer, *words)
-
-    monkeypatch.setattr(RawImageWriter, "write_chunks", stall_once)
-    ckpt = tierfall.open(make_config())
-    ckpt.save(1, state_of(1), block=True)
-    assert stalled.is_set()
-    ckpt.close()
     assert held(memory) == []
 
 
@@ -153,51 +111,6 @@ def test_after_a_copy_that_failed_until_close(
         ckpt.close()
     assert held(memory) == []
     assert handle.exception() is not None
-
-
-def test_after_memory_has_grown(make_config: MakeConfig, memory: Path) -> None:
-    ckpt = tierfall.open(make_config(host={"capacity": None}))
-    kept = [ckpt.save(1, state_of(1), block=True)]
-    kept.append(ckpt.save(2, state_of(2, elements=500_000), block=True))
-    ckpt.close()
-    assert held(memory) == []
-
-
-def test_where_memory_is_kept_for_the_next_start(make_config: MakeConfig, memory: Path) -> None:
-    config = make_config(disk={"flush": {"every": 10}})
-    ckpt = tierfall.open(config)
-    kept: list[Any] = [ckpt.save(1, state_of(1))]
-    ckpt.close()
-    assert held(memory) == []
-    assert len(list(memory.rglob("*.arena"))) == 1
-    again = tierfall.open(config)
-    kept.append(again.restore(blank()))
-    again.close()
-    assert held(memory) == []
-
-
-def test_after_its_file_was_made_anew(make_config: MakeConfig, memory: Path) -> None:
-    ckpt = tierfall.open(make_config())
-    kept = [ckpt.save(1, state_of(1))]
-    kept[0].captured()
-    ckpt._session.host.path.unlink()
-    assert ckpt._session.memory.repair(10.0)
-    kept.append(ckpt.save(2, state_of(2)))
-    ckpt.close()
-    assert held(memory) == []
-
-
-def test_after_its_file_was_removed(
-    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 1000.0)
-    ckpt = tierfall.open(make_config())
-    kept = ckpt.save(1, state_of(1))
-    kept.captured()
-    ckpt._session.host.path.unlink()
-    ckpt.close()
-    assert held(memory) == []
-    assert kept.done
 
 
 @pytest.mark.usefixtures("impatient_probe")

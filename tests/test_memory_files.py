@@ -5,24 +5,17 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierfall
 from tests import forked
-from tests.core.ranks.threads import network
-from tests.open_ranks import Opener, close_all, kill_all, wait_sealed
-from tests.steps import blank, memory_of, state_of, step_in, steps_on, wait_until
+from tests.steps import memory_of, state_of, steps_on, wait_until
 from tierfall.core.types.errors import FlushError
-from tierfall.core.types.events import TierFailing, TierRecovered
 from tierfall.core.types.values import LossClass
-from tierfall.ops.reader import RunReader
-from tierfall.setup.places import MEMORY_NAME
-from tierfall.tiers.arena.arena import Arena
 
 MakeConfig = Callable[..., dict[str, Any]]
 HOLD = """
@@ -73,89 +66,6 @@ def lock(config: dict[str, Any]) -> Path:
 
 def survives(ckpt: tierfall.Checkpointer) -> int | None:
     return ckpt.statistics().newest[LossClass.PROCESS]
-
-
-def in_memory(config: dict[str, Any]) -> int:
-    """How many images a start after a kill would find."""
-    with RunReader(tierfall.Config.model_validate(config)) as reader:
-        memory = reader.memory()
-    assert memory.damaged == ()
-    return len(memory.copies)
-
-
-def test_a_removed_folder_is_noticed_reported_once_and_made_anew(
-    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
-) -> None:
-    config = make_config(disk={"flush": {"every": 10}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        ckpt.save(2, state_of(2)).captured()
-        remove(memory / "run")
-        wait_until(arena(config).exists, "the file is made anew")
-        wait_until(lambda: survives(ckpt) == 2, "what lies in memory outlives the process")
-        assert in_memory(config) == 2
-        assert len(warnings("was removed")) == 1
-        assert len(warnings("are made anew: what is in memory outlives this process")) == 1
-        kinds = [e for e in ckpt._journal.recent.events if isinstance(e, TierFailing)]
-        assert [e.tier for e in kinds] == ["host"]
-        assert "was removed while this process uses it" in kinds[0].reason
-        assert any(isinstance(e, TierRecovered) for e in ckpt._journal.recent.events)
-        ckpt.save(3, state_of(3)).captured()
-        assert (survives(ckpt), in_memory(config)) == (3, 3)
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        report = ckpt.restore(state)
-        assert report is not None
-        assert {s.tier for s in report.sources} == {"host"}
-        assert step_in(state) == 3
-
-
-@pytest.mark.usefixtures("sleepy")
-def test_what_the_machine_remembers_of_the_tiers_comes_back(
-    make_config: MakeConfig, memory: Path
-) -> None:
-    """By that a start notices that a tier is not mounted."""
-    config = make_config()
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        file = memory_of(config) / MEMORY_NAME
-        remembered = file.read_bytes()
-        remove(memory / "run")
-        assert ckpt._session.memory.repair(10.0)
-        assert file.read_bytes() == remembered
-
-
-@pytest.mark.usefixtures("sleepy")
-def test_what_is_reported_of_losses_is_true_at_once(make_config: MakeConfig, memory: Path) -> None:
-    config = make_config(disk={"flush": {"every": 2}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        ckpt.save(2, state_of(2), block=True)
-        ckpt.save(3, state_of(3)).captured()
-        assert survives(ckpt) == 3
-        arena(config).unlink()
-        assert survives(ckpt) == 2  # on disk
-        assert ckpt.checkpoints()[-1].tiers == {"host": "sealed"}  # it can be restored still
-        state = blank()
-        assert ckpt.restore(state) is not None
-        assert step_in(state) == 3
-        assert ckpt._session.memory.repair(10.0)
-        assert survives(ckpt) == 3
-
-
-@pytest.mark.usefixtures("sleepy")
-def test_close_makes_the_file_anew_where_something_is_owed(
-    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
-) -> None:
-    config = make_config(disk={"flush": {"every": 10}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        remove(memory / "run")
-    assert warnings("close: lost") == []
-    with tierfall.open(config) as ckpt:
-        state = blank()
-        assert ckpt.restore(state) is not None
-        assert step_in(state) == 1
 
 
 @pytest.mark.usefixtures("sleepy")
@@ -216,25 +126,21 @@ def test_a_second_start_is_refused_although_the_lock_was_removed(
     assert not arena(config).exists()
 
 
-@pytest.mark.usefixtures("sleepy")
-def test_another_process_that_took_the_place_keeps_its_files(
-    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+def test_saves_in_a_row_go_on_while_files_are_removed(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It came in the moment before the removal was noticed."""
-    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
-    ckpt = tierfall.open(config)
-    ckpt.save(1, state_of(1)).captured()
-    remove(memory / "run")
-    with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
-        assert two.stdout.readline() == b"held\n"
-        assert not ckpt._session.memory.repair(10.0)
-        assert survives(ckpt) is None
-        assert len(warnings("was removed")) == 1
-        ckpt.close()
-        assert f"process {two.pid}" in warnings("cannot be made anew")[0]
-        assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
-        assert arena(config).read_bytes() == b"theirs"
-        assert lock(config).exists()
+    """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
+    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
+    monkeypatch.setattr("tierfall.tiers.arena.mapping._MOVE_BYTES", 256 << 10)
+    config = make_config(host={"capacity": "6MiB"})
+    with tierfall.open(config) as ckpt:
+        for step in range(1, 21):
+            if step % 4 == 0:
+                wait_until((memory / "run").exists, "the folder of before is made anew")
+                remove(memory / "run")
+            ckpt.save(step, state_of(step, elements=200_000)).captured()
+        wait_until(lambda: survives(ckpt) == 20, "the file is made anew")
+    assert steps_on(tmp_path / "disk") == list(range(1, 21))
 
 
 @pytest.mark.usefixtures("sleepy")
@@ -254,91 +160,21 @@ def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
 
 
 @pytest.mark.usefixtures("sleepy")
-def test_a_folder_that_is_removed_before_the_first_save(
-    make_config: MakeConfig, memory: Path
+def test_another_process_that_took_the_place_keeps_its_files(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:
-    """Without a capacity the arena is made at the first save."""
-    config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
-    with tierfall.open(config) as ckpt:
-        remove(memory / "run")
-        ckpt.save(1, state_of(1)).captured()
-        assert survives(ckpt) == 1
-        remove(memory / "run")
-        elements = 200_000
-        ckpt.save(2, state_of(2, elements=elements)).captured()  # memory grows without its file
+    """It came in the moment before the removal was noticed."""
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1)).captured()
+    remove(memory / "run")
+    with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
+        assert two.stdout.readline() == b"held\n"
+        assert not ckpt._session.memory.repair(10.0)
         assert survives(ckpt) is None
-        assert ckpt._session.memory.repair(10.0)
-        assert (survives(ckpt), in_memory(config)) == (2, 2)
-
-
-def test_growth_waits_for_a_file_that_is_half_made(
-    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 1000.0)
-    config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1)).captured()
-        arena(config).unlink()
-        assert ckpt._session.host.unlock_pages()
-        assert ckpt._session.host.recreate_file()
-        ckpt.save(2, state_of(2, elements=2_000_000)).captured()
-        assert in_memory(config) == 2
-
-
-def test_saves_in_a_row_go_on_while_files_are_removed(
-    make_config: MakeConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
-    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
-    monkeypatch.setattr("tierfall.tiers.arena.mapping._MOVE_BYTES", 256 << 10)
-    config = make_config(host={"capacity": "6MiB"})
-    with tierfall.open(config) as ckpt:
-        for step in range(1, 21):
-            if step % 4 == 0:
-                wait_until((memory / "run").exists, "the folder of before is made anew")
-                remove(memory / "run")
-            ckpt.save(step, state_of(step, elements=200_000)).captured()
-        wait_until(lambda: survives(ckpt) == 20, "the file is made anew")
-    assert steps_on(tmp_path / "disk") == list(range(1, 21))
-
-
-# Several ranks ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opener(tmp_path: Path) -> Iterator[Opener]:
-    with network(["a", "b"]) as ranks:
-        yield Opener(tmp_path, ranks)
-
-
-def test_each_rank_looks_after_its_own_files(
-    opener: Opener, warnings: Callable[[str], list[str]]
-) -> None:
-    both = opener.all_open()
-    for rank, ckpt in enumerate(both):
-        ckpt.save(1, {"w": torch.full((4,), float(rank))}).captured()
-    wait_sealed(both)
-    paths = [ckpt._session.host.path for ckpt in both]
-    remove(paths[1].parent)
-    wait_until(paths[1].exists, "rank 1's file is made anew")
-    (output,) = warnings("was removed")
-    assert str(paths[1]) in output
-    close_all(both)
-
-
-def test_memory_of_several_ranks_survives_a_kill_after_that(opener: Opener) -> None:
-    config: dict[str, Any] = {"interval": {"every": 1}}
-    both = opener.all_open(**config)
-    for ckpt in both:
-        remove(ckpt._session.host.path.parent)
-    for rank, ckpt in enumerate(both):
-        ckpt.save(1, {"w": torch.full((4,), float(rank))}).captured()
-    wait_sealed(both)
-    paths = [ckpt._session.host.path for ckpt in both]
-    for ckpt, path in zip(both, paths, strict=True):
-        assert ckpt._session.memory.repair(10.0)
-        left = Arena.attach(path, run="run", writable=False)
-        assert len(left.regions()) == 1
-        left.close(keep=True)
-    kill_all(both)
-    assert all(path.exists() for path in paths)
+        assert len(warnings("was removed")) == 1
+        ckpt.close()
+        assert f"process {two.pid}" in warnings("cannot be made anew")[0]
+        assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
+        assert arena(config).read_bytes() == b"theirs"
+        assert lock(config).exists()

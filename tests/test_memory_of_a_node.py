@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tierfall
-from tests import forked, test_peer_recovery
+from tests import forked
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tests.test_peer_recovery import config_of, opened, save
 from tierfall.cli.app import app
-from tierfall.config import Config
-from tierfall.errors import ConfigError, LockError
+from tierfall.errors import ConfigError
 
 RARELY = {"flush": {"every": 100}}
 
@@ -94,14 +90,6 @@ def json_of(*words: str, code: int = 0) -> Any:
     return json.loads(answer.stdout)
 
 
-@pytest.fixture
-def default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of host memory where no configuration names another one."""
-    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
-    return tmp_path / "shm" / f"tierfall-{os.geteuid()}"
-
-
 # Projects whose runs have one name --------------------------------------------------------------------
 
 
@@ -151,125 +139,7 @@ def test_a_copy_of_a_project_is_another_one(tmp_path: Path, memory: Path) -> Non
     assert (project.restored(), copy.restored()) == ((1, "host"), (5, "host"))
 
 
-def test_one_projects_trainer_is_still_alone(tmp_path: Path, memory: Path) -> None:
-    project = Project(tmp_path / "one", memory)
-    code = (
-        "import sys, tierfall; c = tierfall.open(sys.argv[1]); print('open', flush=True); input()"
-    )
-    with forked.start(["-c", code, str(project.file)]) as other:
-        assert other.stdout.readline() == b"open\n"
-        with pytest.raises(LockError, match="is owned on this machine by process"):
-            project.open()
-        with pytest.raises(LockError):
-            project.open(replace=True)
-        other.kill()
-
-
-def test_kept_files_of_two_projects_on_one_node_lie_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have runs of one name, and one folder of peer memory."""
-
-    def configured(folder: Path, node: str, **options: Any) -> Config:
-        members = config_of(folder, node, **options).model_dump(exclude_none=True)
-        members["tiers"][1]["path"] = tmp_path / f"node-{node}"
-        return Config.model_validate(members)
-
-    monkeypatch.setattr(test_peer_recovery, "config_of", configured)
-    with opened(tmp_path / "one", "01") as ranks:
-        save(ranks, 1)
-    with opened(tmp_path / "two", "01") as ranks:
-        save(ranks, 7)
-    found = {path.name for path in tmp_path.glob("node-1/*/1/run/step-*")}
-    folders = {path.parents[2].name for path in tmp_path.glob("node-1/*/1/run/step-*")}
-    assert (len(folders), {name[:13] for name in found}) == (2, {"step-00000001", "step-00000007"})
-
-
 # What dead runs hold ----------------------------------------------------------------------------------
-
-
-def test_what_dead_runs_hold_is_shown_and_flushed_without_their_files_at_hand(
-    tmp_path: Path, default_folder: Path
-) -> None:
-    one, two = (Project(tmp_path / name, default_folder) for name in ("one", "two"))
-    one.leave(1, 2)
-    two.leave(7)
-    two.configure(disk={})
-    with tierfall.open({"run": "other", "tiers": str(tmp_path / "of-a-dict")}) as ckpt:
-        ckpt.save(3, state_of(3), block=True)
-        held = {(one["file"], *one["steps"]) for one in json_of("runs")["memory"]}
-        assert held == {(str(one.file), "1@1", "2@1"), (str(two.file), "7@1"), ("", "3@1")}
-        shown = run_command("runs")
-        for words in (str(one.file), str(two.file), f"process {os.getpid()}", "drain --all"):
-            assert words in shown
-        output = run_command("drain", "--all", code=1)
-        assert f"a trainer owns it (process {os.getpid()}" in output
-    assert "flushed 7@1 to disk" in output
-    assert (steps_on(two.folder / "disk", "exp"), steps_on(one.folder / "disk", "exp")) == ([7], [])
-    assert [held["file"] for held in json_of("runs")["memory"]] == [str(one.file)]
-    assert "no trainer" in run_command("runs"), "a command may live, which is no owner"
-    one.configure(elsewhere={})
-    assert f"{one.file} has other tiers now" in run_command("drain", "--all", code=1)
-    one.file.unlink()
-    output = run_command("drain", "--all", code=1)
-    assert re.search(
-        rf"run exp in {default_folder}\S*: {one.file}: there is no such file; ", output
-    )
-    assert "'tierfall drain --run exp --config FILE'; to free it: 'tierfall drain --all" in output
-    one.configure(disk=RARELY)
-    shutil.rmtree(one.folder / "disk")
-    assert "a folder is missing (tier disk" in run_command("drain", "--all", code=1)
-    assert len(list(default_folder.rglob("*.arena"))) == 1
-
-
-@pytest.mark.parametrize("words", [["--all"], ["--config", "FILE"]])
-def test_memory_is_freed_once_the_name_of_its_run_was_typed(
-    tmp_path: Path, default_folder: Path, words: list[str]
-) -> None:
-    project, other = (Project(tmp_path / name, default_folder) for name in ("one", "two"))
-    project.leave(1, 2)
-    words = [
-        "drain",
-        "--discard",
-        *(str(project.file) if word == "FILE" else word for word in words),
-    ]
-    for line in ("", "\n", "y\n", "exp1\n", " exp\n", "EXP\n"):
-        output = run_command(*words, code=1, typed=line)
-        assert "1@1, 2@1" in output
-        assert "nothing was freed" in output
-    assert project.restored() == (2, "host")
-    with project.open():
-        assert "a trainer owns it" in run_command(*words, code=1, typed="exp\n")
-    other.leave(9)
-    with other.open() as ckpt:
-        ckpt.restore(blank())
-        run_command(*words, code="--all" in words, typed="exp\n")
-    assert (project.restored(), other.restored()) == (None, (9, "host"))
-    assert "nothing of this user is in this node's memory" in project.run_command(
-        "drain", "--discard"
-    )
-    refused = project.run_command("drain", "--discard", "--deadline", "5s", code=2)
-    assert "leave --deadline out" in refused
-    assert "name none by --run" in run_command("drain", "--all", "--run", "exp", code=2)
-
-
-def test_memory_that_another_command_holds_is_freed_once_that_has_ended(
-    tmp_path: Path, memory: Path
-) -> None:
-    project = Project(tmp_path / "one", memory)
-    project.leave(1)
-    project.configure(disk={"bandwidth": "1kB/s"})
-    with forked.start(["-m", "tierfall", "drain", "--config", str(project.file)]) as other:
-        wait_until(
-            lambda: any(b"tierfall drain" in lock.read_bytes() for lock in memory.rglob("*.lock")),
-            "the other command holds the run",
-        )
-        ending = threading.Timer(1.0, other.kill)
-        ending.start()
-        words = ("drain", "--discard", "--config", str(project.file))
-        assert "freed" in run_command(*words, typed="exp\n")
-        ending.join()
-    assert list(memory.rglob("*.arena")) == []
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
@@ -289,20 +159,6 @@ def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, me
     assert project.restored() is None
 
 
-def test_files_kept_for_other_nodes_are_shown_and_freed(tmp_path: Path) -> None:
-    with opened(tmp_path, "01") as ranks:
-        save(ranks, 1)
-    file = tmp_path / "tiers.yaml"
-    file.write_text(config_of(tmp_path, "1").model_dump_json(exclude_none=True))
-    (held,) = json_of("runs", "--config", str(file))["memory"]
-    assert held["kept_bytes"] > 200_000
-    assert list(tmp_path.glob("peers-1/*/1/run/step-*/*.safetensors"))
-    run_command("drain", "--discard", "--config", str(file), typed="run\n")
-    assert list(tmp_path.glob("peers-1/*/1/run/step-*")) == []
-    assert json_of("runs", "--config", str(file))["memory"] == []
-    assert list(tmp_path.glob("peers-0/*/1/run/step-*/*.safetensors")), "of another node"
-
-
 TRAINER = """
 import os, signal, sys, time, tierfall
 from tests.steps import blank, state_of
@@ -314,22 +170,6 @@ if "last" in sys.argv:
 print("saved", flush=True)
 time.sleep(60)
 """
-
-
-@pytest.mark.parametrize("deadline", ["20s", "10ms"])
-def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
-    tmp_path: Path, memory: Path, deadline: str
-) -> None:
-    project = Project(tmp_path / "one", memory, disk={"bandwidth": "40kB/s"})
-    project.drain_within(deadline)
-    words = ["-c", TRAINER, str(project.file), *(["last"] if deadline == "10ms" else [])]
-    with forked.start(words) as trainer:
-        assert trainer.stdout.readline() == b"saved\n"
-        trainer.send_signal(signal.SIGTERM)
-        assert trainer.wait(60) == -signal.SIGTERM
-    is_complete = deadline == "20s"
-    assert bool(list(memory.rglob("*.arena"))) != is_complete
-    assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
 def test_a_drain_on_a_signal_looks_again_before_it_frees_memory(
@@ -353,20 +193,6 @@ def in_a_container() -> list[str]:
     if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
         pytest.skip("no process namespace may be created here")
     return words
-
-
-def test_a_trainer_of_another_container_is_not_named_by_a_number_that_is_anothers_here(
-    tmp_path: Path, memory: Path
-) -> None:
-    project = Project(tmp_path / "one", memory)
-    words = [*in_a_container(), sys.executable, "-m", "tierfall", "drain", "--config"]
-    project.leave(1)
-    with project.open():
-        answer = subprocess.run(
-            [*words, str(project.file)], check=False, capture_output=True, text=True
-        )
-    assert "a trainer owns run 'exp' (a process of another container on " in answer.stderr
-    assert f"process {os.getpid()}" not in answer.stderr
 
 
 def test_process_1_of_a_container_ends_after_a_drain_on_a_signal(
@@ -420,6 +246,22 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
     assert not list(memory.rglob("*.arena"))
+
+
+@pytest.mark.parametrize("deadline", ["20s", "10ms"])
+def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
+    tmp_path: Path, memory: Path, deadline: str
+) -> None:
+    project = Project(tmp_path / "one", memory, disk={"bandwidth": "40kB/s"})
+    project.drain_within(deadline)
+    words = ["-c", TRAINER, str(project.file), *(["last"] if deadline == "10ms" else [])]
+    with forked.start(words) as trainer:
+        assert trainer.stdout.readline() == b"saved\n"
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(60) == -signal.SIGTERM
+    is_complete = deadline == "20s"
+    assert bool(list(memory.rglob("*.arena"))) != is_complete
+    assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
 def test_a_drain_that_a_later_start_keeps_from_writing_says_what_to_start(

@@ -9,7 +9,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,15 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all
 from tests.rank_kit import config_of
-from tests.steps import state_of, wait_until
+from tests.steps import wait_until
 from tests.test_bad_input import in_a_child
-from tierfall.config import Config, load_config
+from tierfall.config import Config
 from tierfall.config.sections import MetricsSection
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.errors import ConfigError, RanksError
-from tierfall.ops.watch import Watcher
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.session import status_writer
-from tierfall.telemetry.prometheus import MetricsServer
 
-parser = pytest.importorskip("prometheus_client.parser")
 MakeConfig = Callable[..., dict[str, Any]]
 
 
@@ -61,18 +58,6 @@ def get(port: int, path: str, **headers: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Return every sample as Prometheus reads it: by its name and the values of its labels, without the run's."""
-    status, text = get(port, "/metrics")
-    assert status == 200
-    found = {}
-    for family in parser.text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k not in ("run", "rank")}
-            found[(sample.name, *labels.values())] = sample.value
-    return found
-
-
 def health(port: int) -> tuple[int, list[str]]:
     status, text = get(port, "/healthz")
     document = json.loads(text)
@@ -81,19 +66,6 @@ def health(port: int) -> tuple[int, list[str]]:
 
 
 # In the training process -----------------------------------------------------------------------------
-
-
-def test_labels_name_run_and_rank_and_openmetrics_is_spoken(
-    served: dict[str, Any], port: int
-) -> None:
-    with tierfall.open(served) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        wait_until(lambda: ("tierfall_commits_total", "far") in scrape(port), "a status")
-        _, text = get(port, "/metrics")
-        assert 'tierfall_step{rank="0",run="run"} 1.0' in text
-        _, text = get(port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
-        assert text.endswith("# EOF\n")
-        assert get(port, "/other")[0] == 404
 
 
 def test_without_the_package_open_says_what_to_install(
@@ -111,24 +83,6 @@ def test_without_the_package_open_says_what_to_install(
         ConfigError, match=r"^open: metrics.prometheus: .*pip install 'tierfall\[prometheus\]'"
     ):
         tierfall.open(served)
-
-
-@pytest.mark.parametrize("wrong", [0, 65536, "nine", "a b:9109", True, 9109.5, "127.0.0.1"])
-def test_what_is_no_port_is_refused(make_config: MakeConfig, wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"metrics.prometheus: .*expected a port from 1 to 65535"):
-        load_config(make_config() | {"metrics": {"prometheus": wrong}})
-
-
-@pytest.mark.parametrize(
-    ("value", "address"),
-    [(9109, ("", 9109)), ("9109", ("", 9109)), (":9109", ("", 9109)), ("::1:9109", ("::1", 9109))],
-)
-def test_a_port_may_be_written_in_several_ways(
-    make_config: MakeConfig, value: object, address: tuple[str, int]
-) -> None:
-    section = load_config(make_config() | {"metrics": {"prometheus": value}}).metrics
-    assert section is not None
-    assert section.listens_on == address
 
 
 def test_a_forked_child_does_not_keep_the_port(served: dict[str, Any], port: int) -> None:
@@ -194,30 +148,3 @@ def test_a_port_in_use_on_one_rank_is_an_error_on_all(tmp_path: Path, port: int)
         f"ConfigError: open: metrics.prometheus: *:{port} cannot be listened on"
     )
     assert second.startswith("RanksError: open: rank 0: open: metrics.prometheus: ")
-
-
-# Beside it -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def beside(make_config: MakeConfig, port: int) -> Iterator[dict[str, Any]]:
-    """A server that reads the status files of a run."""
-    config = make_config()
-    with Watcher(load_config(config), run="run") as watcher:
-        server = MetricsServer.listen(
-            "", port, watcher.living_statuses, run="run", where="--prometheus"
-        )
-        yield config
-        server.close()
-
-
-def test_a_server_beside_the_trainer_sees_it_come_and_go(beside: dict[str, Any], port: int) -> None:
-    assert health(port) == (503, ["run run: no trainer of it is alive on this machine"])
-    assert scrape(port) == {("tierfall_up",): 0}
-    with tierfall.open(beside) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        wait_until(lambda: scrape(port).get(("tierfall_commits_total", "disk")) == 1, "the commit")
-        assert health(port) == (200, [])
-        found = scrape(port)
-        assert (found["tierfall_up",], found["tierfall_step",]) == (1, 1)
-    assert scrape(port) == {("tierfall_up",): 0}

@@ -16,7 +16,7 @@ from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.nodes import placement as placing
+from tierfall.setup.nodes import placement
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.setup.places import run_folder
 from tierfall.tiers.arena.folder import RoomReport
@@ -63,58 +63,12 @@ def met(
                     close_peers(one)
 
 
-def refusals(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> set[str]:
-    """What each rank raises; all must."""
-    with met(folder, nodes, domains, **peer) as found:
-        assert all(isinstance(one, BaseException) for one in found), found
-        return {str(one) for one in found}
-
-
 def placed(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> Any:
     with met(folder, nodes, domains, **peer) as found:
         assert all(isinstance(one, PeerMemory) for one in found), found
         placements = [one.placement for one in found if isinstance(one, PeerMemory)]
         assert all(one == placements[0] for one in placements)
         return placements[0]
-
-
-@pytest.mark.parametrize("copies", [1, 2, 3])
-def test_as_many_nodes_keep_an_image_as_copies(tmp_path: Path, copies: int) -> None:
-    placement = placed(tmp_path, 4, copies=copies)
-    assert [len(holders) for holders in placement.holders] == [copies + 1] * 4
-    assert placement.crowded == ()
-
-
-def test_copies_are_in_other_domains(tmp_path: Path) -> None:
-    """By nodes alone, 0 and 2 would keep each other's."""
-    domains = ["a", "b", "a", "b"]
-    placement = placed(tmp_path, 4, domains, spread="rack")
-    for holders in placement.holders:
-        assert len({domains[node] for node in holders}) == 2
-    assert placed(tmp_path, 4).holders[0] == (0, 2)
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_more_copies_than_other_nodes_are_refused(tmp_path: Path, nodes: int) -> None:
-    (text,) = refusals(tmp_path, nodes, copies=3)
-    assert f"copies is 3, and there are {nodes} nodes" in text
-    assert f"Start on at least 4 nodes, or set copies to {nodes - 1} or less" in text
-
-
-def test_one_node_alone_leaves_the_tier_out(tmp_path: Path) -> None:
-    with met(tmp_path, 1, copies=3) as found:
-        assert found == [None]
-
-
-def test_domains_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 2, spread="rack")
-    assert f"the rack of node 0 ({node_name()}), node 1 ({node_name()}) is not known" in text
-    assert "set TIERFALL_DOMAIN on each node, or domains to a file" in text
-
-
-def test_a_node_that_the_labels_lack_is_named_on_all_ranks(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 3, ["a", "b", ""], spread="rack")
-    assert f"rank 2: tier peers: {tmp_path / 'labels-2'}: has no line for this node" in text
 
 
 def test_domains_from_several_sources_are_refused(
@@ -135,11 +89,6 @@ def test_domains_from_several_sources_are_refused(
     assert "and domains on node 1" in text
 
 
-def test_fewer_domains_than_holders_are_refused(tmp_path: Path) -> None:
-    (text,) = refusals(tmp_path, 4, ["a", "a", "b", "b"], spread="rack", copies=2)
-    assert "spread is rack, copies is 2, and 4 nodes are in 2 (ar, br)" in text
-
-
 def test_a_domain_that_is_too_large_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,17 +101,27 @@ def test_a_domain_that_is_too_large_is_said_once(
     assert "no rack may have more than 2" in said
 
 
-@pytest.mark.parametrize("name", ["TIERFALL_DOMAIN", "domains"])
-def test_domains_that_are_not_used_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+# Addresses -------------------------------------------------------------------------------------------
+
+
+def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "domains":
-        placed(tmp_path, 2, ["a", "b"])
-    else:
-        monkeypatch.setenv(name, "r1")
-        placed(tmp_path, 2)
-    (said,) = [text for text in caplog.messages if f"{name} is set" in text]
-    assert "set spread to what it names" in said
+    """As the name of rank 0's machine does there, where /etc/hosts has 127.0.1.1 for it."""
+    own = iter(["127.0.1.1", "10.0.0.2", "10.0.0.3"])
+    asked = []
+
+    def towards(other: str) -> str:
+        asked.append(other)
+        return "10.0.0.1"
+
+    monkeypatch.setattr(peers, "own_address", lambda: next(own))
+    monkeypatch.setattr(placement, "_address_towards", towards)
+    with met(tmp_path, 3) as found:
+        served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
+    assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3
+    assert len(asked) == 1
+    assert asked[0] in {"10.0.0.2", "10.0.0.3"}
 
 
 def test_memory_that_the_capacity_exceeds_is_said(
@@ -210,31 +169,3 @@ def test_memory_that_is_used_again_need_not_be_free(
         kept.create("run/2/image", length=image.nbytes + 1)
     kept.create("run/2/image", length=image.nbytes).abort()
     kept.close()
-
-
-# Addresses -------------------------------------------------------------------------------------------
-
-
-def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the name of rank 0's machine does there, where /etc/hosts has 127.0.1.1 for it."""
-    own = iter(["127.0.1.1", "10.0.0.2", "10.0.0.3"])
-    asked = []
-
-    def towards(other: str) -> str:
-        asked.append(other)
-        return "10.0.0.1"
-
-    monkeypatch.setattr(peers, "own_address", lambda: next(own))
-    monkeypatch.setattr(placing, "_address_towards", towards)
-    with met(tmp_path, 3) as found:
-        served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
-    assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3
-    assert len(asked) == 1
-    assert asked[0] in {"10.0.0.2", "10.0.0.3"}
-
-
-def test_ranks_of_one_machine_meet_by_the_address_that_none_other_reaches(tmp_path: Path) -> None:
-    with met(tmp_path, 2) as found:
-        assert [type(one) for one in found] == [PeerMemory] * 2

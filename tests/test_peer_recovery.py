@@ -3,9 +3,8 @@ nodes as before. Each rank is a thread of this process."""
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ import torch
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all, restore_all
 from tests.steps import wait_until
-from tierfall.backends.peer.backend import PeerBackend
 from tierfall.config import Config
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.agreement import Agreement
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.keys import TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
-from tierfall.setup.peers import PeerMemory, close_peers
+from tierfall.setup.peers import close_peers
 
 SOON_S = 20.0
 NODES = "0123"
@@ -136,10 +132,7 @@ def nodes_with(folder: Path, rank: int) -> set[str]:
 @pytest.mark.parametrize(
     ("nodes", "before", "after"),
     [
-        ("0123", {}, {}),
-        ("0123", TWO, TWO),
         ("001122", TWO, TWO),
-        ("012", {}, TWO),
         ("012", TWO, PACKED),
         ("012", PACKED, TWO),
     ],
@@ -156,60 +149,6 @@ def test_each_image_is_on_as_many_other_nodes_again_before_a_save(
         for rank, node in enumerate(nodes):
             others = nodes_with(tmp_path, rank) - {node}
             assert len(others) == after.get("copies", 1), (rank, others)
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_ranks_that_come_to_other_nodes_make_copies_where_others_images_are_kept(
-    tmp_path: Path, copies: int
-) -> None:
-    """What a node keeps for another node of the start before is no reason to give the checkpoint up."""
-    train(tmp_path, copies=copies)
-    shutil.rmtree(tmp_path / "peers-3")
-    nodes = "0213"
-    with opened(tmp_path, nodes, copies=copies) as all_ranks:
-        wait_copied(all_ranks)
-        for rank in range(4):
-            assert len(nodes_with(tmp_path, rank) - {NODES[rank]}) >= copies
-
-
-@pytest.mark.parametrize("wrong", ["silent", "damaged", "truncated"])
-def test_the_other_node_with_a_copy_is_asked_where_one_has_no_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    train(tmp_path, "012", **TWO)
-    lose(tmp_path, "1")
-    for image in tmp_path.glob("peers-2/*/*/run/step-*/rank-00001-*.safetensors"):
-        data = bytearray(image.read_bytes())
-        data[len(data) // 2] ^= 1
-        image.write_bytes(data[:-1] if wrong == "truncated" else data)
-    if wrong == "silent":
-        be_silent(monkeypatch)
-    with opened(tmp_path, "012", **TWO) as all_ranks:
-        assert in_memory(all_ranks[1]) == FIRST
-        check_restored(all_ranks, 1)
-
-
-def be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first node that is asked for an image does not answer then."""
-    asked: list[object] = []
-    request: Callable[..., Any] = PeerBackend.request
-
-    def answer(self: PeerBackend, what: str, *rest: Any, **more: Any) -> Any:
-        if self._until_s < math.inf:
-            asked.append(self._address)
-            if self._address == asked[0]:
-                raise UnreachableError(f"{what}: timed out")
-        return request(self, what, *rest, **more)
-
-    monkeypatch.setattr(PeerBackend, "request", answer)
-
-
-def test_a_fresh_start_brings_nothing_back(tmp_path: Path) -> None:
-    train(tmp_path, "01")
-    lose(tmp_path, "1")
-    with opened(tmp_path, "01", fresh=True) as all_ranks:
-        assert in_memory(all_ranks[1]) is None
-        assert not [*tmp_path.glob("memory-1/run/*.arena")]
 
 
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:
@@ -232,26 +171,3 @@ def test_an_image_of_an_older_step_than_storage_has_is_not_brought_back(tmp_path
     shutil.rmtree(*tmp_path.glob("peers-0/*/1/run/step-00000002-a0001"))
     with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
         assert in_memory(all_ranks[1]) is None
-
-
-def test_the_other_ranks_wait_for_as_long_as_an_image_may_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: dict[str, list[float]] = {"open": [], "read": []}
-    agree: Callable[..., Any] = Agreement.agree
-    recover: Callable[..., Any] = PeerMemory.recover_image
-
-    def note_agree(self: Agreement, what: str, *rest: Any, **more: Any) -> Any:
-        if what == "open":
-            waits["open"].append(more["timeout_s"])
-        return agree(self, what, *rest, **more)
-
-    def note_recover(self: PeerMemory, *rest: Any) -> Any:
-        waits["read"].append(rest[-1])
-        return recover(self, *rest)
-
-    monkeypatch.setattr(Agreement, "agree", note_agree)
-    monkeypatch.setattr(PeerMemory, "recover_image", note_recover)
-    with opened(tmp_path, "01"):
-        listed_s = 2 * 10.0
-        assert min(waits["open"]) >= max(waits["read"]) + listed_s

@@ -5,33 +5,28 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import signal
+import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import tierfall
-from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import Opener, close_all
-from tests.steps import state_of
+from tests.steps import refuse_threads, state_of
 from tierfall.errors import (
+    CapacityError,
     CaptureError,
     ConfigError,
-    RanksError,
     TierfallError,
 )
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 MakeConfig = Callable[..., dict[str, Any]]
-SOON_S = 20.0
 
 
 # Errors -----------------------------------------------------------------------------------------------
@@ -60,6 +55,18 @@ class Mine:
 
     def load_state_dict(self, state: object) -> None:
         raise ZeroDivisionError("of the user")
+
+
+def test_the_limit_of_processes_is_an_error_that_names_it_at_the_users_line(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, "tierfall-run-status")
+    error = raised(lambda: tierfall.open(make_config()))
+    assert isinstance(error, CapacityError)
+    assert re.match("open: .* another thread.*ulimit -u", str(error))
+    assert len(frames(error)) == 1, printed(error)
+    assert (error.__cause__, error.__suppress_context__) == (None, True)
+    assert isinstance(error.__context__, RuntimeError)
 
 
 def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
@@ -109,11 +116,6 @@ def test_a_wrong_argument_is_an_error_of_tierfall_that_says_what_was_expected(
     assert len(frames(raised(guard.__enter__))) == 1
 
 
-def test_the_cause_of_an_error_is_its_context(tmp_path: Path) -> None:
-    error = raised(lambda: tierfall.read_pointer(tmp_path))
-    assert isinstance(error.__context__, FileNotFoundError)
-
-
 def test_an_error_of_the_users_code_keeps_its_traceback(make_config: MakeConfig) -> None:
     with tierfall.open(make_config()) as ckpt:
         error = raised(lambda: ckpt.save(1, {"mine": Mine()}))
@@ -122,93 +124,6 @@ def test_an_error_of_the_users_code_keeps_its_traceback(make_config: MakeConfig)
         for words in ("in state_dict", "raise ZeroDivisionError", "ZeroDivisionError: of the user"):
             assert words in printed(error)
         assert isinstance(error.__cause__, ZeroDivisionError)
-
-
-# Signal handlers --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_signal() -> Iterator[Callable[[Callable[[], object]], list[object]]]:
-    """``on_signal(call)``: make a call at each SIGUSR1; what it returned or raised is added to the list."""
-    before = signal.getsignal(signal.SIGUSR1)
-
-    def install(call: Callable[[], object]) -> list[object]:
-        found: list[object] = []
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            try:
-                found.append(call())
-            except TierfallError as error:
-                found.append(error)
-
-        signal.signal(signal.SIGUSR1, handler)
-        return found
-
-    yield install
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGUSR1, before)
-
-
-class Signals:
-    """An object whose state is asked for within a save, and read within a restore."""
-
-    def state_dict(self) -> dict[str, int]:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return {"a": 1}
-
-    def load_state_dict(self, state: object) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_calls_that_read_a_run_work_in_a_signal_handler_at_any_moment(
-    make_config: MakeConfig, on_signal: Callable[..., list[object]]
-) -> None:
-    """A timer interrupts the calls of the training thread in all of their lines."""
-    with tierfall.open(make_config()) as ckpt:
-        handle = ckpt.save(1, state_of(1), block=True)
-
-        def look() -> tuple[object, ...]:
-            handle.add_done_callback(lambda handle: None)
-            return ckpt.statistics().saves, handle.stats, handle.outcome, handle.done(), repr(ckpt)
-
-        def look_again() -> object:
-            try:
-                return look()
-            finally:
-                if len(found) < 500:
-                    signal.setitimer(signal.ITIMER_REAL, 0.001)
-
-        found = on_signal(look_again)
-        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGUSR1))
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        while len(found) < 500:
-            look()
-        ckpt.save(2, {**state_of(2), "signals": Signals()})
-    assert [each for each in found if isinstance(each, TierfallError)] == []
-
-
-# A Checkpointer that nobody holds -----------------------------------------------------------------------
-
-
-# Several ranks ------------------------------------------------------------------------------------------
-
-
-def test_a_call_that_one_rank_makes_alone_fails_and_later_ones_work(tmp_path: Path) -> None:
-    with network(["a", "b"], timeout_s=2.0) as ranks:
-        ckpts = Opener(tmp_path, ranks).all_open()
-        for handle in [c.save(1, {"w": torch.ones(4), "rng": None}) for c in ckpts]:
-            handle.wait(timeout=SOON_S)
-        for alone in ckpts:
-            with pytest.raises(RanksError, match="pin: "):
-                alone.pin(1)
-            first = on_all([lambda c=c: c.unpin(1) for c in ckpts])  # type: ignore[misc]
-            if first != [None, None]:  # rank 0 came before it knew that the other one had given up
-                assert alone is ckpts[1]
-                for error in first:
-                    assert "The next call that all of them make works" in str(error)
-            for _ in range(2):
-                assert on_all([lambda c=c: c.pin(1) for c in ckpts]) == [None, None]  # type: ignore[misc]
-        close_all(ckpts)
 
 
 # Logging, and folders that are not needed -----------------------------------------------------------------

@@ -6,14 +6,12 @@ import json
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import tierfall
 from tests.core.ranks.threads import network
@@ -28,7 +26,6 @@ from tests.replica_ranks import (
     save_whole,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.scheduler.group.seals import GroupSeals
 from tierfall.core.scheduler.group.tier_commits import TierCommits
 from tierfall.core.types.errors import CaptureError
@@ -38,48 +35,6 @@ from tierfall.core.types.errors import CaptureError
 def ranks() -> Iterator[list[Ranks]]:
     with network(["a", "a", "a"]) as all_ranks:
         yield all_ranks
-
-
-def test_replicas_are_written_once_and_all_come_back(tmp_path: Path, ranks: list[Ranks]) -> None:
-    states = [replica(rank) for rank in range(3)]
-    opened = open_all(tmp_path, ranks)
-    save_whole(opened, 1, states)
-    folder = tmp_path / "disk" / "run" / "step-00000001-a0001"
-    written: Counter[str] = Counter()
-    images = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as image:
-            written.update(image.keys())
-        images.append(path.stat().st_size)
-    parameters = {f"model.{name}" for name, _ in states[0]["model"].named_parameters()}
-    assert {written[name] for name in parameters} == {1}
-    assert written["optimizer.state.model.0.weight.exp_avg"] == 1
-    assert written["model.1.running_mean"] == 3
-    assert max(images) < 1.6 * min(images)  # written by all in parallel
-    close_all(opened)
-    with restarted(tmp_path) as (_, fresh, reports):
-        assert [report.step for report in reports] == [1, 1, 1]
-        assert_same(fresh, states)
-
-
-def test_only_the_first_save_of_a_structure_asks_the_others(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    real = ReplicaAssigner.request
-
-    def ask(self: ReplicaAssigner, event: Any) -> None:
-        asked.append(event.id.step)
-        real(self, event)
-
-    monkeypatch.setattr(ReplicaAssigner, "request", ask)
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    models = [{"model": state["model"]} for state in states]
-    for step, some in enumerate([states, states, models, states, models], 1):
-        save_whole(opened, step, some)
-    assert Counter(asked) == {1: 3, 3: 3}
-    close_all(opened)
 
 
 @pytest.mark.parametrize("wrap", [{"on_resize": "per_rank"}, {"changes": "anytime"}])
@@ -121,35 +76,6 @@ def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
     assert folders == ["step-00000002-a0001"]
 
 
-def test_what_becomes_of_one_rank_later_is_not_shared_any_more(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    def wrapped(values: list[float], rule: Any) -> list[dict[str, Any]]:
-        tensors = [torch.full((100,), value) for value in values]
-        return [{"t": tierfall.item(t, changes="on_step", on_resize=rule)} for t in tensors]
-
-    opened = open_all(tmp_path, ranks)
-    save_whole(opened, 1, wrapped([0, 0, 0], "reshard"))
-    save_whole(opened, 2, wrapped([0, 1, 2], "per_rank"))
-    states = wrapped([9, 9, 9], "per_rank")
-    restore_all(opened, states)
-    assert [state["t"].value[0].item() for state in states] == [0, 1, 2]
-    close_all(opened)
-
-
-@pytest.mark.parametrize("key", ["a b", 0, 1.5])
-def test_what_is_of_one_rank_is_known_below_any_key(
-    tmp_path: Path, ranks: list[Ranks], key: Any
-) -> None:
-    def wrapped(value: float) -> dict[str, Any]:
-        tensor = torch.full((100,), value)
-        return {"a": {key: tierfall.item(tensor, changes="on_step", on_resize="per_rank")}}
-
-    opened = open_all(tmp_path, ranks)
-    save_whole(opened, 1, [wrapped(rank) for rank in range(3)])
-    close_all(opened)
-
-
 def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,21 +108,6 @@ def test_a_rank_that_alone_saves_other_tensors_costs_one_checkpoint(
     assert time.monotonic() - began < MAX_WAIT_S
     save_whole(opened, 3, states)
     assert [info.step for info in opened[0].checkpoints()] == [1, 3]
-    close_all(opened)
-
-
-def test_a_rank_that_has_nothing_to_share_again_keeps_the_others_from_nothing(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    opened = open_all(tmp_path, ranks)
-    states = [replica(rank) for rank in range(3)]
-    models = [{"model": state["model"]} for state in states]
-    nothing = {"epoch": 3}
-    save_whole(opened, 1, [nothing, *models[1:]])
-    save_whole(opened, 2, models)
-    for step in (3, 4):
-        save_whole(opened, step, [nothing, *models[1:]])
-    assert all(one._session.coordinator.commits.replicas.assignments for one in opened[1:])  # type: ignore[union-attr]
     close_all(opened)
 
 

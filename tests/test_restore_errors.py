@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tests.rank_kit import config_of, save_on_ranks
-from tierfall.errors import ConfigError, RestoreError
+from tierfall.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
 Restore = Callable[..., str]
@@ -53,33 +50,6 @@ def restore(make_config: MakeConfig) -> Restore:
     return call
 
 
-def test_a_rename_is_only_suggested_where_it_fits(restore: Restore) -> None:
-    class Adapter(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base, self.a = base, nn.Linear(4, 2, bias=False)
-            self.b = nn.Linear(2, 3, bias=False)
-
-    model = make()["model"]
-    model[1] = Adapter(model[1])
-    text = restore({"model": model}, only=["model"])
-    hints = dict(re.findall(r"rename=\{'([^']+)': '([^']+)'\}", text))
-    assert hints == {
-        "model.1.weight": "model.1.base.weight",
-        "model.1.bias": "model.1.base.bias",
-    }
-    new = ["model.1.a", "model.1.b"]
-    assert restore({"model": model}, only=["model"], rename=hints, skip=new) == ""
-    # Of another class, or of another shape, an entry is none that could be renamed.
-    state = make()
-    text = restore(
-        {"model": state["model"], "optimizers": torch.optim.SGD(state["model"].parameters())}
-    )
-    assert "rename={'optimizer'" not in text
-    text = restore({"models": make(width=5)["model"], "optimizer": state["optimizer"]})
-    assert "rename={'model'" not in text
-
-
 def test_a_rename_to_a_name_that_is_not_in_the_state_is_named_as_given(restore: Restore) -> None:
     """What the error proposes has the names of the checkpoint, by which a rename is looked up."""
     text = restore(make(), rename={"model": "modle"})
@@ -113,43 +83,3 @@ def test_a_prefix_that_all_names_have_is_named_with_the_rename_that_helps(
         with pytest.raises(RestoreError, match=r"rename={'models\.0': 'models\.0\.outer'}"):
             ckpt.restore(outer)
         ckpt.restore(outer, rename={"models.0": "models.0.outer"})
-
-
-def test_values_that_differ_between_ranks_name_the_rule_for_another_number_of_ranks(
-    tmp_path: Path,
-) -> None:
-    config = config_of(tmp_path)
-    save_on_ranks(config, 2, [1], lambda rank, step: {"w": torch.ones(2), "seen": 10 + rank})
-    with tierfall.open(config) as ckpt:
-        with pytest.raises(RestoreError, match="seen: differs between the ranks") as caught:
-            ckpt.restore({"w": torch.zeros(2), "seen": 0})
-        assert "on_resize='per_rank'" in str(caught.value)
-        assert "skip=['seen']" in str(caught.value)
-        seen = tierfall.item(0, on_resize="per_rank")
-        ckpt.restore({"w": torch.zeros(2), "seen": seen})
-    assert seen.value == 10
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is 2 in the environment"),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-            "SLURM_NTASKS is 4 in the environment",
-        ),
-    ],
-)
-def test_open_names_the_variable_that_speaks_of_other_ranks(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    named: str,
-) -> None:
-    for key in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in variables.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=named) as caught:
-        tierfall.open(make_config())
-    assert "if this process trains alone, unset" in str(caught.value)

@@ -107,31 +107,6 @@ def look_up(state: dict[str, Any]) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("number", [8, 12])
-def test_each_dimension_of_a_moment_that_is_the_parameters_is_resized(
-    make_config: MakeConfig, number: int
-) -> None:
-    both = min(number, 10)
-    for run, kind in enumerate((torch.optim.Adafactor, Factored)):
-        saved, live = words(10, kind), words(number, kind)
-        look_up(saved)
-        with tierfall.open(make_config(run=f"run{run}")) as ckpt:
-            ckpt.save(1, saved, block=True)
-            ckpt.restore(live, resize=["model.0"])
-        then = saved["optimizer"].state[saved["model"][0].weight]
-        now = live["optimizer"].state[live["model"][0].weight]
-        rows, columns = ("row_var", "col_var") if run == 0 else ("rows", "columns")
-        assert torch.equal(now[columns], then[columns])
-        assert now[rows].shape == (number, *then[rows].shape[1:])
-        assert torch.equal(now[rows][:both], then[rows][:both])
-        assert not now[rows][both:].any()
-        if run == 1:
-            assert torch.equal(now["count"], then["count"])
-            assert now["whole"].shape == (number, 4)
-        look_up(live)
-        assert live["model"][0].weight.isfinite().all()
-
-
 def test_a_moment_whose_dimension_may_be_either_is_refused_by_name(make_config: MakeConfig) -> None:
     saved, live = words(4, Factored), words(6, Factored)  # of 4 words and 4 columns
     look_up(saved)
@@ -143,17 +118,6 @@ def test_a_moment_whose_dimension_may_be_either_is_refused_by_name(make_config: 
         assert f"skip=[{name!r}]" in str(caught.value)
         assert live["optimizer"].state == {}
         ckpt.restore(live, resize=["model.0"], skip=["optimizer.state.model.0"])
-
-
-def test_factored_moments_of_a_parameter_that_was_skipped_are_compared_with_its_shape(
-    make_config: MakeConfig,
-) -> None:
-    saved, live = words(10, torch.optim.Adafactor), words(12, torch.optim.Adafactor)
-    look_up(saved)
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, saved, block=True)
-        with pytest.raises(RestoreError, match=r"row_var: the checkpoint has shape \(10, 1\)"):
-            ckpt.restore(live, skip=["model.0"])
 
 
 # A parameter that no entry holds ---------------------------------------------------------------------

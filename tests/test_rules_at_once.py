@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import tierfall
 from tests.memory_store import MemoryStore
 from tests.steps import state_of, steps_on, wait_until
@@ -36,28 +34,3 @@ def test_a_full_disk_takes_a_copy_as_soon_as_a_slower_tier_has_an_older_one(
         wait_until(lambda: third.done("disk"), "step 1 gives way", AT_ONCE_S)
         assert store.steps()[0] == 1
         assert steps_on(tmp_path / "disk") == [2, 3]
-
-
-@pytest.mark.parametrize("call", ["rm_file", "info"])
-def test_a_tier_that_refused_deletes_what_its_rules_say_when_it_works_again(
-    make_config: MakeConfig, store: MemoryStore, caplog: pytest.LogCaptureFixture, call: str
-) -> None:
-    def refused(of: str, key: str) -> BaseException | None:
-        is_it = of == call and (call == "rm_file" or key.endswith("marks-changed"))
-        return PermissionError(13, "Permission denied") if is_it else None
-
-    config = make_config()
-    config["tiers"] = [config["tiers"][0], store.tier(retain={"last": 1})]
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        store.refuse = refused
-        ckpt.save(2, state_of(2), block=True)
-        store.heal_after_refusals(3)
-        wait_until(lambda: store.steps() == [2], "nothing is saved meanwhile", AT_ONCE_S)
-        if call == "info":
-            wait_until(lambda: "rules are applied again" in caplog.text, "the end is logged")
-        store.refuse = refused
-        ckpt.save(3, state_of(3), block=True)
-        store.heal_after_refusals(1)
-        wait_until(lambda: store.refuse is not refused, "it was refused, and works")
-    assert store.steps() == [3], "close tries it once more"

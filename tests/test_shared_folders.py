@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, StorageFullError, UnreachableError
+from tierfall.core.types.errors import ConfigError, StorageFullError
 from tierfall.core.types.values import LossClass
 from tierfall.session import shared_folders
 
@@ -73,26 +72,6 @@ def test_what_is_not_set_is_found_out_and_what_is_set_may_agree(
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("where", "shared", "output"),
-    [
-        (one_folder, False, "is set to shared: false, and the nodes of rank 1 see what rank 0"),
-        (own_folders, True, "is set to be shared, and the nodes of rank 1 do not see what rank 0"),
-    ],
-)
-def test_a_set_value_that_disagrees_is_refused_by_all(
-    tmp_path: Path, ranks: list[Ranks], where: Callable[[int], str], shared: bool, output: str
-) -> None:
-    began = time.monotonic()
-    outcomes = Two(tmp_path, ranks, where).all_open(shared=shared)
-    assert time.monotonic() - began < SOON_S
-    for outcome in outcomes:
-        assert isinstance(outcome, ConfigError)
-        assert output in str(outcome)
-        assert "tier far" in str(outcome)
-    assert leftovers(tmp_path) == []
-
-
 def test_a_folder_that_only_some_nodes_see_is_refused(tmp_path: Path) -> None:
     with network(["a", "b", "c"]) as three:
         outcomes = Two(tmp_path, three, lambda rank: f"far-{rank // 2}").all_open()
@@ -101,24 +80,6 @@ def test_a_folder_that_only_some_nodes_see_is_refused(tmp_path: Path) -> None:
         assert "the nodes of rank 1 see what rank 0 writes there, those of rank 2 do not" in str(
             outcome
         )
-
-
-def test_with_one_node_there_is_nothing_to_find_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[str] = []
-    real = PosixBackend.create
-
-    def create(self: PosixBackend, key: str, **options: Any) -> Any:
-        written.append(key)
-        return real(self, key, **options)
-
-    monkeypatch.setattr(PosixBackend, "create", create)
-    with network(["a", "a"]) as both:
-        ckpts = Two(tmp_path, both, one_folder).all_open(shared=False)
-        close_all(ckpts)
-    assert written
-    assert not [key for key in written if keys.PROBE_FOLDER in key]
 
 
 def test_what_a_network_file_system_shows_late_is_waited_for(
@@ -136,27 +97,6 @@ def test_what_a_network_file_system_shows_late_is_waited_for(
     both = Two(tmp_path, ranks, one_folder).all_open()
     assert [c._config.stored[0].shared for c in both] == [True, True]
     close_all(both)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    method = "create" if rank == 0 else "stat"
-    real = getattr(PosixBackend, method)
-
-    def stand_in(self: PosixBackend, key: str, **options: Any) -> Any:
-        if keys.PROBE_FOLDER in key:
-            raise UnreachableError(f"{key}: nobody answers")
-        return real(self, key, **options)
-
-    monkeypatch.setattr(PosixBackend, method, stand_in)
-    both = Two(tmp_path, ranks, one_folder).all_open(fresh=True)
-    assert [list(c._session.stores) for c in both] == [[], []]
-    output = [str(c._session.errors["far"]) for c in both]
-    assert all(f"rank {rank}: " in text and "nobody answers" in text for text in output)
-    close_all(both)
-    assert leftovers(tmp_path) == []
 
 
 def takes_no_probe(patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +124,7 @@ def saved_on(folder: Path, nodes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("before", [["a", "b"], ["a", "a"], ["a"]])
+@pytest.mark.parametrize("before", [["a", "b"], ["a"]])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
     tmp_path: Path,
@@ -204,35 +144,3 @@ def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
         assert "Mount it on all nodes" in str(outcome)
         assert f"rank {1 - rank} finds that" in str(outcome)
     assert not list((tmp_path / "unmounted").rglob("a0*.json"))
-
-
-def test_a_full_tier_that_all_nodes_saw_before_is_shared_if_it_bears_its_id(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved_on(tmp_path, ["a", "b"])
-    takes_no_probe(monkeypatch)
-    both = Two(tmp_path, ranks, one_folder).all_open()
-    assert [c._config.stored[0].shared for c in both] == [True, True]
-    close_all(both)
-
-
-def test_a_full_tier_is_taken_for_what_is_set(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    takes_no_probe(monkeypatch)
-    both = Two(tmp_path, ranks, one_folder).all_open(shared=True)
-    assert [c._config.stored[0].shared for c in both] == [True, True]
-    close_all(both)
-
-
-def test_a_file_that_a_killed_start_has_left_goes_with_a_later_one(
-    tmp_path: Path, ranks: list[Ranks]
-) -> None:
-    old = tmp_path / "far/run" / keys.PROBE_FOLDER / "1000-abc"
-    fresh = tmp_path / "far/run" / keys.PROBE_FOLDER / f"{int(time.time())}-abc"
-    old.parent.mkdir(parents=True)
-    for path in (old, fresh):
-        path.write_bytes(b"\n")
-    close_all(Two(tmp_path, ranks, one_folder).all_open())
-    assert not old.exists()
-    assert fresh.exists(), "another start may just be looking for it"

@@ -4,21 +4,18 @@ forks."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
 import pytest
 
 from tests import forked
-from tierfall.core.types.errors import ConfigError
 from tierfall.setup import signal_hub
 
 USR1, TERM = Signals.SIGUSR1, Signals.SIGTERM
@@ -126,94 +123,6 @@ def test_signals_while_a_work_goes_on_wait_for_it_and_none_is_lost(calls: list[s
     signal.signal(signal.SIGUSR2, previous)
 
 
-def test_a_work_that_ends_at_once_is_followed_by_one_call_of_the_handler(calls: list[str]) -> None:
-    for _ in range(50):
-        calls.clear()
-        listener = signal_hub.add_listener(
-            {USR1}, what="test", work=lambda number: calls.append("work")
-        )
-        os.kill(os.getpid(), USR1)
-        wait_for(lambda: len(calls) == 2)
-        time.sleep(0.01)
-        assert calls == ["work", "user's on MainThread"]
-        signal_hub.stop(listener)
-
-
-def test_a_work_that_fails_is_logged_and_the_signal_has_its_effect(
-    calls: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(number: Signals) -> None:
-        raise RuntimeError("no way")
-
-    listener = signal_hub.add_listener({USR1}, what="test", work=fails)
-    with caplog.at_level(logging.ERROR, logger="tierfall"):
-        os.kill(os.getpid(), USR1)
-        wait_for(lambda: calls)
-    assert "SIGUSR1 failed" in caplog.text
-    assert "no way" in caplog.text
-    signal_hub.stop(listener)
-
-
-def test_a_flag_is_called_on_the_main_thread_each_time_before_the_previous_handler(
-    calls: list[str],
-) -> None:
-    listener = signal_hub.add_listener(
-        {USR1},
-        what="test",
-        flag=lambda number: calls.append(f"flag on {threading.current_thread().name}"),
-    )
-    for _ in range(2):
-        os.kill(os.getpid(), USR1)
-        wait_for(lambda: len(calls) % 2 == 0 and calls)
-    assert calls == ["flag on MainThread", "user's on MainThread"] * 2
-    signal_hub.stop(listener)
-
-
-def test_a_process_lives_on_where_flags_alone_listen_to_what_would_end_it() -> None:
-    done = run(
-        """
-listener = signals.add_listener({signal.SIGTERM}, what="test", flag=lambda number: say("flag", number.name))
-os.kill(os.getpid(), signal.SIGTERM)
-say("lives")
-signals.stop(listener)
-os.kill(os.getpid(), signal.SIGTERM)
-say("still lives")
-"""
-    )
-    assert done.stdout == "flag SIGTERM\nlives\n", done.stderr
-    assert done.returncode == -TERM
-
-
-def test_a_flag_and_a_work_stand_on_one_signal() -> None:
-    done = run(
-        """
-flagged = threading.Event()
-signals.add_listener({signal.SIGTERM}, what="test", flag=lambda number: (say("flag"), flagged.set()))
-signals.add_listener({signal.SIGTERM}, what="test", work=lambda number: (flagged.wait(30), say("work")))
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(30)
-say("was not ended")
-"""
-    )
-    assert done.stdout == "flag\nwork\n", done.stderr
-    assert done.returncode == -TERM
-
-
-def test_a_watch_is_reported_names_and_a_work_stands_beside_it(calls: list[str]) -> None:
-    watch = signal_hub.SignalWatch(["SIGUSR1"], calls.append)
-    listener = signal_hub.add_listener({USR1}, what="test", work=lambda number: None)
-    os.kill(os.getpid(), USR1)
-    wait_for(lambda: len(calls) == 2)
-    assert calls == ["SIGUSR1", "user's on MainThread"]
-    signal_hub.stop(listener)
-    watch.close()
-    watch.close()
-    signal_hub.SignalWatch([], calls.append).close()
-    os.kill(os.getpid(), USR1)
-    wait_for(lambda: len(calls) == 3)
-    assert calls[2:] == ["user's on MainThread"]
-
-
 def test_an_ignored_signal_is_ignored_after_the_work() -> None:
     done = run(
         """
@@ -230,32 +139,6 @@ say("lives", signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
     )
     assert done.stdout == "work\nlives True\n", done.stderr
     assert done.returncode == 0
-
-
-def test_a_listener_that_stops_while_its_work_goes_on_leaves_the_previous_effect_to_follow() -> (
-    None
-):
-    done = run(
-        """
-called = threading.Event()
-for previous in (signal.SIG_IGN, lambda number, frame: (say("user's"), called.set()), signal.SIG_DFL):
-    signal.signal(signal.SIGTERM, previous)
-    begun, gate, worked = threading.Event(), threading.Event(), threading.Event()
-    listener = signals.add_listener(
-        {signal.SIGTERM}, what="test", work=lambda number: (begun.set(), gate.wait(30), say("work"), worked.set())
-    )
-    os.kill(os.getpid(), signal.SIGTERM)
-    begun.wait(30)
-    signals.stop(listener)
-    gate.set()
-    worked.wait(30)
-    called.wait(30 if callable(previous) else 0.1)
-time.sleep(30)
-say("was not ended")
-"""
-    )
-    assert done.stdout == "work\nwork\nuser's\nwork\n", done.stderr
-    assert done.returncode == -TERM
 
 
 @pytest.mark.parametrize("thread", [False, True])
@@ -320,27 +203,3 @@ def test_a_handler_that_came_later_is_left_where_it_is(calls: list[str]) -> None
     signal_hub.stop(again)
     assert signal.getsignal(USR1) is later
     signal.signal(USR1, users_handler)
-
-
-def test_off_the_main_thread_it_is_refused() -> None:
-    refused: list[BaseException] = []
-
-    def off() -> None:
-        with pytest.raises(ConfigError, match=r"drain\.on_signal: only the main thread") as error:
-            signal_hub.add_listener({USR1}, what="drain.on_signal", work=lambda number: None)
-        refused.append(error.value)
-
-    thread = threading.Thread(target=off, name="helper")
-    thread.start()
-    thread.join()
-    assert "thread helper" in str(refused[0])
-
-
-def test_nothing_is_left_open(calls: list[str]) -> None:
-    fds = Path("/proc/self/fd")
-    if not fds.is_dir():
-        pytest.skip("there is no /proc here")
-    before = len(list(fds.iterdir()))
-    for _ in range(20):
-        signal_hub.stop(signal_hub.add_listener({USR1}, what="test", flag=lambda number: None))
-    wait_for(lambda: len(list(fds.iterdir())) <= before)

@@ -149,15 +149,17 @@ class HostTier:
         return images, damaged
 
     def holds_damaged(self) -> bool:
-        """Whether an image with damaged records is there: no save has released it yet."""
-        return self._arena is not None and len(self._examine()[1]) > len(self._arena.damage)
+        """Whether an image with damaged records is there, which no save has released yet."""
+        return bool(self._damaged_regions())
 
     def release_damaged(self) -> None:
         """Release sealed images whose records are damaged; those of a newer tierfall are kept."""
-        good = {id(held.region) for held in self.images().values()}
-        for region in self._arena.regions() if self._arena else ():
-            if region.sealed and id(region) not in good and self._is_damaged(region):
-                region.release()
+        for region in self._damaged_regions():
+            region.release()
+
+    def _damaged_regions(self) -> list[Region]:
+        regions = self._arena.regions() if self._arena else ()
+        return [region for region in regions if region.sealed and self._is_damaged(region)]
 
     def _is_damaged(self, region: Region) -> bool:
         try:
@@ -166,6 +168,9 @@ class HostTier:
             return True
         except TierfallError:
             return False
+        except ValueError:
+            if not region.is_discarded:  # another thread has released it just now
+                raise
         return False
 
     def _image(self, region: Region) -> SealedImage:

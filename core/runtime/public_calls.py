@@ -36,7 +36,7 @@ _OWN = sys.stdlib_module_names | {
 
 
 _NO_THREAD = "can't start new thread"
-"""What Python says then."""
+"""The text of Python's RuntimeError at the limit of processes."""
 
 
 def is_within_another() -> bool:
@@ -79,10 +79,11 @@ def public_call(function: Callable[P, T], *, alone: bool = False) -> Callable[P,
         except RuntimeError as error:
             if str(error) != _NO_THREAD:
                 raise
+            logger.debug("%s raises", name, exc_info=error)
             raise CapacityError(
                 f"{name}: this process cannot start another thread: raise the limit of processes (`ulimit -u`, the "
                 "container's pids limit)"
-            ) from error
+            ) from None
         except TypeError as error:
             if around is None and not _takes(function, args, kwargs):
                 error.__traceback__ = None

@@ -43,7 +43,8 @@ def interrupt_of_thread() -> threading.Event | None:
 
 
 def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun.
+    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. Fewer
+    threads do it if the process may start no more, and this one if it may start none.
 
     Raises a first failure once all threads have stopped.
     """
@@ -53,12 +54,11 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
             thread = threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True)
             try:
                 thread.start()
-            except (
-                RuntimeError
-            ):  # the process may have no more: those there are do it, or else this one
-                work.expect_less(threads - max(number, 1))
+            except RuntimeError:  # at the limit of processes: the threads that there are do it
+                work.expect_less(threads - number)
                 if not number:
-                    work.run()
+                    for each in numbers:
+                        do(each)
                 break
         work.wait()
     except BaseException:  # Ctrl-C: what waits is not begun
@@ -128,7 +128,7 @@ class _SharedWork:
                 continue
 
     def expect_less(self, threads: int) -> None:
-        """So many threads cannot be started."""
+        """Do not wait for so many threads, which have not been started."""
         for _ in range(threads):
             self._starts.pop()
             self._running -= 1

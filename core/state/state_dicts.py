@@ -36,7 +36,7 @@ def is_stateful(value: object) -> bool:
 
 def object_state(value: Any) -> Any:
     """What an object's ``state_dict()`` returns. torch's own of a gradient scaler would make the host wait for all work
-    of its device, to read two numbers."""
+    of its device, to read two numbers: each is a ``DeviceNumber`` here."""
     is_scaler = type(value).state_dict is torch.amp.GradScaler.state_dict
     scale = getattr(value, "_scale", None) if is_scaler else None  # a scaler that is off has none
     if scale is None:

@@ -1,4 +1,5 @@
-"""Codecs of values of the standard library, and of enums, named tuples and dataclasses. Nothing is pickled.
+"""Codecs of values of the standard library, of enums, named tuples and dataclasses, and of numbers on a device. Nothing
+is pickled.
 
 The names begin with ``py:``. A class is found by module and qualified name among the modules that are imported
 already: decoding imports nothing, and calls no ``__init__`` of a dataclass. The name of a class of the script that runs
@@ -65,8 +66,8 @@ class UnknownValue:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumber:
-    """A number that its owner keeps on a device, as a 0-dim tensor. It is saved as the tensor, so that nobody waits for
-    the device, and is a Python number to whoever reads it."""
+    """A number that an object keeps on a device, as a 0-dim tensor. An image stores the tensor, so a save does not wait
+    for the device. A restore and a load return a Python number."""
 
     tensor: Any
 

@@ -80,6 +80,7 @@ KINDS = {
     f"{medium}-{name}": Kind(medium=medium, around=around)
     for medium in ("memory", "direct", "buffered")
     for name, around in WRAPS.items()
+    if medium == "memory" or name in ("bare", "wrapped")
 }
 GROUPED = "grouped-bare"
 """Files whose folders are listed several at a time from the first one on: see the fixture ``grouped_listings``."""

@@ -45,7 +45,6 @@ class Stub:
     """Answers every request by ``reply(method, query)``; None answers nothing at all.
 
     ``body`` and ``headers`` are the last request's; ``cut_bytes`` are announced beyond the answer's and never sent;
-    ``connections`` is how many were made;
     ``region`` is the bucket's, where answers name it."""
 
     def __init__(self) -> None:
@@ -54,17 +53,12 @@ class Stub:
         self.body = b""
         self.headers: dict[str, str] = {}
         self.cut_bytes = 0
-        self.connections = 0
         self.region = ""
         self.ended = threading.Event()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-
-            def setup(self) -> None:
-                stub.connections += 1
-                super().setup()
 
             def answer(self) -> None:
                 query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from backend_places import GROUPED, KINDS
 
 from tests.memory_backend import MemoryBackend
-from tierfall.backends.conformance import CHECKS, check_backend, check_promise, reads, writes
+from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
@@ -27,32 +25,6 @@ def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRe
     if kind == GROUPED:
         request.getfixturevalue("grouped_listings")
     check_promise(name, KINDS[kind].maker(folder), reopen=KINDS[kind].reopener)
-
-
-def test_every_check_is_registered() -> None:
-    found = {
-        name
-        for module in (reads, writes)
-        for name, value in vars(module).items()
-        if callable(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", "") == module.__name__
-    }
-    assert found == set(CHECKS)
-
-
-def test_the_whole_suite_in_one_call(tmp_path: Path) -> None:
-    kind = KINDS["buffered-bare"]
-    check_backend(kind.maker(tmp_path), reopen=kind.reopen)
-
-
-def test_the_suite_needs_no_test_framework() -> None:
-    for name in ("__init__", "kit", "reads", "writes"):
-        spec = importlib.util.find_spec(f"tierfall.backends.conformance.{name}")
-        assert spec is not None
-        assert spec.origin is not None
-        assert "pytest" not in Path(spec.origin).read_text().replace("@pytest.mark", "")
-    assert "tierfall.backends.conformance" in sys.modules
 
 
 class _Changed(Wrapper):

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import pytest
-from backend_places import put
 from s3_stub import Reply, Stub, error_body, opened, refused
 
-from tests.object_store import SeaweedFS
-from tierfall.backends.conformance.reads import ODD_KEYS
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.open import open_backend
 from tierfall.backends.wrappers.retry import Retrying
 from tierfall.core.types.backend import delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
-    KeyInvalidError,
-    KeyNotFoundError,
     UnreachableError,
 )
 
@@ -107,42 +101,6 @@ def test_a_thousand_go_by_one_request(
     assert len(stub.requests) == 3
 
 
-def test_an_invalid_key_keeps_the_others_of_its_request(
-    backend: ObjectStoreBackend, stub: Stub
-) -> None:
-    with pytest.raises(KeyInvalidError):
-        backend.delete_some(["key", "../key"])
-    assert stub.requests == []
-
-
-def test_odd_names_arrive_as_they_are(backend: ObjectStoreBackend, store: Bucket) -> None:
-    delete_all(backend, ODD_KEYS)
-    assert store.asked == [list(ODD_KEYS)]
-
-
-def test_a_real_server_takes_the_request(
-    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = open_backend(f"s3://{bucket}/run", options=s3_server.options())
-    for key in (*ODD_KEYS, "stays"):
-        put(backend, key, b"bytes")
-
-    def alone(self: ObjectStoreBackend, key: str) -> None:
-        raise AssertionError(f"{key!r} was deleted alone")
-
-    monkeypatch.setattr(ObjectStoreBackend, "delete", alone)
-    assert list(backend.delete_some([*ODD_KEYS, "none"])) == []
-    assert [each.key for each in backend.scan("")] == ["stays"]
-    backend.close()
-
-
-def test_what_was_not_there_is_as_good_as_deleted(
-    backend: ObjectStoreBackend, store: Bucket
-) -> None:
-    store.stubborn = dict.fromkeys(FEW, "NoSuchKey")
-    assert list(backend.delete_some(FEW)) == []
-
-
 def test_keys_that_fail_are_asked_for_again_alone_and_last(
     backend: ObjectStoreBackend, store: Bucket
 ) -> None:
@@ -220,33 +178,3 @@ def test_a_store_that_does_not_take_it_is_asked_one_by_one_from_then_on(
     delete_all(backend, FEW)
     methods = [request.partition(" ")[0] for request in stub.requests]
     assert methods == ["POST", *["DELETE"] * 8]
-
-
-def test_a_request_that_fails_for_what_is_not_there_is_not_made_again_for_each_key(
-    backend: ObjectStoreBackend, stub: Stub
-) -> None:
-    """As Azure answers. What is there goes, by requests for one."""
-    asked: list[int] = []
-
-    class OnlyAll:
-        keys_max = 2
-
-        def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
-            asked.append(len(keys))
-            raise KeyNotFoundError(f"{what}: one is not there")
-
-    backend._deletions = OnlyAll()
-    stub.reply = lambda method, query: (204, "")
-    delete_all(backend, FEW)
-    assert asked == [2, 2]
-    assert [request.partition(" ")[0] for request in stub.requests] == ["DELETE"] * 4
-
-
-def test_rights_that_are_missing_are_no_refusal_of_the_request(
-    backend: ObjectStoreBackend, stub: Stub
-) -> None:
-    stub.reply = lambda method, query: (403, error_body("AccessDenied"))
-    assert type(refused(lambda: delete_all(backend, FEW))) is AccessDeniedError
-    store = Bucket(stub)
-    delete_all(backend, FEW)
-    assert store.asked == [FEW], "once they are given, it is asked for as before"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,18 +62,6 @@ def test_what_a_killed_process_left_is_collected(
         writer.abort()
 
 
-@pytest.mark.parametrize("size_bytes", [5, LONG.nbytes])
-def test_a_folder_of_the_keys_name_is_left_alone(
-    folder: ObjectStoreBackend, tmp_path: Path, size_bytes: int
-) -> None:
-    error = refused(lambda: put(folder, "run", bytes(size_bytes)))
-    assert "same name" in str(error)
-    refused(lambda: put(folder, "run/key/below", bytes(size_bytes)))
-    assert files_below(tmp_path) == ["tier/run/key"]
-    folder.delete("run")
-    assert get(folder, "run/key") == b"old"
-
-
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
     """A folder that others may enter; tmp_path's parents are closed to them."""
@@ -120,28 +107,6 @@ def test_a_full_disk_leaves_nothing(small_disk: Path) -> None:
     assert get(backend, "run/key") == b"old"
 
 
-def test_a_symbolic_link_is_no_object(folder: ObjectStoreBackend, tmp_path: Path) -> None:
-    (tmp_path / "tier" / "run" / "link").symlink_to(tmp_path)
-    assert [each.key for each in folder.scan("")] == ["run/key"]
-
-
-def test_a_listing_that_breaks_off_in_the_middle_raises(
-    folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    system = folder._client._system  # type: ignore[attr-defined]
-    real = system.ls
-
-    def ls(path: str, **words: Any) -> Any:
-        if path.endswith("/run"):
-            raise OSError(errno.EIO, "broken")
-        return real(path, **words)
-
-    monkeypatch.setattr(system, "ls", ls)
-    assert type(refused(lambda: list(folder.scan("")))) is UnreachableError
-    monkeypatch.setattr(system, "ls", lambda path, **words: [{"name": "/x/y", "type": "file"}])
-    assert "names of other folders" in str(refused(lambda: list(folder.scan(""))))
-
-
 def test_a_filesystem_that_takes_a_part_only_is_noticed(
     folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -153,21 +118,3 @@ def test_a_filesystem_that_takes_a_part_only_is_noticed(
     monkeypatch.setattr(system, "open", lambda path, mode: Short())
     assert "only a part" in str(refused(lambda: put(folder, "run/key", b"new")))
     assert files_below(tmp_path) == ["tier/run/key"]
-
-
-def test_what_is_being_put_is_not_collected(
-    folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    system = folder._client._system  # type: ignore[attr-defined]
-    real, found = system.mv, []
-
-    def mv(source: str, target: str) -> None:
-        found.append(folder.discard_unfinished(""))
-        real(source, target)
-
-    monkeypatch.setattr(system, "mv", mv)
-    put(folder, "run/key", b"new")
-    assert found == [0]
-    assert get(folder, "run/key") == b"new"
-    (tmp_path / "tier" / "run" / ".tierfall-1-0123456789abcdef.part").write_bytes(b"left")
-    assert folder.discard_unfinished("") == 1

@@ -14,8 +14,7 @@ from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.peer import kept
 from tierfall.backends.peer.kept import KeptFiles, MappedWriter
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import BackendError, KeyExistsError, StorageFullError
+from tierfall.core.types.errors import StorageFullError
 
 MIB = 1 << 20
 
@@ -60,38 +59,6 @@ def test_another_process_of_the_node_may_delete(files: KeptFiles, tmp_path: Path
     assert receive(files, "run/2/image", data(2)) == first
 
 
-@pytest.mark.parametrize("second_bytes", [MIB + 1, 3 * MIB, 8 * MIB + 5])
-def test_an_object_of_another_length_uses_them_too(files: KeptFiles, second_bytes: int) -> None:
-    first = receive(files, "run/1/image", data(1, 3 * MIB))
-    files.delete("run/1/image")
-    content = data(2, second_bytes)
-    assert receive(files, "run/2/image", content) == first
-    assert files.stat("run/2/image").bytes == second_bytes
-    assert get(files, "run/2/image") == content
-    files.delete("run/2/image")
-    again = data(3, second_bytes)
-    assert receive(files, "run/3/image", again) == first
-    assert get(files, "run/3/image") == again
-
-
-def test_every_page_is_there_before_one_is_touched(files: KeptFiles, tmp_path: Path) -> None:
-    """Also where the object before was shorter than the mapping that it had taken over."""
-    for number, size_bytes in enumerate((4 * MIB, MIB, 3 * MIB, 9 * MIB)):
-        writer = files.create(f"run/{number}/image", length=size_bytes)
-        assert pages_bytes(tmp_path) == size_bytes
-        writer.write(0, memoryview(data(number, size_bytes)))
-        writer.publish()
-        assert get(files, f"run/{number}/image") == data(number, size_bytes)
-        files.delete(f"run/{number}/image")
-
-
-def test_an_object_that_is_replaced_gives_its_pages(files: KeptFiles) -> None:
-    first = receive(files, "run/1/image", data(1))
-    receive(files, "run/1/image", data(2))
-    assert receive(files, "run/1/image", data(3)) == first
-    assert get(files, "run/1/image") == data(3)
-
-
 def test_pages_that_a_reader_has_open_are_not_used_again(files: KeptFiles, tmp_path: Path) -> None:
     content = data(1)
     first = receive(files, "run/1/image", content)
@@ -112,17 +79,6 @@ def test_pages_that_a_reader_opens_after_the_delete_request_are_not_used_again(
     with spare.open("rb") as reader:
         assert receive(files, "run/2/image", data(2)) != first
         assert reader.read() == content
-
-
-def test_the_pages_of_one_deleted_object_are_kept(files: KeptFiles, tmp_path: Path) -> None:
-    for number in range(4):
-        receive(files, f"run/{number}/image", data(number))
-    assert pages_bytes(tmp_path) == 4 * 2 * MIB
-    for number in range(3):
-        files.delete(f"run/{number}/image")
-    assert pages_bytes(tmp_path) == 2 * 2 * MIB
-    receive(files, "run/4/image", data(4))
-    assert pages_bytes(tmp_path) == 2 * 2 * MIB
 
 
 def test_what_another_process_deletes_is_freed_with_the_next_object(
@@ -159,37 +115,6 @@ def test_an_object_that_is_given_up_leaves_nothing(files: KeptFiles, tmp_path: P
     writer.abort()
     assert pages_bytes(tmp_path) == 0
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_an_object_that_cannot_be_published_leaves_the_one_that_is_there(
-    files: KeptFiles,
-) -> None:
-    receive(files, "run/1/image", data(1))
-    with pytest.raises(KeyExistsError):
-        receive(files, "run/1/image", data(2), publish=Publish.IF_ABSENT)
-    assert get(files, "run/1/image") == data(1)
-
-
-def test_a_range_whose_bytes_did_not_arrive_is_missing(files: KeptFiles) -> None:
-    """Bytes of the object before are in the pages: they are never taken for this one's."""
-    receive(files, "run/1/image", data(1))
-    files.delete("run/1/image")
-    writer = files.create("run/2/image", length=2 * MIB)
-    assert isinstance(writer, MappedWriter)
-    with writer.receiving(0, MIB) as memory:
-        memory[:] = data(2)[:MIB]
-    with pytest.raises(BackendError, match="1048576 of 2097152 bytes were written"):
-        writer.publish()
-
-
-def test_a_close_leaves_the_objects_alone(tmp_path: Path) -> None:
-    files = KeptFiles(tmp_path)
-    for number in range(2):
-        receive(files, f"run/{number}/image", data(number))
-    files.delete("run/0/image")
-    files.close()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "run/1/image"]
-    assert (tmp_path / "run/1/image").stat().st_nlink == 1
 
 
 def test_the_start_after_a_kill_removes_the_pages_and_second_names(tmp_path: Path) -> None:
@@ -236,11 +161,9 @@ def test_a_full_file_system_is_an_error_of_create(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def receive(
-    files: KeptFiles, key: str, content: bytes, *, publish: Publish = Publish.REPLACE
-) -> int:
+def receive(files: KeptFiles, key: str, content: bytes) -> int:
     """Receive an object in two ranges; return the number of its file."""
-    writer = files.create(key, length=len(content), publish=publish)
+    writer = files.create(key, length=len(content))
     assert isinstance(writer, MappedWriter)
     half = len(content) // 2
     for start, end in ((0, half), (half, len(content))):

@@ -10,14 +10,12 @@ from backend_places import put
 from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
 
 from tierfall.backends.open import open_backend
-from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
-    KeyExistsError,
     KeyNotFoundError,
     StorageFullError,
-    TruncatedError,
     UnreachableError,
 )
 
@@ -74,20 +72,6 @@ def test_answers_are_distinguished(
         assert error.retryable is (kind is UnreachableError)
 
 
-def test_a_request_that_is_throttled_is_made_once(backend: Backend, stub: Stub) -> None:
-    """Wrappers repeat; a library that did so too would multiply the load on a store that asks for less."""
-    stub.reply = lambda method, query: (503, error_body("SlowDown"))
-    for call in (
-        lambda: put(backend, "key", b"small"),
-        lambda: list(backend.scan("")),
-        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
-        lambda: backend.create("key").write(0, memoryview(bytes(PART_BYTES))),
-    ):
-        stub.requests.clear()
-        refused(call)
-        assert len(stub.requests) == 1
-
-
 def test_a_listing_goes_on_over_pages(backend: Backend, stub: Stub) -> None:
     def page(key: str, more: str) -> str:
         token = "<NextContinuationToken>7</NextContinuationToken>" if more == "true" else ""
@@ -120,15 +104,6 @@ def test_a_part_that_is_throttled_is_sent_again(backend: Backend, stub: Stub) ->
         writer.publish()
     assert sum("uploads" in request for request in stub.requests) == 1, "one upload for all tries"
     assert not any(request.startswith("DELETE /bucket/run/key") for request in stub.requests)
-
-
-def test_a_refused_part_aborts_the_upload(backend: Backend, stub: Stub) -> None:
-    good = stub.reply
-    stub.reply = lambda method, query: (403, "") if "partNumber" in query else good(method, query)
-    writer = backend.create("key")
-    refused(lambda: writer.write(0, memoryview(bytes(PART_BYTES))))
-    assert stub.requests[-1].startswith("DELETE /bucket/run/key?")
-    assert not refused(lambda: writer.write(0, memoryview(bytes(PART_BYTES)))).retryable
 
 
 def test_an_error_behind_a_good_status_is_one(backend: Backend, stub: Stub) -> None:
@@ -173,15 +148,6 @@ def test_a_store_that_refuses_the_condition_promises_none(stub: Stub, status: in
     backend.close()
 
 
-def test_a_store_that_keeps_the_condition_promises_it(stub: Stub) -> None:
-    left = [412, 200]
-    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
-    backend = open_backend("s3://bucket", options=stub.options)
-    assert backend.traits.conditional_create
-    assert stub.requests[-1].startswith("DELETE"), "the probe is left behind"
-    backend.close()
-
-
 def test_a_listing_of_uploads_goes_on_over_pages(backend: Backend, stub: Stub) -> None:
     def page(key: str, more: str) -> str:
         return (
@@ -204,13 +170,6 @@ def test_a_listing_of_uploads_goes_on_over_pages(backend: Backend, stub: Stub) -
     assert refused(lambda: backend.discard_unfinished("")).retryable
 
 
-def test_more_than_the_range_is_refused(backend: Backend, stub: Stub) -> None:
-    """A store that ignores the range sends the object from its start: other bytes."""
-    stub.reply = lambda method, query: (200, "the whole object")
-    error = refused(lambda: backend.read_into("key", 4, memoryview(bytearray(4))))
-    assert not isinstance(error, KeyNotFoundError)
-
-
 @pytest.mark.parametrize("status", [200, 206])
 @pytest.mark.parametrize("offset", [0, 4])
 def test_no_more_than_the_range_is_taken(
@@ -226,27 +185,8 @@ def test_no_more_than_the_range_is_taken(
     assert bytes(view[:4]) == b"four", "the connection is not what is left of the last answer"
 
 
-def test_a_range_that_is_shorter_than_asked_is_an_error(backend: Backend, stub: Stub) -> None:
-    stub.reply = lambda method, query: (206, "abc")
-    error = refused(lambda: backend.read_into("key", 0, memoryview(bytearray(8))))
-    assert type(error) is TruncatedError
-
-
 def test_an_answer_that_breaks_off_may_be_asked_for_again(backend: Backend, stub: Stub) -> None:
     stub.cut_bytes = 4
     stub.reply = lambda method, query: (206, "half")
     error = refused(lambda: backend.read_into("key", 0, memoryview(bytearray(8))))
     assert type(error) is UnreachableError
-
-
-def test_a_lost_create_is_a_taken_key(stub: Stub) -> None:
-    left = [412, 200]
-    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
-    backend = open_backend("s3://bucket", options=stub.options)
-    left[:] = [412]
-    with (
-        backend.create("key", publish=Publish.IF_ABSENT) as writer,
-        pytest.raises(KeyExistsError),
-    ):
-        writer.publish()
-    backend.close()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
-from backend_places import retrying
 from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
 
 from tests import cloud_servers
@@ -89,15 +88,6 @@ def test_s3(name: str, s3_place: Place) -> None:
         name,
         lambda: s3_place(fresh()),
         reopen=lambda backend: s3_place(backend.place),
-    )
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_s3_behind_wrappers(name: str, s3_place: Place) -> None:
-    check_promise(
-        name,
-        lambda: retrying(s3_place(fresh())),
-        reopen=lambda backend: retrying(s3_place(backend.place)),
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 from backend_places import put
-from s3_stub import BEGUN, PART_BYTES, Reply, Stub, error_body, opened, refused, taking
+from s3_stub import PART_BYTES, Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.core.types.backend import Publish
@@ -99,12 +98,6 @@ def test_a_404_that_names_the_key_is_believed(
     assert type(refused(lambda: list(backend.scan("")))) is UnreachableError, "no listing is absent"
 
 
-def test_what_may_pass_is_asked_once_by_stat(backend: ObjectStoreBackend, stub: Stub) -> None:
-    stub.reply = lambda method, query: (503, "")
-    assert type(refused(lambda: backend.stat("key"))) is UnreachableError
-    assert len(stub.requests) == 1
-
-
 @pytest.mark.parametrize(
     ("code", "conditional", "other"),
     [
@@ -148,50 +141,3 @@ def test_a_foreign_name_is_left_out_of_a_listing(
     stub.reply = lambda method, query: (200, text)
     assert [each.key for each in backend.scan("")] == ["good one/a+b%/é"]
     assert "encoding-type=url" in stub.requests[-1]
-
-
-def test_names_that_are_not_encoded_are_taken_as_they_are(
-    backend: ObjectStoreBackend, stub: Stub
-) -> None:
-    text = "<ListBucketResult><Contents><Key>run/a+b%41</Key><Size>3</Size></Contents></ListBucketResult>"
-    stub.reply = lambda method, query: (200, text)
-    assert [each.key for each in backend.scan("")] == ["a+b%41"]
-    stub.reply = lambda method, query: (200, text.replace("<Size>3</Size>", ""))
-    assert "without its size" in str(refused(lambda: list(backend.scan(""))))
-
-
-@pytest.mark.parametrize("where", ["begin", "part"])
-def test_what_is_given_up_while_it_is_asked_for_is_removed(
-    backend: ObjectStoreBackend, stub: Stub, where: str
-) -> None:
-    asked, given_up = threading.Event(), threading.Event()
-
-    def reply(method: str, query: dict[str, list[str]]) -> Reply:
-        if ("uploads" if where == "begin" else "partNumber") in query:
-            asked.set()
-            # Below the timeout of the request.
-            given_up.wait(0.3)
-            if where == "begin":
-                return 200, BEGUN
-        return taking(method, query)
-
-    stub.reply = reply
-    writer = backend.create("key")
-    errors: list[BackendError] = []
-
-    def write() -> None:
-        try:
-            writer.write(0, PART)
-        except BackendError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert asked.wait(10)
-    writer.abort()
-    before = len(stub.requests)
-    given_up.set()
-    thread.join()
-    assert "this writer is dead" in str(errors[0])
-    assert any(request.startswith("DELETE") for request in stub.requests[before:])
-    assert not backend._active

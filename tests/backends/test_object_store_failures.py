@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,20 +10,16 @@ import pytest
 from backend_places import get, put
 
 from tests.object_store import KEY, SECRET, SeaweedFS
-from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
-    AccessDeniedError,
     BackendError,
-    KeyNotFoundError,
     UnreachableError,
 )
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
 
-READ_ONLY_OR_NOT = pytest.mark.parametrize("read_only", [True, False])
 OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "read": lambda backend: backend.read_into("key", 0, memoryview(bytearray(1))),
     "stat": lambda backend: backend.stat("key"),
@@ -69,40 +64,6 @@ def refused(call: Callable[[], object], kind: type[BackendError]) -> BackendErro
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["key", "secret"])
-@READ_ONLY_OR_NOT
-def test_wrong_keys_are_denied_at_open(
-    s3_server: SeaweedFS, bucket: str, name: str, read_only: bool
-) -> None:
-    options = s3_server.options(**{name: "tierfall-wrong-9c"})
-    error = refused(
-        lambda: open_backend(f"s3://{bucket}", options=options, read_only=read_only),
-        AccessDeniedError,
-    )
-    assert "tierfall-wrong-9c" not in str(error)
-    assert not error.retryable
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_keys_that_turn_wrong_are_denied(backend: Backend, s3_server: SeaweedFS, name: str) -> None:
-    # What a store answers to keys that were revoked: the same place with other keys.
-    options = s3_server.options(secret="tierfall-wrong-9c")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ObjectStoreBackend, "_probed", lambda self: True)
-        stranger = open_backend(backend.place, options=options)
-    refused(lambda: OPERATIONS[name](stranger), AccessDeniedError)
-    stranger.close()
-
-
-@READ_ONLY_OR_NOT
-def test_a_missing_bucket_is_reported_at_open(s3_server: SeaweedFS, read_only: bool) -> None:
-    error = refused(
-        lambda: open_backend("s3://not-there", options=s3_server.options(), read_only=read_only),
-        BackendError,
-    )
-    assert "there is no such bucket" in str(error)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_bucket_that_is_gone_is_not_nothing_there(
     backend: Backend, s3_server: SeaweedFS, bucket: str, name: str
@@ -111,16 +72,6 @@ def test_a_bucket_that_is_gone_is_not_nothing_there(
     s3_server.remove_bucket(bucket)
     error = refused(lambda: OPERATIONS[name](backend), BackendError)
     assert "there is no such bucket" in str(error)
-
-
-@READ_ONLY_OR_NOT
-def test_no_server_is_unreachable_at_open(tmp_path: Path, read_only: bool) -> None:
-    never_started = SeaweedFS(tmp_path)
-    error = refused(
-        lambda: open_backend("s3://bucket", options=never_started.options(), read_only=read_only),
-        UnreachableError,
-    )
-    assert error.retryable
 
 
 def test_an_outage_in_mid_upload_costs_only_its_parts(own_server: SeaweedFS) -> None:
@@ -146,37 +97,6 @@ def test_an_outage_in_mid_upload_costs_only_its_parts(own_server: SeaweedFS) -> 
     backend.close()
 
 
-def test_a_begin_that_got_no_answer_is_tried_again(own_server: SeaweedFS) -> None:
-    backend = open_backend("s3://bucket", options=own_server.options())
-    with backend.create("key") as writer:
-        own_server.kill()
-        refused(lambda: writer.write(0, memoryview(bytes(PART_BYTES))), UnreachableError)
-        own_server.start()
-        own_server.make_bucket("bucket")
-        writer.write(0, memoryview(bytes(PART_BYTES)))
-        writer.publish()
-    assert backend.stat("key").bytes == PART_BYTES
-    backend.close()
-
-
-def test_what_a_killed_process_left_is_collected(
-    backend: Backend, s3_server: SeaweedFS, bucket: str
-) -> None:
-    """The writer is dropped as a killed process drops it: without abort."""
-    for key in ("a/b", "a/odd %&?+ é", "c"):
-        backend.create(key).write(0, memoryview(bytes(PART_BYTES)))
-    other = open_backend(f"s3://{bucket}/running", options=s3_server.options())
-    other.create("a/b").write(0, memoryview(bytes(PART_BYTES)))
-    assert list(backend.scan("")) == []
-    with pytest.raises(KeyNotFoundError):
-        backend.stat("a/b")
-    fresh = open_backend(backend.place, options=s3_server.options())
-    assert [fresh.discard_unfinished(prefix) for prefix in ("a/", "", "")] == [2, 1, 0]
-    assert other.discard_unfinished("") == 0, "its own living writer"
-    for each in (fresh, other):
-        each.close()
-
-
 def test_a_writer_outlives_its_backend_to_its_abort(s3_server: SeaweedFS, bucket: str) -> None:
     backend = open_backend(f"s3://{bucket}", options=s3_server.options())
     writer = backend.create("key")
@@ -187,18 +107,6 @@ def test_a_writer_outlives_its_backend_to_its_abort(s3_server: SeaweedFS, bucket
     fresh = open_backend(f"s3://{bucket}", options=s3_server.options())
     assert fresh.discard_unfinished("") == 0
     fresh.close()
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_a_backend_goes_without_a_word(s3_server: SeaweedFS, bucket: str, close: bool) -> None:
-    """Nothing is said of connections that were left open: warnings are errors here."""
-    backend = open_backend(f"s3://{bucket}", options=s3_server.options())
-    put(backend, "key", b"bytes")
-    if close:
-        put(backend, "key", bytes(9 * MIB))
-        backend.close()
-    del backend
-    gc.collect()
 
 
 def test_a_failed_upload_leaves_nothing(backend: Backend, s3_server: SeaweedFS) -> None:
@@ -242,35 +150,3 @@ def test_parts_are_bounded_in_number(backend: Backend, s3_server: SeaweedFS) -> 
     fresh = open_backend(backend.place, options=s3_server.options())
     assert fresh.discard_unfinished("") == 0, "a refused writer left its upload"
     fresh.close()
-
-
-def test_the_same_part_may_be_written_again(backend: Backend) -> None:
-    with backend.create("key", length=2 * PART_BYTES) as writer:
-        for seed in (1, 2):
-            writer.write(0, memoryview(bytes([seed]) * PART_BYTES))
-        writer.write(PART_BYTES, memoryview(bytes(PART_BYTES)))
-        writer.publish()
-    assert get(backend, "key") == b"\2" * PART_BYTES + bytes(PART_BYTES)
-
-
-def test_credentials_of_the_environment_serve(
-    s3_server: SeaweedFS,
-    bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = s3_server.options()
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", options.pop("key")),
-        ("AWS_SECRET_ACCESS_KEY", options.pop("secret")),
-        ("AWS_ENDPOINT_URL_S3", options.pop("endpoint_url")),
-    ):
-        monkeypatch.setenv(name, value)
-    backend = open_backend(f"s3://{bucket}/a b", options=options)
-    data = b"".join(parts(1, 2))
-    put(backend, "odd %&?+ é", data)
-    assert get(backend, "odd %&?+ é") == data
-    backend.create("left").write(0, memoryview(bytes(PART_BYTES)))
-    fresh = open_backend(f"s3://{bucket}/a b", options=options)
-    assert fresh.discard_unfinished("") == 1
-    for each in (backend, fresh):
-        each.close()

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 from backend_places import get, no_sleep, put
-from s3_stub import PART_BYTES, Reply, Stub, error_body, opened, refused, taking
+from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import Driver
-
-PART = memoryview(bytes(PART_BYTES))
 
 
 @pytest.fixture
@@ -98,30 +96,6 @@ def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub) -> None:
     assert waits == []
 
 
-def test_probes_that_were_cut_off_are_collected(
-    stub: Stub, backend: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probe = "run/.tierfall-1-0123456789abcdef.part"
-    rows = "".join(
-        f"<Contents><Key>{name}</Key><Size>0</Size></Contents>"
-        for name in (probe, "run/.tierfall-other", "run/.tierfall-1/key")
-    )
-
-    def reply(method: str, query: dict[str, list[str]]) -> Reply:
-        if "list-type" in query:
-            assert query["prefix"] == ["run/.tierfall-"]
-            return 200, f"<ListBucketResult>{rows}</ListBucketResult>"
-        if "uploads" in query:
-            return 200, "<ListMultipartUploadsResult/>"
-        return taking(method, query)
-
-    stub.reply = reply
-    assert backend.discard_unfinished("") == 1
-    deleted = [request.split("?")[0] for request in stub.requests if request.startswith("DELETE")]
-    assert deleted == [f"DELETE /bucket/{probe}"]
-    assert backend.discard_unfinished("gpt/") == 0, "probes lie at the place itself"
-
-
 @pytest.mark.parametrize(
     ("url", "driver"),
     [("memory://", None), ("s3://{}/run", Driver.FSSPEC), ("s3://{}/run", None)],
@@ -143,13 +117,3 @@ def test_a_probe_in_a_place_is_collected(
     with suppress(BackendError):
         backend.delete("run/key")
     backend.close()
-
-
-def test_a_call_for_a_listing_takes_one_row_at_open(stub: Stub) -> None:
-    """A foreign name that comes first does not close a place to whoever only reads."""
-    rows = "<Contents><Key>run//x</Key><Size>0</Size></Contents>"
-    stub.reply = lambda method, query: (200, f"<ListBucketResult>{rows}</ListBucketResult>")
-    made = open_backend("s3://bucket/run", options=stub.options, read_only=True)
-    assert len(stub.requests) == 1
-    assert "max-keys=1&" in stub.requests[0]
-    made.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from backend_places import get, put, retrying
+from backend_places import get, put
 from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
 
 from tests.object_store import SeaweedFS
@@ -117,29 +117,6 @@ def test_another_object_under_the_key_is_never_taken_for_it(
     assert get(real, "key") == b"\7" * size_bytes
 
 
-def test_an_object_that_is_gone_again_is_not_published(
-    real: ObjectStoreBackend, lost: Lost
-) -> None:
-    lost.answers = [UnreachableError]
-    writer = written(real)
-    refused(writer.publish)
-    real.delete("key")
-    assert "write a new object" in str(refused(writer.publish))
-    assert list(real.scan("")) == []
-
-
-def test_an_upload_that_was_gone_at_the_first_try_is_not_looked_for(
-    real: ObjectStoreBackend, lost: Lost
-) -> None:
-    with written(real) as earlier:
-        earlier.publish()
-    lost.answers = [UploadGoneError]
-    writer = written(real)
-    error = refused(writer.publish)
-    assert not error.retryable
-    assert not refused(writer.publish).retryable
-
-
 def test_abort_after_a_failed_publish_removes_the_upload(
     real: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,14 +132,6 @@ def test_abort_after_a_failed_publish_removes_the_upload(
     assert list(real.scan("")) == []
 
 
-def test_wrappers_ask_again_by_themselves(real: ObjectStoreBackend, lost: Lost) -> None:
-    lost.answers = [UnreachableError, UploadGoneError]
-    put(retrying(real), "other", b"small")
-    with written(retrying(real)) as writer:
-        writer.publish()
-    assert get(real, "key") == DATA
-
-
 def refusing(number: int, status: int, matches: Callable[[str, Any], bool]) -> Any:
     """Answer the first requests that match by a status, all others well."""
     left = [status] * number
@@ -175,26 +144,6 @@ def refusing(number: int, status: int, matches: Callable[[str, Any], bool]) -> A
     return reply
 
 
-def test_a_last_part_that_is_throttled_is_sent_again_alone(stubbed: Backend, stub: Stub) -> None:
-    stub.reply = refusing(1, 503, lambda method, query: query.get("partNumber") == ["3"])
-    with written(stubbed, length=None) as writer:
-        assert refused(writer.publish).retryable
-        writer.publish()
-    parts = [request for request in stub.requests if "partNumber" in request]
-    assert len(parts) == 4, "two parts, and the last one twice"
-    assert sum("partNumber=3" in request for request in parts) == 2
-
-
-def test_a_last_part_is_not_sent_twice_for_a_completion(stubbed: Backend, stub: Stub) -> None:
-    stub.reply = refusing(2, 503, lambda method, query: method == "POST" and "uploadId" in query)
-    with written(stubbed, length=None) as writer:
-        for _ in range(2):
-            assert refused(writer.publish).retryable
-        writer.publish()
-    assert sum("partNumber=3" in request for request in stub.requests) == 1
-    assert not any(request.startswith("DELETE") for request in stub.requests)
-
-
 def test_an_etag_that_is_no_md5_proves_nothing(stubbed: Backend, stub: Stub) -> None:
     """Some encryptions give such; then nobody can tell, and the stand-in answers HEAD as if all were well."""
     writer = written(stubbed)
@@ -204,25 +153,6 @@ def test_an_etag_that_is_no_md5_proves_nothing(stubbed: Backend, stub: Stub) -> 
         (404, error_body("NoSuchUpload")) if "uploadId" in query else (200, "")
     )
     assert "write a new object" in str(refused(writer.publish))
-
-
-def test_a_store_that_cannot_be_looked_at_leaves_the_question_open(
-    real: ObjectStoreBackend, lost: Lost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost.answers = [UnreachableError, UploadGoneError, UploadGoneError]
-    look, left = real._client.head, [UnreachableError("on purpose")]
-
-    def looking(*args: Any) -> Any:
-        if left:
-            raise left.pop()
-        return look(*args)
-
-    monkeypatch.setattr(type(real._client), "head", lambda self, *args: looking(*args))
-    with written(real) as writer:
-        assert refused(writer.publish).retryable
-        assert refused(writer.publish).retryable, "it could not look"
-        writer.publish()
-    assert get(real, "key") == DATA
 
 
 def test_a_small_object_is_put_again_only_where_that_cannot_hurt(
@@ -239,19 +169,3 @@ def test_a_small_object_is_put_again_only_where_that_cannot_hurt(
         else:
             assert not refused(writer.publish).retryable
         assert len(stub.requests) == again
-
-
-def test_parts_are_as_large_as_the_longest_object_needs(real: ObjectStoreBackend) -> None:
-    """200 GiB in 10,000 parts are 20.5 MiB each; what is written in smaller pieces would need more parts."""
-    longest = 200 * 1024**3
-    with real.create("key", length_max=longest) as writer:
-        writer.write(0, memoryview(bytes(PART_BYTES)))
-        error = refused(lambda: writer.write(PART_BYTES, memoryview(bytes(PART_BYTES))))
-    assert f"write {-(-longest // 10_000)} bytes or more" in str(error)
-    step = 21 * 1024**2
-    with real.create("key", length_max=longest) as writer:
-        for start in (step, 0):
-            writer.write(start, memoryview(bytes(step)))
-        writer.write(2 * step, memoryview(b"end"))
-        writer.publish()
-    assert real.stat("key").bytes == 2 * step + 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 from backend_places import get, put
 from fsspec.registry import _registry  # type: ignore[import-untyped]
 
-from tests.object_store import SECRET, SeaweedFS
+from tests.object_store import SECRET
 from tierfall.backends.fsspec.client import FsspecClient
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import check_url, open_backend, place_of
-from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.s3.client import S3Client
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -33,13 +30,6 @@ def client_of(backend: Backend) -> Any:
     return backend._client
 
 
-def test_a_folder_is_a_folder(tmp_path: Path) -> None:
-    backend = open_backend(f"file://{tmp_path}/a b")
-    assert isinstance(backend, PosixBackend)
-    assert backend.place == f"{tmp_path}/a b"
-    backend.close()
-
-
 def test_memory_is_one_for_the_process() -> None:
     url = f"memory://{secrets.token_hex(6)}"
     put(open_backend(url), "run/key", b"bytes")
@@ -49,37 +39,6 @@ def test_memory_is_one_for_the_process() -> None:
     assert get(open_backend(f"{url}/run"), "key") == b"bytes"
     assert list(open_backend(f"{url}/ru").scan("")) == []
     assert not second.traits.durable
-
-
-@pytest.mark.parametrize(("driver", "client"), [(None, S3Client), (Driver.FSSPEC, FsspecClient)])
-def test_s3_has_a_client_of_its_own_and_s3fs_by_the_driver(
-    s3_server: SeaweedFS, bucket: str, driver: Driver | None, client: type
-) -> None:
-    backend = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
-    assert isinstance(client_of(backend), client)
-    put(backend, "key", b"bytes")
-    assert get(backend, "key") == b"bytes"
-    backend.close()
-
-
-@pytest.mark.parametrize(("url", "library"), [("s3://bucket", "botocore"), ("memory://", "fsspec")])
-def test_a_library_that_is_missing_is_named(
-    url: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget(monkeypatch, library)
-    with pytest.raises(ConfigError, match=rf"{library} is not installed; pip install 'tierfall"):
-        open_backend(url)
-
-
-def forget(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    """Let a library be missing, and what has loaded it be loaded again."""
-    folder = {"botocore": "s3"}.get(library, library)
-    for name in list(sys.modules):
-        if name.startswith(f"tierfall.backends.{folder}."):
-            monkeypatch.delitem(sys.modules, name)
-    for name in [each for each in sys.modules if each.partition(".")[0] == library]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +52,6 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         open_backend(f"{protocol}://bucket", driver=Driver.FSSPEC)
-
-
-def test_libraries_are_loaded_only_when_they_are_used() -> None:
-    code = (
-        "import sys, tempfile\n"
-        "from tierfall.backends.open import check_url, open_backend\n"
-        "check_url('s3://bucket'); open_backend('file://' + tempfile.mkdtemp()).close()\n"
-        "print(sorted({'fsspec', 's3fs', 'botocore'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[0] in ("[]", "['fsspec']"), "torch brings fsspec"
 
 
 @pytest.mark.parametrize(

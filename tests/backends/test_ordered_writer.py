@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from backend_places import get, put, retrying
-from s3_stub import Reply, Stub, refused, taking
+from s3_stub import Stub, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
@@ -54,20 +54,6 @@ def test_what_is_given_up_is_aborted_at_the_store(s3_server: SeaweedFS, bucket: 
     real.close()
 
 
-def test_a_part_that_is_throttled_is_sent_again_by_the_library(
-    stubbed: ObjectStoreBackend, stub: Stub
-) -> None:
-    left = [503]
-
-    def reply(method: str, query: dict[str, list[str]]) -> Reply:
-        return (left.pop(), "") if "partNumber" in query and left else taking(method, query)
-
-    stub.reply = reply
-    write_pieces(stubbed, 4, publish=True)
-    assert left == []
-    assert not any(request.startswith("DELETE") for request in stub.requests)
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_part_that_is_never_taken_kills_the_writer(
     stubbed: ObjectStoreBackend, stub: Stub, wrapped: bool
@@ -82,26 +68,6 @@ def test_a_part_that_is_never_taken_kills_the_writer(
     assert not any(
         request.startswith("POST") and "uploadId" in request for request in stub.requests
     )
-
-
-def test_a_completion_that_fails_kills_the_writer(stubbed: ObjectStoreBackend, stub: Stub) -> None:
-    stub.reply = lambda method, query: (
-        (503, "") if method == "POST" and "uploadId" in query else taking(method, query)
-    )
-    with stubbed.create("key") as writer:
-        for index in range(3):
-            writer.write(index * PIECE.nbytes, PIECE)
-        assert not refused(writer.publish).retryable
-        assert not refused(writer.publish).retryable
-
-
-def test_a_small_object_may_be_published_again(stubbed: ObjectStoreBackend, stub: Stub) -> None:
-    left = [503]
-    stub.reply = lambda method, query: (left.pop(), "") if left else taking(method, query)
-    with stubbed.create("key") as writer:
-        writer.write(0, memoryview(b"small"))
-        assert refused(writer.publish).retryable
-        writer.publish()
 
 
 @pytest.mark.parametrize("offset", [0, 2, 9])

@@ -21,10 +21,9 @@ from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
-from tierfall.core.types.backend import Backend, Publish, StoredObject
+from tierfall.core.types.backend import Backend, StoredObject
 from tierfall.core.types.errors import (
     AccessDeniedError,
-    BackendError,
     KeyNotFoundError,
     StorageFullError,
     UnreachableError,
@@ -197,44 +196,6 @@ def reaches(sender: PeerBackend) -> bool:
     return True
 
 
-def test_a_connection_that_was_accepted_as_the_server_closed_is_not_served(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accepted, closed = threading.Event(), threading.Event()
-    serve_one = PeerServer._serve
-
-    def serve_late(server: PeerServer, *args: object) -> None:
-        accepted.set()
-        closed.wait(10)
-        serve_one(server, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(PeerServer, "_serve", serve_late)
-    server = serve()
-    connection = connect(server)
-    assert accepted.wait(10)
-    server.close()
-    closed.set()
-    with pytest.raises((OSError, UnreachableError)):
-        greet(connection, SECRET, run=RUN, sender="node-1", session="s")
-
-
-def test_a_server_without_descriptors_does_not_spin(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = serve()
-
-    def fail(listening: socket.socket) -> object:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(socket.socket, "accept", fail)
-        assert reaches(client(server))  # by the accept that was in progress
-        wait_until(lambda: "could not be accepted" in caplog.text)
-        time.sleep(0.2)
-        assert caplog.text.count("could not be accepted") < 5
-    assert reaches(client(server))
-
-
 # What a lost connection leaves --------------------------------------------------------------------------
 
 
@@ -246,34 +207,6 @@ def test_what_a_killed_sender_had_not_published_is_removed(serve: Serve, tmp_pat
     assert files_below(tmp_path / "node-1")
     sender.close()
     wait_until(lambda: not files_below(tmp_path / "node-1"))
-
-
-def test_a_server_that_ends_is_not_reached(serve: Serve) -> None:
-    server = serve()
-    sender = client(server)
-    put(sender, "a/b", b"x")
-    writer = sender.create("a/c", length=1)
-    server.close()
-    with pytest.raises(UnreachableError, match="stat 'a/b'"):
-        sender.stat("a/b")
-    with pytest.raises(UnreachableError):
-        writer.write(0, memoryview(b"y"))
-
-
-def test_a_server_that_is_silent_is_given_up(serve: Serve) -> None:
-    asleep = threading.Event()
-
-    class Silent(MemoryBackend):
-        def stat(self, key: str) -> object:  # type: ignore[override]
-            asleep.wait(10)
-            return super().stat(key)
-
-    sender = client(serve(lambda name: Silent()), timeout_s=0.3)
-    began = time.monotonic()
-    with pytest.raises(UnreachableError, match="timed out"):
-        sender.stat("a/b")
-    asleep.set()
-    assert time.monotonic() - began < 5
 
 
 def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
@@ -317,29 +250,6 @@ def test_no_request_goes_on_after_the_time_for_all_of_them(serve: Serve) -> None
         reader.stat("a/b")
 
 
-def test_an_idle_connection_that_was_closed_is_made_anew(serve: Serve) -> None:
-    server = serve()
-    sender = client(server)
-    put(sender, "a/b", b"x")
-    for connection in list(server._connections):
-        connection.close()
-    assert get(sender, "a/b") == b"x"
-
-
-def test_an_object_whose_connection_was_lost_is_to_be_written_anew(serve: Serve) -> None:
-    server = serve()
-    sender = client(server)
-    writer = sender.create("a/b", length=4)
-    for connection in list(server._connections):
-        connection.close()
-    wait_until(lambda: not server._sessions)
-    with pytest.raises(BackendError, match="write the object anew") as raised:
-        writer.write(0, memoryview(b"half"))
-    assert not raised.value.retryable
-    put(sender, "a/b", b"whole")
-    assert get(sender, "a/b") == b"whole"
-
-
 def test_bytes_that_change_on_the_way_are_sent_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,63 +274,6 @@ def test_bytes_that_change_on_the_way_are_sent_again(
     monkeypatch.setattr(Connection, "_fill", flip)
     with pytest.raises(UnreachableError, match="arrived damaged"):
         get(sender, "a/b")
-
-
-def test_a_publish_whose_answer_is_lost_is_in_doubt(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not sent again: the second would fail as if the object were not there."""
-    publish = peer_server._RequestHandler._publish
-
-    def lose_answer(handler: peer_server._RequestHandler, head: dict[str, object]) -> None:
-        publish(handler, head)
-        handler._connection.close()
-
-    monkeypatch.setattr(peer_server._RequestHandler, "_publish", lose_answer)
-    sender = client(serve())
-    writer = sender.create("a/b", length=4, publish=Publish.IF_ABSENT)
-    writer.write(0, memoryview(b"data"))
-    with pytest.raises(UnreachableError):
-        writer.publish()
-    assert get(sender, "a/b") == b"data"
-
-
-def test_the_server_forgets_what_is_published(serve: Serve) -> None:
-    server = serve()
-    sender = client(server)
-    requests: list[str] = []
-    request = sender.request
-    sender.request = lambda what, head, *more, **named: (  # type: ignore[method-assign]
-        requests.append(head["do"]),
-        request(what, head, *more, **named),
-    )[1]
-    put(sender, "a/b", b"data")
-    assert requests == ["create", "write", "publish"]
-    assert [own.writers for own in server._sessions.values()] == [{}]
-
-
-def test_a_long_listing_is_made_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(MemoryBackend):
-        scans = 0
-
-        def scan(self, prefix: str) -> Iterator[StoredObject]:
-            Counting.scans += 1
-            return super().scan(prefix)
-
-    monkeypatch.setattr(peer_server, "SCAN_PAGE", 3)
-    server = serve(lambda sender: Counting())
-    sender = client(server)
-    for number in range(9):
-        put(sender, f"a/{number}", b"x")
-    keys = [f"a/{number}" for number in range(9)]
-    assert [each.key for each in sender.scan("a/")] == keys
-    assert Counting.scans == 1
-    found = sender.scan("a/")
-    first = [next(found).key for _ in range(3)]
-    for connection in list(server._connections):
-        connection.close()
-    assert first + [each.key for each in found] == keys
-    assert Counting.scans == 3
 
 
 def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> None:

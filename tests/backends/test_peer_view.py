@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -22,10 +21,7 @@ from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, Lineage, NamedFile, parse_commit
 from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (
-    AccessDeniedError,
-    BackendError,
     KeyExistsError,
-    KeyNotFoundError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
@@ -74,47 +70,6 @@ def test_promise(name: str, copies: int) -> None:
     check_promise(name, make)
 
 
-def test_a_lost_node_has_left_its_images_with_the_other(nodes: list[Node]) -> None:
-    a, b = nodes
-    with closing(a.view(b, attempt=1)) as view:
-        put(view, IMAGE, b"image of a")
-        put(view, RECORD, b"record")
-        assert get(view, IMAGE) == b"image of a"
-        assert [each.key for each in view.scan("run/")] == [RECORD, IMAGE]
-    shutil.rmtree(a.folder, ignore_errors=True)
-    with closing(b.view(a, attempt=None)) as view:
-        assert [each.key for each in view.scan("run/")] == [RECORD, IMAGE]
-        assert get(view, IMAGE) == b"image of a"
-        view.attempt = 2
-        view.delete(IMAGE)
-        with pytest.raises(KeyNotFoundError):
-            view.stat(IMAGE)
-
-
-def test_what_another_node_sends_in_this_attempt_is_not_this_nodes(nodes: list[Node]) -> None:
-    a, b = nodes
-    with closing(a.view(b, attempt=1)) as sender, closing(b.view(a, attempt=1)) as receiver:
-        put(sender, IMAGE, b"image of a")
-        assert [each.key for each in receiver.scan("run/")] == []
-        with pytest.raises(KeyNotFoundError):
-            receiver.stat(IMAGE)
-        receiver.delete(IMAGE)
-        assert get(sender, IMAGE) == b"image of a"
-
-
-def test_documents_of_no_checkpoint_are_found_on_either_side(nodes: list[Node]) -> None:
-    a, b = nodes
-    with closing(a.view(b, attempt=1)) as sender, closing(b.view(a, attempt=2)) as receiver:
-        put(sender, "run/attempts/a0001.json", b"one")
-        put(receiver, "run/attempts/a0002.json", b"two")
-        for view in (sender, receiver):
-            found = [each.key for each in view.scan("run/attempts/")]
-            assert found == ["run/attempts/a0001.json", "run/attempts/a0002.json"]
-            assert get(view, found[0]) == b"one"
-        sender.delete("run/attempts/a0002.json")
-        assert [each.key for each in receiver.scan("run/")] == ["run/attempts/a0001.json"]
-
-
 def test_an_image_that_is_adopted_is_sent_to_the_other_node() -> None:
     """A start finds an image of an earlier attempt in host memory, and peer memory is owed it. In this node's own
     memory it would go with the node; what this node keeps there of the same checkpoint is another node's."""
@@ -132,16 +87,6 @@ def test_an_image_that_is_adopted_is_sent_to_the_other_node() -> None:
     assert [each.key for each in view.scan(STEP)] == [RECORD, IMAGE, others]
     delete_all(view, [RECORD, IMAGE, others])
     assert not [*remote.scan(STEP), *kept[1].scan(STEP)]
-
-
-def test_a_mark_of_an_earlier_attempt_stays_on_this_node() -> None:
-    kept, remote = [MemoryBackend(), MemoryBackend()], MemoryBackend()
-    put(kept[1], IMAGE, b"image of another node")
-    view = PeerView(kept, [remote])
-    put(view, "run/attempts/a0002.json", b"{}")
-    put(view, f"{STEP}marks/pin.json", b"{}")
-    assert not list(remote.scan(STEP))
-    assert get(view, IMAGE) == b"image of another node"
 
 
 def test_a_lost_receiver_is_not_taken_for_an_empty_one(nodes: list[Node]) -> None:
@@ -183,30 +128,6 @@ def view_of(
     return view
 
 
-def test_what_is_written_is_on_all_that_keep_a_copy() -> None:
-    remotes = remotes_of("one", "two")
-    view = view_of([MemoryBackend()], remotes)
-    put(view, IMAGE, b"image")
-    put(view, "run/attempts/a0001.json", b"record")
-    for remote in remotes:
-        assert get(remote, IMAGE) == b"image"
-        assert get(remote, "run/attempts/a0001.json") == b"record"
-    view.delete(IMAGE)
-    assert view.delete_some(["run/attempts/a0001.json"]) == []
-    assert [[*remote.scan("run/")] for remote in remotes] == [[], []]
-
-
-def test_the_first_that_answers_is_read() -> None:
-    one, two = Silent(), MemoryBackend()
-    one.silent = False
-    view = view_of([MemoryBackend()], [one, two])
-    put(view, IMAGE, b"image")
-    one.silent = True
-    assert get(view, IMAGE) == b"image"
-    assert [each.key for each in view.scan("run/")] == [IMAGE]
-    assert view.stat(IMAGE).bytes == 5
-
-
 @pytest.mark.parametrize("silent_to", ["create", "write", "publish"])
 def test_a_copy_that_fails_is_the_failure_of_the_write(silent_to: str) -> None:
     """One copy alone does not count as committed."""
@@ -242,16 +163,6 @@ def test_a_publish_that_failed_in_part_is_completed() -> None:
     assert get(two, RECORD) == b"record"
 
 
-def test_a_key_that_another_has_is_taken() -> None:
-    one, two = remotes_of("one", "two")
-    view = view_of([MemoryBackend()], [one, two])
-    put(two, "run/attempts/a0002.json", b"another")
-    with pytest.raises(KeyExistsError):
-        put(view, "run/attempts/a0002.json", b"ours", publish=Publish.IF_ABSENT)
-    put(two, "run/attempts/a0003.json", b"ours")
-    put(view, "run/attempts/a0003.json", b"ours", publish=Publish.IF_ABSENT)
-
-
 def test_a_silent_node_does_not_hide_what_is_kept_here(caplog: pytest.LogCaptureFixture) -> None:
     kept = [MemoryBackend(), MemoryBackend()]
     put(kept[0], IMAGE, b"image")
@@ -266,90 +177,6 @@ def test_a_silent_node_does_not_hide_what_is_kept_here(caplog: pytest.LogCapture
     assert "it does not answer" in caplog.text
     with pytest.raises(UnreachableError):
         view.stat("run/attempts/a0002.json")
-
-
-@pytest.mark.parametrize("is_first_silent", [True, False])
-def test_before_this_node_writes_all_that_answer_are_listed(is_first_silent: bool) -> None:
-    """The first node that keeps a copy may be new, and have nothing of an earlier start."""
-    record = "run/attempts/a0001.json"
-    one, two = Silent(), MemoryBackend()
-    one.silent = is_first_silent
-    put(two, record, b"record")
-    view = view_of([MemoryBackend()], [one, two], attempt=None)
-    for _ in range(2):
-        assert [each.key for each in view.scan("run/attempts/")] == [record]
-        one.silent_to = "none of these"  # a silent one is not asked again: each time takes as long
-        put(one, "run/attempts/a0002.json", b"record") if is_first_silent else None
-
-
-def test_a_silent_node_does_not_keep_what_others_have_from_being_deleted() -> None:
-    one, two = Silent(), MemoryBackend()
-    one.silent = False
-    view = view_of([MemoryBackend()], [one, two])
-    put(view, IMAGE, b"image")
-    one.silent = True
-    for delete in (lambda: view.delete(IMAGE), lambda: view.delete_some([IMAGE])):
-        put(two, IMAGE, b"image")
-        with pytest.raises(UnreachableError):
-            delete()
-        assert [*two.scan("run/")] == []
-
-
-def test_what_a_deletion_left_on_one_side_is_listed_and_no_silent_side_is_passed_over() -> None:
-    one, two = Silent(), MemoryBackend()
-    one.silent = False
-    view = view_of([MemoryBackend()], [one, two])
-    put(two, IMAGE, b"image")
-    assert [each.key for each in view.scan(STEP)] == [IMAGE]
-    one.silent = True
-    with pytest.raises(UnreachableError):
-        list(view.scan(STEP))
-
-
-class Unfinished(MemoryBackend):
-    """Has so many files of writers that died."""
-
-    def __init__(self, count: int, error: BackendError | None = None) -> None:
-        super().__init__()
-        self.count, self.error = count, error
-
-    def discard_unfinished(self, prefix: str) -> int:
-        if self.error is not None:
-            raise self.error
-        found, self.count = self.count, 0
-        return found
-
-
-def test_what_dead_writers_left_goes_on_all_sides_though_one_node_is_silent() -> None:
-    kept = [Unfinished(1), Unfinished(2)]
-    silent, remote = Unfinished(5, UnreachableError("it does not answer")), Unfinished(3)
-    view = view_of(kept, [silent, remote])
-    assert view.discard_unfinished("run/") == 6
-    assert [side.count for side in (*kept, remote)] == [0, 0, 0]
-
-
-def test_a_failure_of_the_own_memory_to_discard_is_not_passed_over() -> None:
-    view = view_of([Unfinished(1, UnreachableError("it does not answer"))], [Unfinished(0)])
-    with pytest.raises(UnreachableError):
-        view.discard_unfinished("run/")
-    view = view_of([Unfinished(0)], [Unfinished(1, AccessDeniedError("not permitted"))])
-    with pytest.raises(AccessDeniedError):
-        view.discard_unfinished("run/")
-
-
-def test_what_this_attempt_left_is_not_taken_for_gone_where_its_node_is_silent() -> None:
-    view = view_of([Unfinished(1)], [Unfinished(1, UnreachableError("it does not answer"))])
-    with pytest.raises(UnreachableError):
-        view.discard_unfinished(STEP)
-
-
-def test_a_view_of_what_is_kept_is_only_read() -> None:
-    kept = MemoryBackend()
-    put(kept, IMAGE, b"image")
-    view = PeerView([kept], [], place="/dev/shm/peers")
-    assert get(view, IMAGE) == b"image"
-    with pytest.raises(AccessDeniedError, match="in /dev/shm/peers: only the ranks of a start"):
-        view.create(IMAGE)
 
 
 # Records of one checkpoint from several nodes ------------------------------------------------------------
@@ -391,17 +218,6 @@ def ranks_in(view: PeerView) -> frozenset[int]:
     return ranks_with_image(parse_commit(data, what="record"), 4)
 
 
-def test_records_from_several_nodes_are_one_that_names_all_images() -> None:
-    view = kept_with(record_of(0).encode(), record_of(1).encode())
-    assert ranks_in(view) == {0, 1}
-    put(view._kept[2], RECORD, record_of(3).encode())
-    assert ranks_in(view) == {0, 3}
-    view.delete(RECORD)
-    assert [*view.scan("run/")] == []
-    with pytest.raises(KeyNotFoundError):
-        view.stat(RECORD)
-
-
 def test_a_damaged_record_costs_the_images_of_its_node_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -418,44 +234,3 @@ def test_a_stale_record_of_another_start_is_not_mixed_in(caplog: pytest.LogCaptu
         assert ranks_in(kept_with(*(each.encode() for each in records))) == {1}
         assert "is of another start, and is not used" in caplog.text
         caplog.clear()
-
-
-def test_a_record_that_is_sent_again_names_what_a_node_keeps_of_other_ranks_too() -> None:
-    """The ranks came to other nodes: one of those that keep an image now has those of other ranks already."""
-    remotes = remotes_of("one", "two", "three")
-    put(remotes[0], RECORD, record_of(2).encode())
-    put(remotes[1], RECORD, record_of(3, life="b").encode())
-    view = view_of([MemoryBackend()], remotes, attempt=2)
-    for _ in range(2):
-        put(view, IMAGE, b"image")
-        put(view, RECORD, record_of(0).encode())
-        found = [parse_commit(get(remote, RECORD), what="record") for remote in remotes]
-        assert [ranks_with_image(each, 4) for each in found] == [{0, 2}, {0}, {0}]
-
-
-def test_what_a_remote_keeps_of_earlier_attempts_is_not_this_nodes() -> None:
-    """Its own node reports it; it may be of any sender."""
-    remote = MemoryBackend()
-    put(remote, IMAGE, b"older")
-    for attempt in (None, 2):
-        view = view_of([MemoryBackend()], [remote], attempt=attempt)
-        assert [*view.scan("run/")] == []
-        with pytest.raises(KeyNotFoundError):
-            view.stat(IMAGE)
-        view.delete(IMAGE)
-    assert get(remote, IMAGE) == b"older"
-
-
-def test_files_of_earlier_attempts_are_read_from_whichever_folder_has_them() -> None:
-    kept = remotes_of("0", "1", "2")
-    view = view_of(kept, [MemoryBackend()], attempt=2)
-    other = IMAGE.replace("rank-00000", "rank-00001")
-    put(kept[1], IMAGE, b"one")
-    put(kept[2], other, b"two")
-    assert (get(view, IMAGE), get(view, other)) == (b"one", b"two")
-    assert [each.key for each in view.scan("run/")] == [IMAGE, other]
-    put(view, IMAGE, b"mended")  # what this node writes itself is in a folder that nobody sends to
-    assert get(kept[1], IMAGE) == b"one"
-    assert get(view, IMAGE) == b"mended"
-    assert view.delete_some([IMAGE, other]) == []
-    assert [*view.scan("run/")] == []

@@ -19,11 +19,9 @@ from tierfall.backends.toolkit import (
     BackendError,
     MultipartStore,
     StorageFullError,
-    StoredObject,
     UnreachableError,
 )
 from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import KeyExistsError
 
 MIB = 1024 * 1024
 LONG = bytes(range(256)) * (13 * MIB // 256)
@@ -134,21 +132,6 @@ def test_it_promises_what_the_store_says(store: Store) -> None:
     assert not opened(Careless()).traits.conditional_create
 
 
-def test_a_part_that_failed_is_sent_again_by_itself() -> None:
-    store = InParts()
-    backend = opened(store)
-    with backend.create("run/key", length=len(LONG)) as writer:
-        writer.write(6 * MIB, memoryview(LONG)[6 * MIB :])
-        store.failing["part 1 "] = TimeoutError("slow")
-        with pytest.raises(UnreachableError, match="TimeoutError"):
-            writer.write(0, memoryview(LONG)[: 6 * MIB])
-        store.failing.clear()
-        writer.write(0, memoryview(LONG)[: 6 * MIB])
-        assert store.objects == {}
-        writer.publish()
-    assert get(backend, "run/key") == LONG
-
-
 def test_what_a_killed_process_left_is_aborted_by_the_next_start() -> None:
     store = InParts()
     dead, living = opened(store).create("run/a", length=len(LONG)), opened(store)
@@ -182,38 +165,6 @@ def test_what_the_stores_library_raises_is_an_error_of_the_tree(
             call("run/key")
         assert type(caught.value) is kind
     store.failing.clear()
-    assert get(backend, "run/key") == b"old"
-
-
-def test_a_publish_whose_answer_is_lost_is_asked_for_again(
-    backend: ObjectStoreBackend, store: Store
-) -> None:
-    writer = backend.create("run/key", length=3)
-    writer.write(0, memoryview(b"new"))
-    store.failing["put run/key"], store.after = TimeoutError(), True
-    with pytest.raises(UnreachableError):
-        writer.publish()
-    with pytest.raises(BackendError, match="waiting to be published again"):
-        writer.write(0, memoryview(b"x"))
-    store.failing.clear()
-    writer.publish()
-    writer.abort()
-    assert get(backend, "run/key") == b"new"
-
-
-def test_a_refused_publish_leaves_nothing(backend: ObjectStoreBackend, store: Store) -> None:
-    put(backend, "run/key", b"old")
-    writer = backend.create("run/key", publish=Publish.IF_ABSENT)
-    writer.write(0, memoryview(b"new"))
-    with pytest.raises(KeyExistsError):
-        writer.publish()
-    for call in ("put run/key", "complete run/key", "part 1 "):
-        store.failing[call] = OSError(errno.ENOSPC, "x")
-    for data in (b"new", LONG):
-        with pytest.raises(StorageFullError):
-            put(backend, "run/key", data)
-    store.failing.clear()
-    assert opened(store).discard_unfinished("") == 0
     assert get(backend, "run/key") == b"old"
 
 
@@ -267,39 +218,3 @@ def test_an_answer_of_another_type_is_named() -> None:
     client = StoreClient(SaysNothing(), place="kv://place")
     with pytest.raises(BackendError, match=r"SaysNothing.put returned None; expected True, or F"):
         client.put("key", memoryview(b""), Publish.IF_ABSENT, "put")
-
-
-def test_a_store_without_a_method_cannot_be_made() -> None:
-    class Half(MultipartStore, MemoryStore):
-        def begin(self, key: str) -> str: ...
-
-    with pytest.raises(
-        TypeError, match=r"abstract methods '?abort'?, '?complete'?, '?pending'?, '?put"
-    ):
-        Half()  # type: ignore[abstract]
-
-
-def test_a_store_may_list_more_than_it_was_asked_for() -> None:
-    class Loose(Store):
-        def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
-            return super().list("", "")
-
-    loose = opened(Loose())
-    for key in ("a/x", "b/x"):
-        put(loose, key, b"")
-    assert [s.key for s in loose.scan("a/")] == ["a/x"]
-
-
-def test_only_what_lies_at_the_place_itself_is_listed_to_find_what_an_opening_left() -> None:
-    listed: list[tuple[str, str]] = []
-
-    class Watched(Store):
-        def list(self, prefix: str, delimiter: str) -> Iterable[StoredObject]:
-            listed.append((prefix, delimiter))
-            return super().list(prefix, delimiter)
-
-    store = Watched()
-    backend = opened(store)
-    store.objects[".tierfall-1-0123456789abcdef.part"] = b""
-    assert backend.discard_unfinished("") == 1
-    assert listed == [("", "/")]

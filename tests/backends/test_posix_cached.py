@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from backend_places import put
 
-from tests.faults import Faulty
-from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached
@@ -23,7 +21,6 @@ from tierfall.core.types.errors import BackendError
 KEY = "run/key"
 BYTES = 4 << 20
 PIECE = 96 << 10
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
@@ -72,27 +69,6 @@ def test_cached_object_is_read_without_the_disk(stored: Path) -> None:
     assert read_cached(stored)
 
 
-def test_part_of_a_cached_object_is_read_from_where_it_begins(stored: Path) -> None:
-    whole = (stored / KEY).read_bytes()
-    backend = PosixBackend(stored)
-    view = memoryview(bytearray(BYTES // 2))
-    assert backend.read_cached(KEY, PAGE + 3, PAGE + 3 + BYTES // 2, [view])
-    assert view == whole[PAGE + 3 : PAGE + 3 + BYTES // 2]
-    backend.close()
-
-
-def test_cached_object_is_read_from_the_disk_where_that_is_asked_for(stored: Path) -> None:
-    with (stored / KEY).open("rb") as file:
-        if not system.direct_alignment(file.fileno()):
-            pytest.skip("the kernel does not tell whether this file takes direct I/O")
-    (stored / KEY).read_bytes()
-    backend = PosixBackend(stored)
-    before = bytes_from_disk()
-    backend.read_into(KEY, 0, aligned_block(BYTES, 4096))
-    assert bytes_from_disk() - before >= BYTES
-    backend.close()
-
-
 def test_object_that_is_not_cached_is_read_from_the_disk_and_not_cached_then(stored: Path) -> None:
     assert not read_cached(stored)
     backend = PosixBackend(stored)
@@ -101,45 +77,6 @@ def test_object_that_is_not_cached_is_read_from_the_disk_and_not_cached_then(sto
     assert bytes_from_disk() - before >= BYTES
     with (stored / KEY).open("rb") as file:
         assert not is_cached(file.fileno(), 0, BYTES)
-    backend.close()
-
-
-def test_who_only_looks_gets_nothing_out_of_the_page_cache(stored: Path) -> None:
-    (stored / KEY).read_bytes()
-    assert not read_cached(stored, read_only=True)
-
-
-def test_what_the_kernel_says_of_a_foreign_file_is_not_believed(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (stored / KEY).read_bytes()
-    owner = (stored / KEY).stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert not read_cached(stored)
-
-
-def test_range_is_cached_only_where_its_last_page_is_too(stored: Path) -> None:
-    with (stored / KEY).open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-        assert not is_cached(file.fileno(), 0, BYTES)
-        file.read(BYTES // 2)
-        assert is_cached(file.fileno(), 100, BYTES // 2 - 100)
-        assert not is_cached(file.fileno(), 0, BYTES)
-        file.seek(BYTES // 2)
-        file.read(BYTES // 2)
-        assert is_cached(file.fileno(), 0, BYTES)
-        assert is_cached(file.fileno(), PAGE + 1, 1)
-
-
-def test_range_beyond_the_end_is_not_cached_and_reading_it_is_an_error(stored: Path) -> None:
-    (stored / KEY).read_bytes()
-    os.truncate(stored / KEY, BYTES - 1)
-    with (stored / KEY).open("rb") as file:
-        assert not is_cached(file.fileno(), 0, BYTES)
-        assert not is_cached(file.fileno(), 2 * BYTES, BYTES)
-    backend = PosixBackend(stored)
-    with pytest.raises(BackendError, match=f"it ends at {BYTES - 1}"):
-        backend.read_into(KEY, 0, aligned_block(BYTES, 4096))
     backend.close()
 
 
@@ -161,41 +98,6 @@ def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
     backend.close()
 
 
-def test_page_that_leaves_the_cache_while_it_is_read_is_not_waited_for(stored: Path) -> None:
-    """The sample of pages found all of them there."""
-    with (stored / KEY).open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        file.seek(BYTES // 2)
-        file.read(BYTES // 2)
-    view = aligned_block(BYTES, 4096)
-    with (stored / KEY).open("rb") as file:
-        if not system.never_waits(file.fileno()):
-            pytest.skip("this file system always waits")
-        with pytest.raises(
-            BlockingIOError
-        ):  # the kernel may read ahead meanwhile: nobody waits for that
-            system.read_without_waiting(file.fileno(), view, 0)
-        half = view[: BYTES // 2]
-        assert system.read_without_waiting(file.fileno(), half, BYTES // 2) == BYTES // 2
-
-
-def test_file_system_that_cannot_but_wait_is_read_from_its_page_cache_too(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(system, "never_waits", lambda descriptor: False)
-    (stored / KEY).read_bytes()
-    assert read_cached(stored)
-
-
-def test_kernel_that_does_not_say_counts_as_not_cached(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (stored / KEY).read_bytes()
-    monkeypatch.setattr(system, "_LIBC", object())
-    with (stored / KEY).open("rb") as file:
-        assert not is_cached(file.fileno(), 0, BYTES)
-
-
 def test_wrappers_pass_reads_of_the_page_cache_on(stored: Path) -> None:
     whole = (stored / KEY).read_bytes()
     for wrap in (Retrying, partial(Limited, reads=RateLimiter(1))):
@@ -206,16 +108,3 @@ def test_wrappers_pass_reads_of_the_page_cache_on(stored: Path) -> None:
         assert bytes_from_disk() - before < BYTES // 8
         assert view == whole
         backend.close()
-
-
-def test_a_backend_without_a_page_cache_says_that_nothing_is_there() -> None:
-    backend = Retrying(MemoryBackend())
-    put(backend, KEY, b"some bytes")
-    assert not backend.read_cached(KEY, 0, 4, [])
-
-
-def test_under_faults_every_read_is_one_of_the_medium(stored: Path) -> None:
-    (stored / KEY).read_bytes()
-    backend = Faulty(PosixBackend(stored), seed=0, plan=())
-    assert not backend.read_cached(KEY, 0, BYTES, [])
-    backend.close()

@@ -23,9 +23,8 @@ from backend_places import (
 )
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Publish, delete_all
+from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import (
-    AccessDeniedError,
     BackendError,
     KeyNotFoundError,
     StorageFullError,
@@ -94,15 +93,6 @@ def test_a_failed_fsync_of_the_folder_is_reported(
     assert files_below(root_of(backend)) == ["run/key"]
 
 
-def test_a_new_folder_that_cannot_be_synced_fails_the_create(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail(monkeypatch, "fsync", errno.EIO, is_folder)
-    with pytest.raises(BackendError, match="new folder 'run'") as caught:
-        backend.create("run/key")
-    assert not caught.value.retryable
-
-
 @pytest.mark.parametrize("mode", Publish)
 def test_order_of_calls_at_publish(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, mode: Publish
@@ -166,26 +156,6 @@ def test_delete_is_synced(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
         backend.delete("run/key")
 
 
-def test_of_many_deletions_each_folder_is_synced_once(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = [f"run/{folder}{number}" for folder in ("", "marks/") for number in range(50)]
-    for key in (*keys, "run/marks/stays"):
-        put(backend, key, b"")
-    synced: list[int] = []
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        left = [name for name in os.listdir(descriptor) if name.isdecimal()]
-        synced.append(len(left))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    delete_all(backend, ["none/key", *keys[1::2], "run/none", *keys[::2]])
-    assert synced == [0, 0], "once for each folder, after its last file went"
-    assert [each.key for each in backend.scan("")] == ["run/marks/stays"]
-
-
 def test_what_went_before_a_deletion_that_fails_is_synced(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,20 +179,6 @@ def test_where_folders_cannot_be_synced_the_trait_says_so(
     put(backend, "run/key", b"bytes")
     assert get(backend, "run/key") == b"bytes"
     backend.close()
-
-
-def test_folders_go_with_their_last_object(backend: PosixBackend) -> None:
-    root = root_of(backend)
-    put(backend, "a/b/c/key", b"")
-    put(backend, "a/other", b"")
-    backend.delete("a/b/c/key")
-    assert sorted(os.listdir(root / "a")) == ["other"]
-    backend.delete("a/other")
-    assert os.listdir(root) == []
-    backend.create("x/y/key").abort()
-    assert os.listdir(root) == []
-    put(backend, "a/b/key", b"again")
-    assert get(backend, "a/b/key") == b"again"
 
 
 def test_a_folder_that_was_removed_and_made_anew_is_synced_again(
@@ -272,14 +228,3 @@ def test_a_sync_that_fails_is_not_tried_again_by_itself(
         backend.sync("run")
     assert not caught.value.retryable
     assert not isinstance(caught.value, KeyNotFoundError)
-
-
-def test_whoever_only_reads_syncs_nothing(backend: PosixBackend) -> None:
-    put(backend, "run/key", b"data")
-    reading = PosixBackend(root_of(backend), read_only=True)
-    try:
-        assert not reading.traits.needs_sync
-        with pytest.raises(AccessDeniedError):
-            reading.sync("run")
-    finally:
-        reading.close()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from backend_places import (
-    CHUNK_BYTES,
-    chunk,
     fail,
     files_below,
     get,
@@ -35,19 +33,6 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-
-
-def test_a_write_that_may_pass_can_be_reported_again(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = backend.create("run/key", length=CHUNK_BYTES)
-    fail(monkeypatch, "pwrite", errno.EIO)
-    with pytest.raises(UnreachableError):
-        writer.write(0, chunk())
-    monkeypatch.undo()
-    writer.write(0, chunk())
-    writer.publish()
-    assert get(backend, "run/key") == chunk()
 
 
 def test_short_writes_and_reads_are_continued(
@@ -89,14 +74,6 @@ def _short_direct(
     return min(pwrite(descriptor, view[:8192], offset), 6144 if view.nbytes > 8192 else 8192)
 
 
-def test_a_write_that_takes_nothing_does_not_hang(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda *args: 0)
-    with backend.create("run/key") as writer, pytest.raises(UnreachableError):
-        writer.write(0, chunk())
-
-
 def test_an_abort_beside_a_write_closes_nothing_under_it(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,25 +101,6 @@ def test_an_abort_beside_a_write_closes_nothing_under_it(
     thread.join()
     assert inodes[0] == inodes[1]
     assert open_files() == before
-    assert os.listdir(root_of(backend)) == []
-
-
-def test_publish_beside_a_write_is_refused(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = backend.create("run/key")
-    real = os.pwrite
-    errors: list[BackendError] = []
-
-    def pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        with pytest.raises(BackendError, match="still going on") as caught:
-            writer.publish()
-        errors.append(caught.value)
-        return real(descriptor, view, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    writer.write(0, memoryview(b"bytes"))
-    assert len(errors) == 1
     assert os.listdir(root_of(backend)) == []
 
 
@@ -255,12 +213,3 @@ def test_a_listing_that_cannot_be_read_raises_also_in_the_middle(
             found.append(stored.key)
     assert not isinstance(caught.value, KeyNotFoundError)
     assert found == ["a/key"]
-
-
-def test_a_folder_that_vanishes_during_a_scan_is_gone(backend: PosixBackend) -> None:
-    for key in ("a/key", "b/key", "c/key"):
-        put(backend, key, b"")
-    scan = backend.scan("")
-    assert next(scan).key == "a/key"
-    backend.delete("b/key")
-    assert [stored.key for stored in scan] == ["c/key"]

@@ -11,16 +11,13 @@ import pytest
 from backend_places import (
     CHUNK_BYTES,
     chunk,
-    fail,
     files_below,
     get,
     put,
-    root_of,
 )
 
-from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
+from tierfall.core.types.errors import StorageFullError, UnreachableError
 
 
 @pytest.mark.parametrize("length", [8 * CHUNK_BYTES, None])
@@ -79,69 +76,6 @@ def test_an_unmounted_root_is_unreachable_and_not_written_to(small_disk: Path) -
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(small_disk)], check=True)
     with pytest.raises(UnreachableError):
         backend.stat("run/key")
-    backend.close()
-
-
-def test_a_full_disk_is_reported_when_space_is_reserved(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int, length: int) -> bool:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(system, "fallocate", full)
-    with pytest.raises(StorageFullError, match="reserve 1048576 bytes for 'run/key'"):
-        backend.create("run/key", length=CHUNK_BYTES)
-    assert os.listdir(root_of(backend)) == []
-
-
-def test_where_nothing_can_be_reserved_writing_goes_on(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(system, "fallocate", lambda descriptor, length: False)
-    data = chunk()
-    with backend.create("run/key", length=CHUNK_BYTES) as writer:
-        writer.write(0, data)
-        writer.publish()
-    assert get(backend, "run/key") == data
-
-
-def test_a_full_disk_while_writing_kills_the_writer(
-    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = backend.create("run/key")
-    fail(monkeypatch, "pwrite", errno.ENOSPC)
-    with pytest.raises(StorageFullError, match="write 1048576 bytes at 0 of 'run/key'"):
-        writer.write(0, chunk())
-    monkeypatch.undo()
-    assert os.listdir(root_of(backend)) == []
-    with pytest.raises(BackendError, match="dead"):
-        writer.write(0, chunk())
-
-
-def test_a_full_disk_that_takes_direct_io_is_opened_with_it(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(system, "direct_alignment", lambda descriptor: 512)
-        fail(patch, "pwrite", errno.ENOSPC)
-        messages = PosixBackend(direct_folder)
-        patch.setattr(system, "direct_alignment", lambda descriptor: None)
-        untold = PosixBackend(direct_folder)
-    assert (messages.traits.direct_io, untold.traits.direct_io) == (True, False)
-    messages.close()
-    untold.close()
-
-
-def test_a_disk_without_room_for_a_name_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        fail(patch, "open", errno.ENOSPC, lambda name, flags, *args, **more: flags & os.O_CREAT)
-        backend = PosixBackend(tmp_path)
-    assert backend.traits.conditional_create
-    assert not backend.traits.direct_io
-    put(backend, "run/key", b"bytes")
-    assert get(backend, "run/key") == b"bytes"
     backend.close()
 
 

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import errno
-import threading
 from pathlib import Path
 
 import pytest
 from backend_places import fail, put
 
-from tierfall.backends.posix import folders
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.folders import Entry, Folders
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 TOGETHER = 8
-
-
-class Together:
-    """Lets ``Folders.entries`` answer for a step's folder only once so many such calls are under way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        self._barrier = threading.Barrier(count)
-        real = Folders.entries
-
-        def entries(folders: Folders, folder: str) -> list[Entry]:
-            if folder.rpartition("/")[2].startswith("step-"):
-                self._barrier.wait(30)
-            return real(folders, folder)
-
-        monkeypatch.setattr(Folders, "entries", entries)
 
 
 @pytest.fixture
@@ -42,35 +24,6 @@ def tier(tmp_path: Path) -> PosixBackend:
     for key in ("run/latest", "run/attempts/a0001.json", "run/step-0003-x", "run/tier.json", "z"):
         put(backend, key, b"x")
     return backend
-
-
-def test_a_scan_of_a_slow_medium_asks_for_several_folders_at_once(
-    tier: PosixBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = [stored.key for stored in tier.scan("")]
-    assert keys == sorted(keys)
-    assert len(keys) == 4 * 3 * TOGETHER + 5
-    monkeypatch.setattr(folders, "SLOW_S", -1.0)  # no answer is quick enough
-    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 3)  # the root, run/, run/attempts/
-    Together(monkeypatch, TOGETHER)
-    assert [stored.key for stored in tier.scan("")] == keys
-
-
-def test_what_is_unfinished_on_a_slow_medium_is_looked_for_in_several_folders_at_once(
-    tier: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = [stored.key for stored in tier.scan("")]
-    for folder in ("step-0000", "step-0017/marks", "step-0005"):
-        left = tmp_path / "tier" / "run" / folder / ".tierfall-1-0123456789abcdef.part"
-        left.write_bytes(b"x")
-    (tmp_path / "tier/run/step-0007/empty/in/it").mkdir(parents=True)
-    monkeypatch.setattr(folders, "SLOW_S", -1.0)
-    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 1)
-    Together(monkeypatch, TOGETHER)
-    assert tier.discard_unfinished("run/") == 3
-    assert not (tmp_path / "tier/run/step-0007/empty").exists()
-    monkeypatch.undo()
-    assert [stored.key for stored in tier.scan("")] == keys
 
 
 @pytest.mark.usefixtures("grouped_listings")

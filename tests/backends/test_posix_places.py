@@ -40,24 +40,6 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_root_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
-    backend = PosixBackend(tmp_path / "a" / "b" / "c")
-    assert backend.place == str(tmp_path / "a" / "b" / "c")
-    assert os.listdir(tmp_path / "a" / "b" / "c") == []
-    backend.close()
-
-
-def test_a_relative_root_stays_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    backend = PosixBackend("tier")
-    monkeypatch.chdir("/")
-    put(backend, "run/key", b"bytes")
-    assert files_below(tmp_path / "tier") == ["run/key"]
-    backend.close()
-
-
 @pytest.mark.parametrize("name", ["file", "dangling", "file/below"])
 def test_a_root_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("text")
@@ -201,19 +183,6 @@ def test_special_files_are_neither_listed_nor_opened(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_an_object_where_a_folder_is_needed_is_reported(tmp_path: Path) -> None:
-    backend = PosixBackend(tmp_path)
-    put(backend, "run/key", b"bytes")
-    with pytest.raises(
-        BackendError, match="run/key: is a file, and tierfall's folder of that name is to be there"
-    ):
-        backend.create("run/key/below")
-    with backend.create("run") as writer, pytest.raises(BackendError, match="publish 'run'"):
-        writer.publish()
-    assert files_below(tmp_path) == ["run/key"]
-    backend.close()
-
-
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_root_that_was_removed_is_unreachable_and_never_empty(tmp_path: Path, anew: bool) -> None:
     root = tmp_path / "tier"
@@ -260,18 +229,6 @@ def test_a_root_that_vanishes_during_the_look_is_noticed(
     backend.close()
 
 
-def test_a_closed_backend_says_so(tmp_path: Path) -> None:
-    before = open_files()
-    backend = PosixBackend(tmp_path)
-    backend.close()
-    backend.close()
-    assert open_files() == before
-    with pytest.raises(BackendError, match="closed"):
-        backend.stat("key")
-    with pytest.raises(BackendError, match="closed"):
-        backend.create("key")
-
-
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     backend = PosixBackend(tmp_path)
     before = open_files()
@@ -289,15 +246,4 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     backend.discard_unfinished("")
     backend.delete("run/0/key")
     assert open_files() == before
-    backend.close()
-
-
-def test_folders_that_a_kill_left_empty_go_with_what_was_unfinished(tmp_path: Path) -> None:
-    backend = PosixBackend(tmp_path)
-    (tmp_path / "run" / "step-1" / "marks").mkdir(parents=True)
-    (tmp_path / "run" / "step-2").mkdir()
-    with backend.create("run/step-2/kept") as writer:
-        writer.publish()
-    assert backend.discard_unfinished("run/") == 0
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2"]
     backend.close()

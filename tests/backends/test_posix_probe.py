@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 
@@ -14,13 +13,10 @@ from backend_places import (
     fail,
     files_below,
     get,
-    open_files,
     put,
 )
 
-from tierfall.backends.posix import probe, system
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.toolkit.views import aligned_block
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 
@@ -33,25 +29,6 @@ def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
     backend = PosixBackend(direct_folder, direct_io=False)
     assert not backend.traits.direct_io
     assert backend.traits.alignment_bytes == 1
-    backend.close()
-
-
-@pytest.mark.parametrize("messages", [None, 0, 512, 65_536])
-def test_alignment_is_the_kernels_or_the_usual(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, messages: int | None
-) -> None:
-    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: messages)
-    backend = PosixBackend(direct_folder)
-    page = os.sysconf("SC_PAGE_SIZE")
-    assert backend.traits.direct_io is (messages != 0)
-    assert backend.traits.alignment_bytes == (1 if messages == 0 else max(page, messages or 4096))
-    data = aligned_block(CHUNK_BYTES, 65_536)
-    data[:] = chunk()
-    with backend.create("run/key", length=CHUNK_BYTES) as writer:
-        writer.write(0, data)
-        writer.publish()
-    assert get(backend, "run/key") == data
-    backend.delete("run/key")
     backend.close()
 
 
@@ -98,48 +75,6 @@ def test_a_failing_disk_is_not_taken_for_a_missing_feature(
         PosixBackend(direct_folder)
 
 
-def test_whole_blocks_go_directly_and_ragged_ends_do_not(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = PosixBackend(direct_folder / "split")
-    real = os.pwrite
-    direct, buffered = [], []
-
-    def pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        with open(f"/proc/self/fdinfo/{descriptor}") as info:
-            flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
-        (direct if flags & os.O_DIRECT else buffered).append((offset, view.nbytes))
-        return real(descriptor, view, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    block = backend.traits.alignment_bytes
-    data = aligned_block(CHUNK_BYTES + 100, block)
-    with backend.create("run/key", length=2 * CHUNK_BYTES + 200) as writer:
-        writer.write(0, data)
-        assert (direct, buffered) == ([(0, CHUNK_BYTES)], [(CHUNK_BYTES, 100)])
-        direct.clear()
-        buffered.clear()
-        writer.write(CHUNK_BYTES + 100, data)
-        writer.publish()
-    assert buffered == [(CHUNK_BYTES + 100, block - 100), (2 * CHUNK_BYTES, 200)]
-    assert direct == [(CHUNK_BYTES + block, CHUNK_BYTES - block)]
-    backend.close()
-
-
-def test_the_probe_leaves_nothing_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: object) -> object:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(probe, "_exclusive", broken)
-    before = open_files()
-    with pytest.raises(UnreachableError):
-        PosixBackend(tmp_path)
-    assert os.listdir(tmp_path) == []
-    assert open_files() == before
-
-
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """A tier with one object of a chunk and a bit in it."""
@@ -179,24 +114,3 @@ def test_read_only_needs_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="none is not there"):
         PosixBackend(tmp_path / "none", read_only=True)
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("direct_io", [None, False])
-def test_read_only_reads_directly_where_the_kernel_says_so(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, direct_io: bool | None
-) -> None:
-    backend = PosixBackend(stored, read_only=True, direct_io=direct_io)
-    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: 512)
-    asked = []
-    real = fcntl.fcntl
-
-    def control(descriptor: int, command: int, argument: int = 0) -> int:
-        asked.append(bool(argument & os.O_DIRECT))
-        return real(descriptor, command, argument & ~os.O_DIRECT)
-
-    monkeypatch.setattr(fcntl, "fcntl", control)
-    view = aligned_block(CHUNK_BYTES + 4, 4096)
-    backend.read_into("run/key", 0, view)
-    assert view == bytes(chunk()) + b"tail"
-    assert (True in asked) is (direct_io is None)
-    backend.close()

@@ -15,7 +15,7 @@ from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.backends.wrappers.retry import Retrying
-from tierfall.core.types.backend import Backend, Publish, delete_all
+from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -92,20 +92,6 @@ def test_it_gives_up_with_the_last_error_as_it_was(operation: Operation) -> None
     assert caught.value.__notes__ == ["given up after 4 tries"]
 
 
-def test_of_several_deletions_each_is_tried_so_often_and_none_that_is_done() -> None:
-    waits = Waits()
-    memory, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, times=6))
-    inner = storage.delete
-    asked: list[str] = []
-    storage.delete = lambda key: (asked.append(key), inner(key))[1]  # type: ignore[method-assign, func-returns-value]
-    with pytest.raises(UnreachableError):
-        delete_all(retrying(storage, waits), ["run/key", "run/other"])
-    assert asked == ["run/key"] * 4
-    delete_all(retrying(storage, waits), ["run/key", "run/other"])
-    assert asked[4:] == ["run/key"] * 3 + ["run/other"]
-    assert list(memory.scan("")) == []
-
-
 def test_waits_double_up_to_a_bound_and_differ_by_chance() -> None:
     waits = Waits()
     _, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.STAT, times=None))
@@ -126,18 +112,6 @@ def test_an_answer_is_not_asked_for_again(error: type[BackendError]) -> None:
         retrying(storage, waits).stat("run/key")
     assert len(storage.injected) == 1
     assert waits.asked == []
-
-
-@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
-def test_publish_is_repeated_and_given_up(kind: FaultKind) -> None:
-    waits = Waits()
-    memory, storage = faulty(Fault(kind=kind, operation=Operation.PUBLISH, times=None))
-    with pytest.raises(UnreachableError) as caught:
-        put(retrying(storage, waits), "run/key", b"new")
-    assert caught.value.retryable, "who has the bytes may write a new object"
-    assert len(storage.injected) == 4
-    assert len(waits.asked) == 3
-    assert get(memory, "run/key") == (b"bytes" if kind is FaultKind.FAIL_BEFORE else b"new")
 
 
 def test_a_writer_that_died_at_its_publish_says_why(
@@ -176,31 +150,7 @@ def test_a_conditional_create_without_an_answer_is_not_retryable(kind: FaultKind
     assert ("run/new" in there) is (kind is FaultKind.FAIL_AFTER)
 
 
-def test_a_conditional_create_that_lost_says_so() -> None:
-    memory, storage = faulty()
-    backend = retrying(storage, Waits())
-    with (
-        backend.create("run/key", publish=Publish.IF_ABSENT) as writer,
-        pytest.raises(KeyExistsError),
-    ):
-        writer.publish()
-    assert get(memory, "run/key") == b"bytes"
-
-
 def test_a_listing_that_broke_off_is_not_handed_out_twice() -> None:
     _, storage = faulty(Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.SCAN, times=2))
     found = [stored.key for stored in retrying(storage, Waits()).scan("")]
     assert found == ["run/key", "run/other"]
-
-
-def test_a_torn_write_is_written_whole() -> None:
-    memory, storage = faulty(Fault(kind=FaultKind.TORN_WRITE, operation=Operation.WRITE, times=2))
-    data = bytes(range(256)) * 100
-    put(retrying(storage, Waits()), "run/torn", data)
-    assert get(memory, "run/torn") == data
-
-
-@pytest.mark.parametrize("wrong", [{"tries": 0}, {"first_wait_s": -1.0}, {"longest_wait_s": -1.0}])
-def test_senseless_arguments_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="make no sense"):
-        Retrying(MemoryBackend(), **wrong)  # type: ignore[arg-type]

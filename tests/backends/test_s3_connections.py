@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
@@ -71,11 +70,6 @@ def refuse(line: socket.socket, left: int) -> None:
     line.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(REFUSAL) + REFUSAL)
 
 
-def never(line: socket.socket, left: int) -> None:
-    line.recv(65536)
-    time.sleep(2)
-
-
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     made = Listener()
@@ -106,34 +100,11 @@ def test_a_slow_store_is_not_a_silent_one(listener: Listener) -> None:
     assert time.monotonic() - start_s > 1.2, "it was to take longer than the timeout"
 
 
-def test_a_silent_store_is_given_up(listener: Listener) -> None:
-    listener.serve = never
-    start_s = time.monotonic()
-    assert type(refused(lambda: send(listener))) is UnreachableError
-    assert time.monotonic() - start_s < 10
-
-
 def test_a_refusal_before_the_body_is_read_is_received(listener: Listener) -> None:
     """The connection is reset then: what came before is the answer."""
     listener.serve = refuse
     kinds: set[type[BackendError]] = {type(refused(lambda: send(listener))) for _ in range(10)}
     assert kinds == {AccessDeniedError}
-
-
-@pytest.mark.parametrize("body_bytes", [PART_BYTES, 5])
-def test_a_part_goes_unsigned_and_a_small_object_signed(stub: Stub, body_bytes: int) -> None:
-    """Over http too. What is unsigned is not hashed on its way."""
-    backend = opened(stub)
-    data = bytes(body_bytes)
-    with backend.create("key") as writer:
-        writer.write(0, memoryview(data))
-        if body_bytes < PART_BYTES:
-            writer.publish()
-        digest = hashlib.sha256(data).hexdigest()
-        expected = "UNSIGNED-PAYLOAD" if body_bytes == PART_BYTES else digest
-        assert stub.headers["X-Amz-Content-SHA256"] == expected
-        assert stub.body == data
-    backend.close()
 
 
 @pytest.mark.parametrize("by", ["environment", "option"])
@@ -161,14 +132,4 @@ def test_a_proxy_is_used_for_all(stub: Stub, monkeypatch: pytest.MonkeyPatch, by
     )
     stub.cut_bytes = 0
     assert all(" http://store.invalid/bucket/" in request for request in stub.requests)
-    backend.close()
-
-
-def test_connections_are_used_again(stub: Stub) -> None:
-    backend = opened(stub)
-    stub.reply = lambda method, query: (206, "four") if method == "GET" else taking(method, query)
-    for _ in range(3):
-        backend.read_into("key", 0, memoryview(bytearray(4)))
-        backend.stat("key")
-    assert stub.connections == 1
     backend.close()

@@ -20,7 +20,6 @@ from s3_stub import KEY, PART_BYTES, SECRET, Stub, error_body, opened, refused
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.s3.options import _LOGIN, open_client
 from tierfall.core.types.errors import AccessDeniedError, ConfigError, UnreachableError
 
 # botocore leaves connections to what issues credentials to the garbage collector.
@@ -129,11 +128,6 @@ def of_container(issuer: Issuer, patch: pytest.MonkeyPatch, folder: Path) -> Non
     patch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(folder / "token"))
 
 
-def of_instance(issuer: Issuer, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setenv("AWS_EC2_METADATA_DISABLED", "false")
-    patch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", issuer.url)
-
-
 def by_web_identity(issuer: Issuer, patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "identity").write_text("an identity")
     patch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(folder / "identity"))
@@ -142,26 +136,11 @@ def by_web_identity(issuer: Issuer, patch: pytest.MonkeyPatch, folder: Path) -> 
     patch.setenv("AWS_REGION", "eu-west-3")
 
 
-SOURCES = pytest.mark.parametrize("source", [of_container, of_instance, by_web_identity])
 Source = Callable[[Issuer, pytest.MonkeyPatch, Path], None]
 
 
 def opened_without_keys(stub: Stub, **options: Any) -> ObjectStoreBackend:
     return opened(stub, key=None, secret=None, **options)
-
-
-@SOURCES
-def test_credentials_are_asked_for_once(
-    stub: Stub, issuer: Issuer, source: Source, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source(issuer, monkeypatch, tmp_path)
-    backend = opened_without_keys(stub)
-    put(backend, "key", bytes(2 * PART_BYTES))
-    list(backend.scan(""))
-    assert issuer.issued == 1
-    assert f"Credential={KEY}-1/" in stub.headers["Authorization"]
-    assert stub.headers["X-Amz-Security-Token"] == "token"
-    backend.close()
 
 
 # An instance's service may be down: botocore then goes on with what it has.
@@ -283,18 +262,3 @@ def test_no_log_shows_a_credential(
     output = caplog.text + "".join(str(record.args) for record in caplog.records)
     for secret in (SECRET, KEY, "an identity", "'token'"):
         assert secret not in output
-
-
-def test_a_service_for_credentials_that_is_silent_is_given_up(
-    stub: Stub, issuer: Issuer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    by_web_identity(issuer, monkeypatch, tmp_path)
-    for name, value in {"read_timeout": 0.1, "retries": {"total_max_attempts": 1}}.items():
-        monkeypatch.setitem(_LOGIN, name, value)
-    issuer.silence.clear()
-    options = {**stub.options, "key": None, "secret": None}
-    client = open_client("s3://bucket/run", options)
-    error = refused(client.check_open)
-    client.close()
-    assert type(error) is UnreachableError
-    assert stub.requests == []

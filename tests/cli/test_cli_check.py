@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,8 @@ from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.types.backend import Traits
-from tierfall.core.types.errors import StorageFullError, UnreachableError
+from tierfall.core.types.errors import StorageFullError
 from tierfall.ops import measure
-from tierfall.tiers.listing import TierCatalog
 
 MakeCli = Callable[..., Cli]
 SMALL = ("--size", "300KiB")
@@ -61,55 +59,6 @@ def test_what_a_tier_promises_is_reported_in_words(
     assert "no direct I/O, so reads may come from the page cache" in text
 
 
-def test_real_bytes_go_through_the_backend_under_a_name_beside_the_runs(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[tuple[str, int]] = []
-    read: list[tuple[int, int]] = []
-    real_create, real_read = PosixBackend.create, PosixBackend.read_into
-
-    def create(self: Any, key: str, *, length: int, **words: Any) -> Any:
-        written.append((key, length))
-        return real_create(self, key, length=length, **words)
-
-    def read_into(self: Any, key: str, offset: int, view: memoryview) -> None:
-        if "probe" in key:
-            read.append((offset, len(view)))
-        real_read(self, key, offset, view)
-
-    monkeypatch.setattr(PosixBackend, "create", create)
-    monkeypatch.setattr(PosixBackend, "read_into", read_into)
-    cli("check", *SMALL)
-    assert len(written) == 2
-    for key, length in written:
-        assert key.startswith("tierfall-check-")
-        assert length == 300 << 10
-    assert sum(count for _, count in read) == 2 * (300 << 10)
-    assert len(read) == 2 * 5, "in chunks of the configuration, 64 KiB"
-
-
-def test_a_tier_that_is_not_there_is_reported_and_not_made(cli: Cli, tmp_path: Path) -> None:
-    shutil.move(tmp_path / "disk", tmp_path / "unmounted")
-    document = cli.json("check", *SMALL, code=1)
-    (problem,) = document["problems"]
-    assert "tier disk: " in problem
-    assert "mount or restore it" in problem
-    assert tier(document, "disk")["write_bytes_per_s"] is None
-    assert tier(document, "far")["write_bytes_per_s"] > 0
-    assert not (tmp_path / "disk").exists()
-    assert "2 of 3 tiers answered" in cli("check", *SMALL, code=1).out
-
-
-def test_a_folder_that_refuses_and_a_file_in_its_place_are_reported(
-    cli: Cli, tmp_path: Path
-) -> None:
-    shutil.rmtree(tmp_path / "disk")
-    (tmp_path / "disk").write_text("")
-    answer = cli("check", *SMALL, code=1)
-    assert "tier disk: " in answer.err
-    assert answer.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("when", ["write", "publish", "stat", "read_into"])
 def test_a_tier_that_fails_on_the_way_keeps_nothing(
     cli: Cli, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
@@ -126,34 +75,6 @@ def test_a_tier_that_fails_on_the_way_keeps_nothing(
     assert answer.err.count("no space here") == 2
     assert files_below(tmp_path) == before
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
-
-
-def test_a_probe_that_cannot_be_removed_is_reported(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*words: object) -> None:
-        raise StorageFullError("cannot be removed")
-
-    monkeypatch.setattr(PosixBackend, "delete", fail)
-    for also in ((), ("read_into",)):
-        for method in also:
-            monkeypatch.setattr(PosixBackend, method, fail)
-        err = cli("check", *SMALL, code=1).err
-        assert "tierfall-check-" in err
-        assert err.count("/probe may be left in ") == 2
-
-
-def test_an_interrupt_keeps_nothing(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*words: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PosixBackend, "stat", interrupt)
-    before = files_below(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        measure.measure(load_config(cli.path), 1000)
-    assert files_below(tmp_path) == before
 
 
 @pytest.mark.parametrize("moment", ["writing", "written"])
@@ -215,43 +136,6 @@ def test_a_disk_without_room_is_not_filled(cli: Cli, monkeypatch: pytest.MonkeyP
     cli("check", "--size", "200KiB")
 
 
-def test_a_capacity_is_kept(cli: Cli, tmp_path: Path) -> None:
-    """What lies there counts: one step, of some 145 KiB."""
-    cli.config["tiers"][2]["capacity"] = "400KiB"
-    cli.configure(cli.config)
-    before = files_below(tmp_path)
-    document = cli.json("check", *SMALL, code=1)
-    (problem,) = document["problems"]
-    assert "tier far: " in problem
-    assert "of the capacity of 400 KiB there is room for " in problem
-    assert "so 300 KiB were not written: measure with a smaller --size" in problem
-    assert tier(document, "disk")["write_bytes_per_s"] > 0
-    assert tier(document, "far")["write_bytes_per_s"] is None
-    assert files_below(tmp_path) == before
-    cli("check", "--size", "200KiB")
-
-
-def test_a_tier_whose_use_cannot_be_listed_is_reported(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: TierCatalog) -> None:
-        raise UnreachableError("no answer")
-
-    monkeypatch.setattr(TierCatalog, "list", fail)
-    assert cli.json("check", *SMALL, code=1)["problems"] == ["tier far: no answer"]
-
-
-def test_memory_whose_room_cannot_be_asked_is_reported(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path) -> None:
-        raise UnreachableError("no answer")
-
-    monkeypatch.setattr(measure, "room_for_arena", fail)
-    document = cli.json("check", *SMALL, code=1)
-    assert tier(document, "host")["error"] == "no answer"
-
-
 def test_before_the_first_start_memory_has_no_folder_yet(
     make_cli: MakeCli, tmp_path: Path, memory: Path
 ) -> None:
@@ -260,10 +144,6 @@ def test_before_the_first_start_memory_has_no_folder_yet(
     document = cli.json("check", *SMALL)
     assert tier(document, "host")["free_bytes"] > 0
     assert list(memory.iterdir()) == []
-
-
-def test_one_byte_can_be_measured(cli: Cli) -> None:
-    assert tier(cli.json("check", "--size", "1B"), "disk")["read_bytes_per_s"] > 0
 
 
 def with_store(cli: Cli, url: str, options: dict[str, Any]) -> None:
@@ -284,25 +164,3 @@ def test_an_object_store_is_measured_and_no_credential_is_shown(
     assert (found["place"], found["fenced"]) == (f"s3://{bucket}/checkpoints", True)
     assert found["free_bytes"] is None
     assert s3_server.bucket(bucket).keys() == []
-
-
-def test_a_store_that_does_not_answer_shows_no_credential(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    options = {"endpoint_url": "http://127.0.0.1:9", "key": "access-me", "secret": "hunter2!"}
-    with_store(cli, "s3://bucket/checkpoints", options)
-    for words in ((), ("--json",)):
-        answer = cli("check", *SMALL, *words, code=1)
-        assert "store" in answer.err
-        for secret in ("access-me", "hunter2"):
-            assert secret not in answer.out + answer.err
-
-
-def test_the_probe_is_noise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compresses, or is the same everywhere, would flatter a store."""
-    asked: list[int] = []
-    real = os.urandom
-    monkeypatch.setattr(measure.os, "urandom", lambda n: asked.append(n) or real(n))
-    cli("check", *SMALL)
-    assert sum(asked) == 2 * (64 << 10)

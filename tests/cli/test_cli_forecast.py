@@ -12,11 +12,6 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import state_of
-from tierfall.cli.check import ForecastInputs, MeasuredRun, measure_run, workload
-from tierfall.config import load_config
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint
-from tierfall.core.format.records import Commit, Lineage, NamedFile
-from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops import measure as measuring
 from tierfall.ops.measure import TierMeasurement
 
@@ -71,14 +66,6 @@ def test_tiers_are_forecast_by_the_options(cli: Cli) -> None:
     assert f"far: {output}" in text
 
 
-def test_no_tier_is_taken_to_be_faster_than_the_file_allows(cli: Cli) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RATES, "far", 5e6)
-        words = ("--image", "9GiB", "--save-every", "10m")
-        far = cli.json("check", *SMALL, *words)["forecast"]["tiers"][2]
-    assert far["copy_s"] == 9 * GIB / 1e6, "its bandwidth is 1MB/s"
-
-
 def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None:
     """Half of 1 MB/s takes 2000 s for what comes every 500 s."""
     host, disk, far = cli.config["tiers"]
@@ -89,13 +76,6 @@ def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None
     assert found["copy_s"] == 2000
     late = "copies arrive later than 1 h 00 min after their save (flush.within)"
     assert late in found["reasons"]
-
-
-def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
-    cli.configure({**cli.config, "interval": {"every": 300}})
-    by_time = cli.json("check", *SMALL, "--image", "1GiB", "--step-time", "2s")["forecast"]
-    by_rate = cli.json("check", *SMALL, "--image", "1GiB", "--steps-per-hour", "1800")["forecast"]
-    assert by_time["save_every_s"] == by_rate["save_every_s"] == 600
 
 
 def test_many_ranks_fill_what_they_share(make_cli: MakeCli, tmp_path: Path) -> None:
@@ -194,68 +174,3 @@ def test_what_retention_keeps_and_a_tier_has_no_room_for_is_reported_with_figure
     assert rules or is_too_small in text, "with such a capacity, every save raises an error"
     cli = make_cli(disk={"retain": {"last": 9}, **rules}, host={"capacity": "30GiB"})
     assert reasons(cli, "--image", "1GiB") == ""
-
-
-def test_files_of_the_run_itself_count_as_free(
-    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three checkpoints are there; a fourth one fits beside them, as a copy is written before one is deleted."""
-    cli = make_cli(disk={"retain": {"last": 3}}, host={"capacity": "4MiB"})
-    with tierfall.open(cli.config) as ckpt:
-        for step in (10, 20, 30):
-            ckpt.save(step, state_of(step), block=True)
-    image = cli.json("check", *SMALL, "--save-every", "10m")["forecast"]["image_bytes"]
-    monkeypatch.setitem(FREE, "disk", image)
-    assert reasons(cli) == ""
-    monkeypatch.setitem(FREE, "disk", 0)
-    assert "has room for 3" in reasons(cli)
-
-
-# What checkpoints tell -------------------------------------------------------------------------------
-
-
-def known(step: int, at_s: float, *, attempt: int = 1, abandoned: bool = False) -> KnownCheckpoint:
-    """A checkpoint of four ranks on two nodes, whose record here names one node's two images."""
-    id = CheckpointId(step, attempt)
-    commit = Commit(
-        lineage=Lineage(
-            run="r", checkpoint=id, attempt_id="a", ordinal=step // 100, started_from=None
-        ),
-        world_size=4,
-        files=tuple(NamedFile(name=f"i{n}", bytes=1000, digest=None) for n in range(2))
-        + (NamedFile(name="m", bytes=77, digest="sha256:0"),),
-        nodes=("a", "a", "b", "b"),
-        wall_time_s=at_s,
-    )
-    copy = FoundCopy(id=id, state=CopyState.COMMITTED, bytes=2077, commit=commit)
-    return KnownCheckpoint(id=id, commit=commit, copies={"disk": copy}, abandoned=abandoned)
-
-
-def test_size_and_times_are_those_of_the_live_line() -> None:
-    found = measure_run(
-        [
-            known(100, 0.0),
-            known(200, 5.0, abandoned=True),
-            known(200, 1000.0, attempt=2),
-            known(300, 1200.0, attempt=2),
-            known(400, 1400.0, attempt=2),
-            known(500, 9000.0, attempt=2),  # it stood still meanwhile
-            known(600, 9200.0, attempt=2),
-        ]
-    )
-    assert found == MeasuredRun(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
-    assert measure_run([]) == MeasuredRun()
-    assert measure_run([known(100, 0.0)]).save_every_s is None
-
-
-def test_options_come_before_what_the_run_tells(make_config: Callable[..., Any]) -> None:
-    settings = load_config(make_config(disk={}))
-    run = MeasuredRun(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
-    nothing = {"image_bytes": None, "save_every_s": None, "step_s": None, "ranks": None}
-    load = workload(settings, ForecastInputs(**nothing, nodes=None), run)  # type: ignore[arg-type]
-    assert load is not None
-    assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (1000, 200.0, 4, 2)
-    wishes = ForecastInputs(**{**nothing, "image_bytes": 5, "save_every_s": 60.0}, nodes=None)  # type: ignore[arg-type]
-    load = workload(settings, wishes, run)
-    assert load is not None
-    assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (5, 60.0, 1, 1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import json
-import os
 import pickle
-import socket
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -15,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from cli_kit import Cli
@@ -23,7 +19,6 @@ from cli_kit import Cli
 from tests.steps import files_below
 
 MakeCli = Callable[..., Cli]
-SHARDS = tuple(f"-0000{n}-of-00002" for n in (1, 2))
 
 
 @pytest.fixture
@@ -60,48 +55,6 @@ def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
 # Parts of a checkpoint -------------------------------------------------------------------------------
 
 
-def test_a_shard_of_safetensors_needs_its_index(cli: Cli, place: Path) -> None:
-    names = [f"model{shard}.safetensors" for shard in SHARDS]
-    for number, name in enumerate(names):
-        safetensors.torch.save_file({f"w{number}": torch.ones(2)}, place / name)
-    for path in (place, place / names[1]):
-        err = refused(cli, path)
-        assert "is a shard of a model: import the index" in err
-        assert "name one of them" not in err
-    where = {f"w{number}": name for number, name in enumerate(names)}
-    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    assert "import the index" in refused(cli, place / names[1])
-    cli("import", str(place), "--as-step", "5")
-    only = place / "other-00001-of-00001.safetensors"
-    safetensors.torch.save_file({"w": torch.ones(2)}, only)
-    cli("import", str(only), "--as-step", "6")
-
-
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        (
-            ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-            "zero_to_fp32.py . OUT --safe_serialization",
-        ),
-        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "docs/deepspeed.md"),
-        (["zero_to_fp32.py", "latest"], "DeepSpeed"),
-        (["model_optim_rng.pt"], "AutoBridge.export_ckpt"),
-        (["latest_checkpointed_iteration.txt"], "Megatron"),
-        (["consolidated.00.pth", "consolidated.01.pth"], "convert_llama_weights_to_hf.py"),
-        (["__0_0.distcp"], "import the folder, with .metadata in it"),
-        (["rank-00000-of-00002.safetensors", "commit.json"], "tierfall export"),
-    ],
-)
-def test_parts_of_other_systems_name_what_makes_a_whole_of_them(
-    cli: Cli, place: Path, files: list[str], says: str
-) -> None:
-    for name in files:
-        torch.save({"w": torch.ones(2)}, place / name)
-    assert says in refused(cli, place)
-    assert says in refused(cli, place / files[0])
-
-
 def test_a_part_that_has_another_name_is_known_by_its_content(cli: Cli, place: Path) -> None:
     torch.save({"module": {"w": torch.ones(2)}, "ds_version": "0.17.0"}, place / "model.pt")
     assert "zero_to_fp32.py" in refused(cli, place / "model.pt")
@@ -127,26 +80,6 @@ def test_a_file_of_such_a_name_alone_is_a_file(cli: Cli, place: Path) -> None:
 
 
 # Odd files -------------------------------------------------------------------------------------------
-
-
-def test_what_is_no_file_is_named_and_not_waited_for(cli: Cli, place: Path) -> None:
-    os.mkfifo(place / "pipe.pt")
-    assert "is a named pipe, not a file" in refused(cli, place / "pipe.pt")
-    assert "holds no checkpoint" in refused(cli, place)
-    for device in ("/dev/zero", "/dev/null"):
-        assert "is a device, not a file" in refused(cli, Path(device))
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / "s"))
-        assert "is a socket, not a file" in refused(cli, place / "s")
-    (place / "x.pt").mkdir()
-    assert "holds no checkpoint" in refused(cli, place / "x.pt")
-    (place / "loop").symlink_to("loop")
-    assert "cannot be read" in refused(cli, place / "loop")
-    folder = save_dcp(place / "dcp", {"w": torch.ones(2)})
-    (data,) = folder.glob("*.distcp")
-    data.unlink()
-    os.mkfifo(data)
-    assert "is a named pipe, not a file" in refused(cli, folder)
 
 
 def test_what_another_program_wrote_is_named(cli: Cli, place: Path) -> None:
@@ -190,57 +123,3 @@ def test_a_bit_that_flips_in_a_pickle_is_no_traceback(cli: Cli, place: Path) -> 
             answer = cli("import", str(named), "--as-step", str(step), "--run", "r", code=-1)
             assert answer.code == 0 or str(named) in answer.err, answer.err
         file.write_bytes(whole)
-
-
-def test_a_truncated_zip_is_damage(cli: Cli, place: Path) -> None:
-    torch.save({"w": torch.ones(1000)}, place / "c.pt")
-    whole = (place / "c.pt").read_bytes()
-    for length in (4, 100, len(whole) // 2, len(whole) - 30):
-        (place / "c.pt").write_bytes(whole[:length])
-        assert "is damaged, or truncated" in refused(cli, place / "c.pt")
-    with zipfile.ZipFile(place / "c.pt", "w"):
-        pass
-    assert str(place / "c.pt") in refused(cli, place / "c.pt")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors",
-        "model.pt",
-        "dcp/.metadata",
-        "dcp/__0_0.distcp",
-        "m.safetensors.index.json",
-    ],
-)
-def test_what_may_not_be_read_is_not_called_damaged(
-    cli: Cli, place: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    safetensors.torch.save_file({"w": torch.ones(2)}, place / "model.safetensors")
-    torch.save({"w": torch.ones(2)}, place / "model.pt")
-    save_dcp(place / "dcp", {"w": torch.ones(2), "n": 1})
-    where = {"weight_map": {"w": "model.safetensors"}}
-    (place / "m.safetensors.index.json").write_text(json.dumps(where))
-    path = place / name
-    path.chmod(0)
-    if os.geteuid() == 0:  # root reads all: the system refuses in its place
-        forbid(path, monkeypatch)
-    err = refused(cli, path.parent if "dcp" in name else path)
-    assert "cannot be read: Permission denied" in err
-    assert "damaged" not in err
-
-
-def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each opening of a path fail, as for another user."""
-    import builtins
-    import io
-
-    for module in (builtins, io):
-        real = module.open
-
-        def guarded(file: Any, *words: Any, real: Any = real, **more: Any) -> Any:
-            if not isinstance(file, int) and Path(os.fspath(file)) == path:
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(file, *words, **more)
-
-        monkeypatch.setattr(module, "open", guarded)

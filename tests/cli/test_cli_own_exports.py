@@ -1,16 +1,11 @@
-"""What ``export`` writes, ``import`` brings back exactly: a whole step in each format, and parts of it."""
+"""An exported file that is damaged, or that another program has written since, is no longer taken for the step."""
 
 from __future__ import annotations
 
 import json
-import random
 import struct
 import zipfile
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,242 +16,20 @@ import torch.distributed.checkpoint
 from cli_kit import Cli
 
 import tierfall
-from tests.rank_kit import config_of, save_on_ranks
-from tierfall.cli import app  # noqa: F401 - the commands' modules are in place before the random state is compared
 
 MakeCli = Callable[..., Cli]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
-FORMS = {"torch": "step.pt", "safetensors": "step.safetensors", "dcp": "step"}
-MX = [n for n in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, n)]
 
 
-@dataclass
-class Progress:
-    """A class of the program."""
-
-    epoch: int
-    best: Decimal
-
-
-class Language(torch.nn.Module):
-    """Tied weights, a convolution in another memory layout, and buffers of small dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(50, 16)
-        self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.head = torch.nn.Linear(16, 50, bias=False)
-        self.head.weight = self.embedding.weight
-        for name in (*MX, "float8_e4m3fn", "uint16", "complex64"):
-            value = torch.arange(1, 33, dtype=torch.uint8).view(getattr(torch, name))
-            self.register_buffer(name, value)
-
-
-def objects(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = Language()
-    decay = [model.head.weight, model.conv.weight]
-    optimizer = torch.optim.AdamW([{"params": decay}, {"params": [model.conv.bias], "lr": 0.5}])
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    (
-        model.head(model.embedding(torch.arange(8))).sum()
-        + model.conv(torch.ones(1, 3, 4, 4)).sum()
-    ).backward()
-    optimizer.step()
-    scheduler.step()
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-
-
-def values() -> dict[str, Any]:
-    """What files of other programs do not tell apart, or what needs a class."""
-    shared = torch.arange(6.0)
-    return {
-        "average": OrderedDict(w=shared, v=shared),
-        "tensors": {3: torch.ones(2), "deep": [torch.zeros(0, 4), (torch.tensor(2), "text")]},
-        "quantized": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
-        "double": torch.ones(3, dtype=torch.complex128),
-        "array": np.arange(5, dtype=np.int16),
-        "losses": deque([0.5, float("nan")], maxlen=9),
-        "progress": Progress(3, Decimal("0.25")),
-        "bytes": bytes(range(256)) * 300,
-        "none": None,
-        "empty": {},
-    }
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        if one.is_quantized:
-            assert (one.q_scale(), one.q_zero_point()) == (other.q_scale(), other.q_zero_point())
-            one, other = one.int_repr(), other.int_repr()
-        assert bytes(one.contiguous().view(-1).view(torch.uint8).numpy()) == bytes(
-            other.contiguous().view(-1).view(torch.uint8).numpy()
-        )
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key, value in one.items():
-            assert_same(value, other[key])
-    elif isinstance(one, list | tuple | deque):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_same(left, right)
-    else:
-        assert repr(one) == repr(other)
-
-
-@pytest.fixture
-def cli(make_cli: MakeCli) -> Cli:
-    """Step 1 of all of this, in the run ``run``."""
+def test_a_structure_that_does_not_fit_its_file_is_damage(make_cli: MakeCli) -> None:
+    """What a file carries for the import is not trusted more than the rest of it."""
     cli = make_cli(disk={})
     with tierfall.open(cli.config) as ckpt:
-        ckpt.save(1, {**objects(1), **values()}, block=True)
-    return cli
-
-
-def loaded(cli: Cli, run: str) -> Any:
-    return tierfall.load({**cli.config, "run": run})
-
-
-def bring_back(cli: Cli, form: str, *words: str, run: str = "back") -> dict[str, Any]:
-    """Export step 1 in a format, import it into another run, and return what the import says."""
-    path = str(cli.folder / FORMS[form])
-    cli("export", "1", "--to", path, "--format", form, *words)
-    return cli.json("import", path, "--as-step", "5", "--run", run)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_whole_step_comes_back_exactly(cli: Cli, form: str) -> None:
-    document = bring_back(cli, form)
-    assert (document["notes"], document["format"]) == ([], form)
-    before, after = tierfall.load(cli.config), loaded(cli, "back")
-    assert document["entries"] == list(before)
-    assert_same(after, before)
-    assert_same(after["average"]["w"].data_ptr(), after["average"]["v"].data_ptr())
-
-    drawn = []
-    for run in ("run", "back"):
-        state = {**objects(2), **values()}
-        torch.manual_seed(0)
-        with tierfall.open(cli.config, run=run) as ckpt:
-            assert ckpt.restore(state) is not None
-        drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
-        assert state["model"].head.weight is state["model"].embedding.weight
-        assert_same(dict(state["model"].state_dict()), dict(before["model"]))
-        assert state["optimizer"].state_dict()["state"].keys() == {0, 1, 2}
-        assert state["scheduler"].last_epoch == 1
-    assert drawn[0] == drawn[1]
-
-    for kind in (torch.optim.SGD, torch.optim.AdamW):  # the class is known, as before the export
-        other = Language()
-        state = {"model": other, "optimizer": kind(other.parameters(), lr=1.0)}
-        with (
-            tierfall.open(cli.config, run="back") as ckpt,
-            pytest.raises(tierfall.errors.RestoreError, match=r"group|SGD"),
-        ):
-            ckpt.restore(state, only=["model", "optimizer"])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_step_of_several_ranks_comes_back_as_one(
-    tmp_path: Path, make_cli: MakeCli, form: str
-) -> None:
-    config = config_of(tmp_path)
-
-    def state(rank: int, step: int) -> dict[str, Any]:
-        more = {
-            "seen": 100 + rank,
-            "array": np.arange(4) + rank,
-            "running": torch.full((3,), float(rank)),
-        }
-        return {**objects(1), **more, f"stage{rank}": {"w": torch.full((5, 7), float(rank))}}
-
-    save_on_ranks(config, 2, [1], state)
-    cli = make_cli(disk={})
-    cli.configure(json.loads(config.model_dump_json(exclude_unset=True)))
-    document = bring_back(cli, form)
-    assert "per_rank" in document["entries"]
-    before, after = tierfall.load(config), loaded(cli, "back")
-    own = after.pop("per_rank")
-    assert_same(after, before)
-    assert own["1"]["seen"] == 101
-    assert own["1"]["array"].tolist() == [1, 2, 3, 4]
-    other = {**objects(2), "seen": 0, "array": np.zeros(4), "running": torch.zeros(3)}
-    with tierfall.open(cli.config, run="back") as ckpt:
-        report = ckpt.restore(other, only=list(other))
-    assert report is not None
-    assert other["seen"] == 100
-
-
-@pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_parts_come_back_under_their_names(cli: Cli, form: str) -> None:
-    assert bring_back(cli, form, "--only", "losses")["entries"] == ["losses"]
-    assert loaded(cli, "back")["losses"][0] == 0.5
-    folder = cli.folder / "more"
-    folder.mkdir()
-    path = str(folder / FORMS[form])
-    cli("export", "1", "--to", path, "--format", form, "--only", "optimizer", "--only", "array")
-    assert cli.json("import", path, "--as-step", "6", "--run", "two")["entries"] == [
-        "optimizer",
-        "array",
-    ]
-    before, after = tierfall.load(cli.config), loaded(cli, "two")
-    assert_same(after, {name: before[name] for name in ("optimizer", "array")})
-    one = str(folder / "one.pt")
-    cli("export", "1", "--to", one, "--only", "model")
-    words = ("import", one, "--as-step", "7", "--run", "three", "--entry", "teacher")
-    assert cli.json(*words)["entries"] == ["teacher"]
-    assert_same(loaded(cli, "three")["teacher"], before["model"])
-
-
-def test_small_dtypes_are_what_they_are_in_safetensors(cli: Cli) -> None:
-    """Those that the installed safetensors has are read by it, and all come back."""
-    able = set()
-    for name in MX:
-        one = torch.ones(2, dtype=torch.uint8).view(getattr(torch, name))
-        try:
-            safetensors.torch.save_file({"x": one}, cli.folder / "probe")
-            if safetensors.torch.load_file(cli.folder / "probe")["x"].dtype == one.dtype:
-                able.add(name)
-        except (KeyError, safetensors.SafetensorError):
-            continue
-    path = cli.folder / "model.safetensors"
-    document = cli.json("export", "1", "--to", str(path), "--only", "model")
-    written = safetensors.torch.load_file(path)
-    before = tierfall.load(cli.config)["model"]
-    assert {n for n in MX if written[n].dtype == before[n].dtype} == able
-    assert [n for n in MX if n not in able] == [n for n in MX if str(document["notes"]).count(n)]
-    cli("import", str(path), "--as-step", "5", "--run", "back")
-    after = loaded(cli, "back")["model"]
-    for name in before:
-        assert_same(after[name].contiguous(), before[name].contiguous())
-    odd = cli.folder / "double.safetensors"
-    cli("export", "1", "--to", str(odd), "--only", "tensors", "--only", "double")
-    assert safetensors.torch.load_file(odd)["double"].dtype == torch.uint8
-    cli("import", str(odd), "--as-step", "6", "--run", "back")
-    found = loaded(cli, "back")["model"]["double"]
-    assert_same(found, torch.ones(3, dtype=torch.complex128))
-
-
-def test_other_programs_read_the_files_as_before(cli: Cli) -> None:
-    path = cli.folder / "step.pt"
-    cli("export", "1", "--to", str(path), "--only", "model")
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    Language().load_state_dict(loaded)
-    assert_same(OrderedDict(loaded), tierfall.load(cli.config)["model"])
-
-
-def test_a_structure_that_does_not_fit_its_file_is_damage(cli: Cli) -> None:
-    """What a file carries for the import is not trusted more than the rest of it."""
+        state = {"model": torch.nn.Linear(3, 2), "bytes": bytes(range(256)), "rng": None}
+        ckpt.save(1, state, block=True)
     path = cli.folder / "step.pt"
     cli("export", "1", "--to", str(path), "--only", "model", "--only", "bytes")
     with zipfile.ZipFile(path) as archive:
@@ -306,9 +79,9 @@ def test_a_folder_that_another_program_has_saved_into_is_what_that_saved(
         )
         answer = cli("import", str(folder), "--as-step", str(step), "--run", "back")
         assert "another program has saved into this folder" in answer.out
-        found = loaded(cli, "back")
+        found = tierfall.load({**cli.config, "run": "back"})
         assert found["epoch"] == 9
-        assert_same(found["weights"]["w"], torch.zeros(2))
+        assert found["weights"]["w"].tolist() == [0, 0]
 
 
 def test_tensors_of_an_export_are_not_swapped_after_another_program_wrote_it(
@@ -329,4 +102,5 @@ def test_tensors_of_an_export_are_not_swapped_after_another_program_wrote_it(
     assert "another program has changed the file" in answer.err
     safetensors.torch.save_file(found, path)
     cli("import", str(path), "--as-step", "5", "--run", "back")
-    assert_same(loaded(cli, "back")["model"]["pair.b"], state["b"])
+    back = tierfall.load({**cli.config, "run": "back"})
+    assert torch.equal(back["model"]["pair.b"], state["b"])

@@ -46,58 +46,6 @@ def test_a_run_of_one_node_leaves_the_tier_out(
     assert tierfall.load(config).keys() == tierfall.load(tmp_path / "pointer").keys()
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize(
-    "command", ["ls", "pin 1", "rm 1 --yes --even-the-last", "prune", "drain", "verify"]
-)
-def test_commands_work_on_any_node(
-    config: dict[str, Any], tmp_path: Path, command: str, keeps: bool
-) -> None:
-    """Also on one that keeps nothing for others, where the folder is not there."""
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    if keeps:
-        kept_in(config).mkdir(parents=True)
-    Cli(tmp_path, config)(*command.split())
-
-
-def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: Path) -> None:
-    """What was sent to it is in a folder for each number of a copy, which is no run."""
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    shutil.copytree(config["tiers"][2]["path"], kept_in(config) / "2")
-    (kept_in(config) / "0").mkdir()
-    assert "peers" in Cli(tmp_path, config)("ls").out
-    Cli(tmp_path, config)("verify", "1", "--tier", "peers")
-    known = Cli(tmp_path, {**config, "run": "another"})("ls", code=-1)
-    assert f"the tiers have the runs {config['run']}" in known.out + known.err
-
-
-def test_deleting_a_run_takes_what_this_node_keeps_of_it(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    kept, run = kept_in(config) / "2", config["run"]
-    shutil.copytree(config["tiers"][2]["path"], kept)
-    (kept / run / "tier.json").unlink()  # it is of the disk
-    shutil.copytree(kept / run, kept / "other")
-    answer = Cli(tmp_path, config)("rm", "--run", run, "--all", input=f"{run}\n")
-    assert "peers: 1 checkpoint" in answer.out
-    assert [path.name for path in kept.iterdir()] == ["other"]
-
-
-def test_ls_says_nothing_of_peers_where_nothing_is_there(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    cli = Cli(tmp_path, config)
-    for command in (["ls"], ["watch", "--once"]):
-        assert "peers" not in cli(*command).out
-        assert cli.json(*command)["peer_survival"] is None
-
-
 @pytest.fixture
 def kept(
     config: dict[str, Any], tmp_path: Path, train: Callable[[Cli], Trainer]
@@ -115,42 +63,12 @@ def kept(
     return cli, record
 
 
-PAIRS = (
-    "peers: 1@1 survives the loss of any 1 node; of 2 with 93.3%, of 3 with 80%, of 4 with 61.5%"
-)
-
-
-@pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
-def test_the_losses_that_peers_survive_are_by_the_attempt_that_saved(
-    kept: tuple[Cli, Path], command: list[str]
-) -> None:
-    """Any tier that has its record will do. A later attempt may have begun as a node was lost."""
-    cli, record = kept
-    record.unlink()
-    assert f"{PAIRS} (if no node is lost yet)" in cli(*command).out.splitlines()
-    found = cli.json(*command)["peer_survival"]
-    assert (found["step"], found["attempt"], found["certain"]) == (1, 1, 1)
-    assert found["chances"][1] == {"losses": 2, "probability": 14 / 15, "exact": True}
-    kept_record = kept_in(cli.config) / "run/attempts/a0001.json"
-    attempt = parse_attempt_record(kept_record.read_bytes(), what="attempt")
-    record.with_name("a0002.json").write_bytes(replace(attempt, number=2, id="f" * 32).encode())
-    assert cli.json(*command)["peer_survival"] is None
-    assert "survives the loss of any" not in cli(*command).out
-
-
 def test_images_that_have_left_host_memory_have_fewer_holders(
     kept: tuple[Cli, Path], memory: Path
 ) -> None:
     cli, _ = kept
     shutil.rmtree(memory / "run")
     assert "peers: 1@1 survives no loss of a node for certain" in cli("ls").out
-
-
-def test_a_record_that_cannot_be_read_says_nothing(kept: tuple[Cli, Path], tmp_path: Path) -> None:
-    cli, _ = kept
-    for folder in (tmp_path / "disk", kept_in(cli.config)):
-        (folder / "run/attempts/a0001.json").write_bytes(b"{}")
-    assert cli.json("ls")["peer_survival"] is None
 
 
 FORECAST = ("check", "--size", "64KiB", "--image", "1GiB", "--save-every", "10m")
@@ -176,35 +94,6 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
         "in its memory"
     )
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
-
-
-def test_check_says_how_many_nodes_peer_memory_takes(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "disk").mkdir()
-    kept_in(config).mkdir(parents=True)
-    cli = Cli(tmp_path, config)
-    found = cli.json(*FORECAST)["forecast"]
-    assert [tier["name"] for tier in found["tiers"]] == ["host", "disk"]
-    lines = cli(*FORECAST).out.splitlines()
-    assert "peers: left out, with 1 node; --nodes has how many train" in lines
-    assert "peers: one node alone cannot measure it" in lines
-    two = cli.json(*FORECAST, "--nodes", "2")["forecast"]
-    assert (two["ranks"], two["nodes"]) == (2, 2)
-    assert two["peer_memory"]["sent_bytes"] == 1 << 30
-
-
-def test_check_counts_every_copy_of_peer_memory(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    host, peers, disk = config["tiers"]
-    peers = {**peers, "copies": 2, "bandwidth": "16MiB/s"}
-    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
-    too_few = cli(*FORECAST, "--nodes", "2").out.splitlines()
-    assert "peers: left out, with 2 nodes and copies: 2; --nodes has how many train" in too_few
-    found = cli.json(*FORECAST, "--nodes", "3")["forecast"]
-    assert found["peer_memory"]["sent_bytes"] == 2 << 30
-    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
-    assert forecast["copy_s"] == 2 * 1024 / 16
 
 
 @pytest.mark.parametrize("command", ["pin 1", "rm 1 --yes --even-the-last"])

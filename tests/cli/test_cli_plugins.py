@@ -19,12 +19,6 @@ from tierfall.core.types.policy import PolicyKind
 from tierfall.policies import registry
 
 EXAMPLES = ROOT / "examples" / "plugins"
-TRAIN = """
-import tierfall, torch
-with tierfall.open("{path}") as ckpt:
-    for step in range(1, 13):
-        ckpt.save(step, {{"w": torch.zeros(8)}}, block=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -64,36 +58,6 @@ def write(folder: Path, memory: Path, plugins: object) -> None:
         "plugins": plugins,
     }
     (folder / "tiers.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-
-
-def test_every_command_knows_a_policy_and_a_backend_of_a_file_beside_the_yaml(place: Path) -> None:
-    path = place / "tiers.yaml"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    train = [sys.executable, "-c", TRAIN.format(path=path)]
-    subprocess.run(train, check=True, cwd="/", env=environment, timeout=120)
-    listed = run_process("ls", TIERFALL_CONFIG=str(path))
-    assert (listed.code, listed.err) == (0, "")
-    rows = {line.split()[0]: line.split()[-3:] for line in listed.out.splitlines()[1:13]}
-    on_disk = [step for step, states in rows.items() if states[1] == "committed"]
-    assert on_disk == ["1@1", "3@1", "9@1", "12@1"], "by the policy"
-    assert [step for step, states in rows.items() if states[2] == "committed"] == list(rows)
-    shown = run_process("show", "9", TIERFALL_CONFIG=str(path))
-    assert "keep: the first at or after 9" in shown.out
-    good = run_process("verify", "latest", TIERFALL_CONFIG=str(path))
-    assert "2 of 2 copies are good" in good.out
-    assert run_process("prune", "--dry-run", TIERFALL_CONFIG=str(path)).code == 0
-    assert run_process("runs", TIERFALL_CONFIG=str(path)).out.splitlines()[1].split()[:2] == [
-        *("x", "12")
-    ]
-
-
-def test_a_module_is_named_by_a_file_or_as_python_imports_it(place: Path, memory: Path) -> None:
-    write(place, memory, ["milestones", str(place / "table.py")])
-    config = load_config(place / "tiers.yaml")
-    assert config.plugins == (str(place / "milestones.py"), str(place / "table.py"))
-    assert load_config(config.model_dump()) == config, "from any folder"
-    write(place, memory, ["tierfall.policies", "milestones.py", "table"])
-    assert load_config(place / "tiers.yaml").plugins[0] == "tierfall.policies"
 
 
 def test_a_module_that_the_program_has_imported_is_not_imported_again(
@@ -163,22 +127,3 @@ def test_a_module_that_cannot_be_imported_is_named_with_file_line_and_what_to_do
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(place / "tiers.yaml")
     assert f"{place}/tiers.yaml:" in str(caught.value)
-
-
-def test_a_command_reports_a_broken_module_in_lines_and_as_wrong_usage(
-    place: Path, memory: Path
-) -> None:
-    write(place, memory, ["milestone", "table"])
-    answer = run_process("ls", "--config", str(place / "tiers.yaml"))
-    assert answer.code == 2
-    assert "Traceback" not in answer.err
-    assert "plugins[0]: there is no module milestone" in answer.err
-    assert "a policy that a module of 'plugins' registers" in answer.err
-
-
-def test_of_a_dict_files_are_looked_for_in_the_working_directory(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(place)
-    document = yaml.safe_load((place / "tiers.yaml").read_text())
-    assert load_config(document).plugins[0] == str(place / "milestones.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
 from tierfall.core.format.records import Attempt, Mark
-from tierfall.core.types.errors import StorageFullError, UnreachableError
+from tierfall.core.types.errors import StorageFullError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops import repair as repairing
 from tierfall.tiers.stored import StoredTier
@@ -47,20 +46,6 @@ def files_of_persons(root: Path) -> dict[str, bytes]:
     """Every file, but what says of a copy that it was found damaged."""
     reports = ("/marks/damaged-", "/marks-changed")
     return {n: data for n, data in files_below(root).items() if not any(r in n for r in reports)}
-
-
-def leave_unfinished(root: Path, key: str) -> list[Path]:
-    """Leave behind what a process that was killed while it wrote ``key`` leaves, and return what that is."""
-    before = {path for path in root.rglob("*") if path.is_file()}
-    pid = os.fork()
-    if not pid:
-        writer = PosixBackend(root).create(key, length=100_000)
-        writer.write(0, memoryview(bytes(1000)))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    left = [path for path in root.rglob("*") if path.is_file() and path not in before]
-    assert left
-    return left
 
 
 def store_of(root: Path) -> StoredTier:
@@ -133,15 +118,6 @@ def test_what_the_tier_is_still_owed_stands_in_the_record_that_is_written_anew(
     assert store_of(tmp_path / "disk").read_commit(TWO).owed == owes.owed
 
 
-def test_every_commit_record_damaged_is_past_repair(cli: Cli, tmp_path: Path) -> None:
-    for tier in ("disk", "far"):
-        flip(folder(tmp_path / tier) / "commit.json", 40)
-    before = files_below(tmp_path)
-    answer = cli("verify", "--repair", code=1)
-    assert answer.err.count("no other tier holds a good commit record of 1@1") == 2
-    assert files_below(tmp_path) == before
-
-
 def test_a_packed_copy_is_never_its_own_source(make: Callable[..., Cli], tmp_path: Path) -> None:
     """Image and record are replaced one after the other: in between its own good chunks could not be read."""
     cli = make("zstd", "zstd")
@@ -160,18 +136,6 @@ def test_a_copy_is_repaired_from_memory(make: Callable[..., Cli], tmp_path: Path
         flip(folder(tmp_path / tier) / IMAGE, -1)
     repairs = cli.json("verify", "--repair")["repairs"]
     assert {repair["why"] for repair in repairs} == {"rewritten from host"}
-
-
-def test_damage_in_memory_is_not_repaired_and_reported(
-    make: Callable[..., Cli], tmp_path: Path, memory: Path
-) -> None:
-    cli = make(host={"on_close": "keep"})
-    (arena,) = memory.rglob("*.arena")
-    data = arena.read_bytes()
-    flip(arena, data.index((folder(tmp_path / "disk") / IMAGE).read_bytes()[:65_536]) + 70_000)
-    answer = cli("verify", "--repair", code=1)
-    assert "not repaired: host 1@1: an image in memory is not repaired" in answer.err
-    cli("verify", "--tier", "disk")
 
 
 # At no moment is something good gone -----------------------------------------------------------------
@@ -214,58 +178,7 @@ def test_a_repair_that_ends_after_any_write_can_be_done_again(
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-def test_what_was_packed_otherwise_before_leaves_nothing_behind(
-    make: Callable[..., Cli], tmp_path: Path
-) -> None:
-    cli = make("zstd")
-    cli.config["tiers"][1]["compress"] = {"codec": "none"}
-    cli.configure(cli.config)
-    flip(folder(tmp_path / "disk") / f"{IMAGE}.zst", 1000)
-    cli("verify", "--repair")
-    names = {path.name for path in folder(tmp_path / "disk").iterdir()}
-    assert names == {IMAGE, MANIFEST, "commit.json", "marks"}
-    assert steps_on(tmp_path / "disk") == [1, 2]
-
-
 # Marks, and files of a tier as a whole ---------------------------------------------------------------
-
-
-def test_a_damaged_mark_is_taken_from_another_tier_or_written_anew(
-    cli: Cli, tmp_path: Path
-) -> None:
-    pin = folder(tmp_path / "disk") / "marks" / "pin"
-    before = pin.read_bytes()
-    flip(pin, 40)
-    (repair,) = cli.json("verify", "--repair")["repairs"]
-    assert repair["why"] == "marks/pin rewritten"
-    assert pin.read_bytes() == before
-    for tier in ("disk", "far"):
-        flip(folder(tmp_path / tier) / "marks" / "pin", 40)
-    cli("verify", "--repair")
-    assert cli.json("show", "1")["pinned"]
-
-
-def test_a_record_of_an_attempt_that_no_tier_has_whole_is_reported(
-    cli: Cli, tmp_path: Path
-) -> None:
-    for tier in ("disk", "far"):
-        flip(tmp_path / tier / "run/attempts/a0001.json", 40)
-    answer = cli("verify", "--repair", code=1)
-    assert answer.err.count("attempts/a0001.json: no other tier has a good one") == 2
-
-
-def test_latest_of_a_tier_without_checkpoints_goes(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(disk={}, far={"flush": {"every": 1000}})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        ckpt.drain()
-    latest = tmp_path / "far/run/latest"
-    latest.write_text("step-00000009-a0001\n")
-    (repair,) = Cli(tmp_path, config).json("verify", "--repair")["repairs"]
-    assert (repair["why"], latest.exists()) == (
-        "removed, since the tier holds no checkpoint",
-        False,
-    )
 
 
 def test_a_shared_copy_is_repaired_from_the_parts_of_nodes(tmp_path: Path) -> None:
@@ -319,25 +232,6 @@ def make_newer(path: Path) -> None:
     path.write_bytes(newer + f',"digest":"{documents.sha256(newer)}"}}\n'.encode())
 
 
-def test_a_mark_of_a_newer_tierfall_stays_while_the_rest_is_repaired(
-    cli: Cli, tmp_path: Path
-) -> None:
-    pin = folder(tmp_path / "disk") / "marks" / "pin"
-    make_newer(pin)
-    before = files_below(tmp_path)
-    document = cli.json("verify", "--repair", code=1)
-    (repair,) = document["repairs"]
-    assert (repair["file"], repair["done"]) == ("marks/pin", False)
-    (found,) = document["damage"]
-    assert found["newer"]
-    assert "--repair" not in found["advice"]
-    assert files_below(tmp_path) == before
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    assert [r["done"] for r in cli.json("verify", "--repair", code=1)["repairs"]] == [False, True]
-    assert files_below(tmp_path) == before
-    assert cli.json("show", "1")["pinned"]
-
-
 @pytest.mark.parametrize("tier", ["disk", "far"])
 def test_beside_a_copy_of_a_newer_tierfall_a_damaged_one_is_not_called_lost(
     cli: Cli, tmp_path: Path, tier: str
@@ -358,22 +252,6 @@ def test_what_is_to_be_deleted_is_not_repaired(cli: Cli, tmp_path: Path) -> None
     store.close()
     flip(folder(tmp_path / "disk") / IMAGE, -1)
     assert "marked for deletion" in cli("verify", "--repair", code=1).err
-
-
-def test_a_copy_that_is_dropped_meanwhile_stays_dropped(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    real = repairing.write_files
-
-    def drop(store: StoredTier, *words: Any) -> Any:
-        commit = real(store, *words)
-        (folder(tmp_path / "disk") / "commit.json").unlink()
-        return commit
-
-    monkeypatch.setattr(repairing, "write_files", drop)
-    assert "it was deleted while it was repaired" in cli("verify", "--repair", code=1).err
-    assert not (folder(tmp_path / "disk") / IMAGE).exists()
 
 
 def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
@@ -397,15 +275,6 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
     assert cli.steps()["2@1"].keys() == {"far"}
 
 
-def test_what_a_killed_repair_had_not_finished_goes(cli: Cli, tmp_path: Path) -> None:
-    before = files_below(tmp_path)
-    left, *_ = leave_unfinished(tmp_path / "disk", "run/step-00000001-a0001/marks/pin")
-    flip(folder(tmp_path / "disk") / "marks" / "pin", 40)
-    cli("verify", "--repair")
-    assert not left.exists()
-    assert files_below(tmp_path) == before
-
-
 def test_a_start_elsewhere_fences_a_repair(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,68 +293,3 @@ def test_a_start_elsewhere_fences_a_repair(
     monkeypatch.setattr(repairing, "write_files", start)
     assert "process 7 on other" in cli("verify", "--repair", code=1).err
     assert path.read_bytes() == damaged
-
-
-def test_a_repair_that_does_not_hold_is_reported(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    real = repairing.write_files
-
-    def damage_again(*words: Any) -> Any:
-        commit = real(*words)
-        flip(folder(tmp_path / "disk") / IMAGE, -1)
-        return commit
-
-    monkeypatch.setattr(repairing, "write_files", damage_again)
-    document = cli.json("verify", "--repair", code=1)
-    assert document["repairs"][0]["why"] == "rewritten, and damaged again"
-    assert len(document["damage"]) == 1
-
-
-def test_a_tier_that_does_not_answer_is_reported_and_the_others_are_repaired(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(disk={}, far={}, third={})
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-    shutil.move(tmp_path / "third", tmp_path / "unmounted")
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
-    document = Cli(tmp_path, config).json("verify", "--repair", code=1)
-    assert [one["place"] for one in document["unread"]] == ["third"]
-    assert [repair["done"] for repair in document["repairs"]] == [True]
-
-
-def test_what_cannot_be_read_of_a_tier_is_left_to_the_check(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*words: object) -> None:
-        raise UnreachableError("gone")
-
-    monkeypatch.setattr(StoredTier, "read_attempt", fail)
-    document = cli.json("verify", "--repair", code=1)
-    assert {one["place"] for one in document["unread"]} == {"disk", "far"}
-    assert document["repairs"] == []
-
-
-def test_a_manifest_of_the_same_checkpoint_says_so_where_the_commit_record_does_not(
-    cli: Cli, tmp_path: Path
-) -> None:
-    """Neither record says whose files these are, or the manifest does: both are written over."""
-    flip(folder(tmp_path / "disk") / "commit.json", 40)
-    (folder(tmp_path / "far", 2) / MANIFEST).unlink()
-    flip(folder(tmp_path / "far", 2) / "commit.json", 40)
-    assert [repair["done"] for repair in cli.json("verify", "--repair")["repairs"]] == [True, True]
-    assert steps_on(tmp_path / "disk") == steps_on(tmp_path / "far") == [1, 2]
-
-
-def test_a_tier_that_fails_while_it_is_looked_at_is_reported(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*words: object) -> None:
-        raise UnreachableError("gone")
-
-    monkeypatch.setattr(StoredTier, "read_latest", fail)
-    document = cli.json("verify", "--repair", code=1)
-    assert [one["place"] for one in document["unread"]] == ["disk", "far"]
-    assert document["repairs"] == []

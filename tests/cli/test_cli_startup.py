@@ -65,12 +65,6 @@ def test_version_and_help_import_little() -> None:
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_h_is_help_and_help_wins_over_wrong_arguments() -> None:
-    printed, _ = modules_of("show -h")
-    assert printed == modules_of("show --help")[0] == modules_of("show --what -h")[0]
-    assert "-h, --help" in printed
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_options_and_choices(shell: str) -> None:
     for line, expected in (
@@ -85,19 +79,6 @@ def test_a_shell_completes_commands_options_and_choices(shell: str) -> None:
         assert modules & HEAVY == set()
 
 
-def test_names_of_tiers_are_completed_from_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "tiers.yaml"
-    path.write_text(
-        "run: x\ntiers: [{name: host, kind: host}, {name: nvme, kind: file, path: /nowhere}]\n"
-    )
-    config = {"TIERFALL_CONFIG": str(path)}
-    offered, modules = completions("bash", "tierfall verify --tier ", **config)
-    assert offered.split() == ["host", "nvme"]
-    assert modules & HEAVY == set()
-    assert completions("bash", "tierfall copy 1 --to n", **config)[0].split() == ["nvme"]
-    assert completions("bash", f"tierfall forget -c {path} h")[0].split() == ["host"]
-
-
 @pytest.mark.parametrize("text", [None, "", "- x", "tiers: 3", "tiers: [3]", "run: [", "\udcff"])
 def test_a_file_that_cannot_be_read_completes_nothing_and_prints_nothing(
     tmp_path: Path, text: str | None
@@ -108,16 +89,3 @@ def test_a_file_that_cannot_be_read_completes_nothing_and_prints_nothing(
     for config in (str(path), ""):
         offered, _ = completions("bash", "tierfall verify --tier ", TIERFALL_CONFIG=config)
         assert offered.strip() == ""
-
-
-def test_importing_the_package_imports_no_torch_until_a_name_is_used() -> None:
-    look = "assert ('torch' in sys.modules) is"
-    program = f"import sys, tierfall; dir(tierfall); {look} False; tierfall.open; {look} True"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
-
-
-def test_all_can_be_imported_at_once() -> None:
-    program = (
-        "from tierfall import *; assert callable(load) and Checkpointer and errors.ConfigError"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)

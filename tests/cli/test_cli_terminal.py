@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import ROOT, Cli, Trainer, flip, run_process
+from cli_kit import ROOT, Cli, flip, run_process
 
 import tierfall
 from tests.steps import state_of, wait_until
@@ -139,16 +139,6 @@ def test_ls_fits_the_terminal_and_colours_what_needs_attention(cli: Cli, printed
     assert "disk" in plain(lines[1])
 
 
-def test_no_color_and_force_color_are_honoured(cli: Cli, printed: Printed) -> None:
-    config = {"TIERFALL_CONFIG": str(cli.path)}
-    assert "\x1b[1;31m" not in (text := printed("ls", code=1, NO_COLOR="1", **config))
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text), "no colour at all"
-    assert "\x1b" not in run_process("ls", **config).out
-    forced = run_process("ls", **config, FORCE_COLOR="1", TERM="xterm-256color").out
-    assert f"{RED}damaged" in forced
-    assert "\x1b" not in run_process("ls", "--json", **config, FORCE_COLOR="1").out
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_watch_takes_the_whole_screen_and_gives_it_back(
     cli: Cli, at_terminal: Start, number: signal.Signals, code: int
@@ -183,47 +173,6 @@ def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal
     screen.process.send_signal(signal.SIGINT)
     assert screen.end() == 0
     assert LEAVE in screen.text
-
-
-def test_watch_shows_as_many_steps_as_there_are_lines_for(
-    make_cli: MakeCli, saved: Saved, at_terminal: Start
-) -> None:
-    cli = make_cli()
-    saved(cli, range(1, 31))
-    config = {"TIERFALL_CONFIG": str(cli.path)}
-    for lines in (16, 60):
-        screen = at_terminal("watch", lines=lines, **config)
-        screen.read(until="survives the loss")
-        screen.process.send_signal(signal.SIGINT)
-        assert screen.end() == 0
-        frame = plain(screen.text).replace("\r", "").partition("survives")[0]
-        assert "30@1" in frame
-        assert (" 1@1" in frame) is (lines == 60)
-        assert ("older ones" in frame) is (lines == 16)
-
-
-def test_watch_at_a_terminal_without_abilities_prints_plain_frames(
-    cli: Cli, at_terminal: Start
-) -> None:
-    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path), TERM="dumb")
-    screen.read(until="survives the loss")
-    screen.process.send_signal(signal.SIGINT)
-    assert screen.end() == 0
-    assert "\x1b" not in screen.text
-
-
-def test_watch_shows_bars_of_what_is_on_its_way(
-    make_cli: MakeCli, train: Callable[[Cli], Trainer], at_terminal: Start
-) -> None:
-    cli = make_cli(disk={"capacity": "1MiB"}, slow={"bandwidth": "2kB/s"})
-    trainer = train(cli)
-    trainer.tell("capture 1")
-    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
-    text = screen.read(until=f"{CYAN}arriving")
-    screen.process.send_signal(signal.SIGINT)
-    assert screen.end() == 0
-    assert "━━━" in text
-    assert max(len(line) for line in plain(text).replace("\r", "").splitlines()) <= 80
 
 
 def test_a_reader_that_has_gone_ends_a_command_silently(cli: Cli) -> None:

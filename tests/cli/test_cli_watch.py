@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
-import signal
 import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,13 +41,6 @@ def says(cli: Cli, condition: Callable[[dict[str, Any]], bool], what: str) -> di
     return found
 
 
-def steps_of(document: dict[str, Any]) -> dict[int, dict[str, str]]:
-    return {
-        c["step"]: {tier: copy["state"] for tier, copy in c["copies"].items()}
-        for c in document["checkpoints"]
-    }
-
-
 # A trainer that lives --------------------------------------------------------------------------------
 
 
@@ -78,30 +64,6 @@ def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> No
         assert t["left_s"] == (pytest.approx(left / rate) if rate else None)
 
 
-def test_what_is_on_its_way_is_shown_with_how_much_of_it_is_there(
-    make_cli: MakeCli, train: Train
-) -> None:
-    cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
-    trainer = train(cli)
-    trainer.tell("capture 1")
-    found = says(
-        cli,
-        lambda d: any(t["tier"] == "slow" and t["done_bytes"] for t in d["transfers"]),
-        "the first chunk is on the slow tier",
-    )
-    (transfer,) = [t for t in found["transfers"] if t["tier"] == "slow"]
-    assert (transfer["step"], transfer["phase"]) == (1, "copying")
-    assert 0 < transfer["done_bytes"] < transfer["bytes"]
-    (one,) = found["checkpoints"]
-    assert one["copies"]["slow"]["state"] == "arriving"
-    assert one["owed"] == ["slow"]
-    assert 0 < one["copies"]["slow"]["fraction"] < 1
-    out = cli("watch", "--once").out
-    assert "arriving " in out
-    assert re.search(r"1@1 +slow +copying", out)
-    assert "arriving" in cli("ls").out
-
-
 def test_a_trainer_that_says_nothing_for_long_may_hang(
     make_cli: MakeCli, train: Train, memory: Path
 ) -> None:
@@ -117,31 +79,6 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
         assert "its status is 1 min" in cli("watch", "--once").out
     finally:
         trainer.go_on()
-
-
-# No trainer that lives -------------------------------------------------------------------------------
-
-
-def test_a_dead_trainers_status_is_reported_to_be_so_with_its_age(
-    make_cli: MakeCli, train: Train, memory: Path
-) -> None:
-    cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
-    trainer = train(cli)
-    trainer.tell("capture 1")
-    says(cli, lambda d: steps_of(d).get(1, {}).get("slow") == "arriving", "it is on its way")
-    trainer.kill()
-    found = cli.json("watch", "--once")
-    (slot,) = found["slots"]
-    assert (slot["alive"], slot["owner"], slot["pid"]) == (False, None, trainer.pid)
-    assert found["transfers"] == [], "nothing is on its way any more"
-    assert [t["tier"] for t in slot["transfers"]] == ["slow"], "but it was"
-    assert steps_of(found)[1]["host"] == "sealed"
-    out = cli("watch", "--once").out
-    assert "no trainer is alive on this machine" in out
-    assert f"process {trainer.pid} has ended; its last status, " in out
-    assert "1@1 was being copied to slow: " in out
-    assert "1@1  sealed  committed  " in out
-    assert "arriving" not in out
 
 
 # What is not to be believed --------------------------------------------------------------------------
@@ -195,44 +132,6 @@ def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: 
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
-
-
-def test_it_serves_metrics_and_health_of_a_trainer_until_it_is_interrupted(
-    make_cli: MakeCli, train: Train, port: int
-) -> None:
-    pytest.importorskip("prometheus_client")
-    cli = make_cli()
-    trainer = train(cli)
-    trainer.tell("save 1")
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "tierfall", "watch", "-c", cli.path, "--prometheus", str(port)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert watching.stdout is not None
-        assert f"run run: /metrics and /healthz are served on port {port}" in (
-            watching.stdout.readline()
-        )
-
-        def get(path: str) -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-                return str(answer.read().decode())
-
-        wait_until(
-            lambda: 'commits_total{rank="0",run="run",tier="disk"} 1.0' in get("/metrics"), "step 1"
-        )
-        assert json.loads(get("/healthz")) == {"healthy": True, "reasons": []}
-        trainer.kill()
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get("/healthz")
-        with refused.value as answer:
-            assert "no trainer of it is alive" in answer.read().decode()
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(20) == 0
-    finally:
-        watching.kill()
-        watching.communicate()
 
 
 def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from cli_kit import Cli
 
 import tierfall
-from tierfall.errors import ConfigError, RestoreError
+from tierfall.errors import RestoreError
 
 
 def test_host_memory_that_cannot_be_listed_is_a_tier_that_could_not_be_read(
@@ -55,20 +55,6 @@ def test_what_is_not_seen_of_other_users_is_not_called_nothing(
         assert cli("drain").out == f"run run: nothing is in host memory{whose}\n"
         assert f"no checkpoint on the tiers or in host memory{whose}\n" in cli("ls").out
         assert cli("drain", "--all").out == "nothing of this user is in this node's memory\n"
-
-
-def test_check_refuses_a_folder_that_open_refuses(make_cli: Callable[..., Cli]) -> None:
-    cli = make_cli(disk={})
-    host, *others = cli.config["tiers"]
-    cli.configure({**cli.config, "tiers": [{**host, "folder": str(cli.folder / "m")}, *others]})
-    cli("check", "--size", "64KiB")
-    assert not (cli.folder / "m").exists(), "check creates nothing"
-    with tierfall.open(cli.config):
-        (run,) = (cli.folder / "m" / "run").iterdir()
-    run.chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write to it"):
-        tierfall.open(cli.config)
-    assert "others may write to it" in cli("check", "--size", "64KiB", code=1).err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")

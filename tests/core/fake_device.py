@@ -49,15 +49,13 @@ class FakeMark:
 class FakeStream:
     """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports, ``refuses`` what
     comes of launching one; ``blocks`` says whether the caller waits for real, ``batches`` whether it copies by
-    address. ``busy``: the caller's own work has not run either, and what it is marked by is in ``marks``."""
+    address."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
         self.free.set()
         self.blocks = True
         self.batches = True
-        self.busy = False
-        self.marks: list[FakeMark] = []
         self.fails: BaseException | None = None
         self.no_room = False
         self.refuses: BaseException | None = None
@@ -103,9 +101,7 @@ class FakeStream:
 
     def mark_caller(self) -> FakeMark:
         mark = FakeMark()
-        self.marks.append(mark)
-        if not self.busy:
-            mark.done.set()
+        mark.done.set()
         return mark
 
     def copies_memory(self, memory: torch.Tensor) -> bool:

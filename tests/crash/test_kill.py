@@ -7,7 +7,9 @@ A failing life is lived again with the seed that it prints:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import doomed
 import pytest
@@ -29,42 +31,30 @@ def live(life: Life, *, stops: list[str], random_kills: int) -> None:
     life.end()
 
 
-@pytest.mark.parametrize("point", doomed.CAPTURE)
-def test_a_kill_in_capture(
+def points(*groups: Mapping[str, object]) -> list[Any]:
+    """The points of some groups: two of each in every run, the others in ``make torture``."""
+    return [
+        name if number < 2 else pytest.param(name, marks=pytest.mark.torture)
+        for group in groups
+        for number, name in enumerate(group)
+    ]
+
+
+@pytest.mark.parametrize("point", points(doomed.CAPTURE, doomed.FLUSH, doomed.COMMIT, doomed.PRUNE))
+def test_a_kill_at_a_point(
     point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
     live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
 
 
-@pytest.mark.parametrize("point", doomed.FLUSH)
-def test_a_kill_in_a_flush(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
-    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
-
-
-@pytest.mark.parametrize("point", doomed.COMMIT)
-def test_a_kill_between_manifest_and_commit(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
-    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
-
-
-@pytest.mark.parametrize("point", doomed.PRUNE)
-def test_a_kill_while_copies_are_dropped(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
-    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
-
-
-@pytest.mark.parametrize("point", doomed.ADOPTION)
+@pytest.mark.parametrize("point", points(doomed.ADOPTION))
 def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
     point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
     live(Life(trainers, tmp_path, memory, seed), stops=["flush-slow", point], random_kills=1)
 
 
-@pytest.mark.parametrize("point", doomed.SUPERSEDE)
+@pytest.mark.parametrize("point", points(doomed.SUPERSEDE))
 def test_a_kill_while_a_snapshot_is_superseded(
     point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
@@ -93,13 +83,13 @@ def test_lives_of_many_deaths(
     """Every point in a shuffled order, each after the deaths before it, and as many random kills."""
     life = Life(trainers, tmp_path, memory, torture_seed)
     ours = doomed.POINTS.keys() - doomed.SUPERSEDE.keys()
-    points: list[str | None] = [*sorted(ours), *[None] * len(ours)]
-    life.random.shuffle(points)
+    moments: list[str | None] = [*sorted(ours), *[None] * len(ours)]
+    life.random.shuffle(moments)
     first = next(
-        point for point in points if point not in doomed.ADOPTION
+        point for point in moments if point not in doomed.ADOPTION
     )  # there is nothing to adopt yet
-    points.remove(first)
-    for point in [first, *points]:
+    moments.remove(first)
+    for point in [first, *moments]:
         if point is None:
             life.kill_at_random()
         else:
@@ -115,9 +105,9 @@ def test_lives_of_many_deaths_where_most_saves_are_superseded(
     torture_seed: int, trainers: Trainers, tmp_path: Path, memory: Path
 ) -> None:
     life = Life(trainers, tmp_path, memory, torture_seed, when_full="supersede")
-    points = [*doomed.SUPERSEDE, *[None] * len(doomed.SUPERSEDE)]
-    life.random.shuffle(points)
-    for point in points:
+    moments = [*doomed.SUPERSEDE, *[None] * len(doomed.SUPERSEDE)]
+    life.random.shuffle(moments)
+    for point in moments:
         if point is None:
             life.kill_at_random()
         else:

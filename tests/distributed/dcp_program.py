@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tierfall
 from tests.distributed import program
@@ -118,108 +115,6 @@ def _load(ckpt: tierfall.Checkpointer, model: Any, optimizer: Any) -> int:
     return step + 1
 
 
-def restore(folder: str, layout: str, strict: bool = True, **changes: Any) -> Any:
-    """Restore what DCP saved by the Checkpointer itself; say how the tensors and this rank's values came back."""
-    dist.init_process_group("gloo")
-    model = make_model(layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = _state(model, optimizer, 0)
-    state["own"]["rank"] = -1
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        report = ckpt.restore(state, strict=strict)
-    assert report is not None
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
-    digest = _digest(model, optimizer)
-    dist.destroy_process_group()
-    return {"step": report.step, "own": state["own"], "digest": digest}
-
-
-def replicas(folder: str, **changes: Any) -> Any:
-    """Save what all ranks have alike, and what two have; say which names stand in which rank's image."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
-    whole = torch.arange(48.0).view(12, 4)
-    sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
-    state = {
-        "plain": {f"p{i}": torch.full((100,), float(i)) for i in range(6)},
-        "list": [torch.ones(40), torch.full((50,), 2.0), {"n": 1}],
-        "sharded": sharded,
-        "tied": {"a": sharded, "b": sharded},
-        "rank": RANK,
-    }
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=1, until="pfs"))
-    found: dict[str, Any] = {
-        "plain": {f"p{i}": torch.zeros(100) for i in range(6)},
-        "list": [torch.zeros(40), torch.zeros(50), {"n": 0}],
-        "sharded": distribute_tensor(torch.zeros(12, 4), mesh, [Shard(1), Replicate()]),
-        "tied": {"a": torch.zeros(12, 4), "b": torch.zeros(12, 4)},
-        "rank": -1,
-    }
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        dcp.load(found, storage_reader=TierReader(ckpt))
-        again = {**found, "plain": {f"p{i}": torch.zeros(100) for i in range(6)}, "rank": -1}
-        again["sharded"] = distribute_tensor(torch.zeros(12, 4), mesh, [Replicate(), Shard(0)])
-        report = ckpt.restore(again, strict=False)
-    assert report is not None
-    for loaded in (found, again):
-        assert all(bool((loaded["plain"][f"p{i}"] == i).all()) for i in range(6))
-        assert loaded["list"][1].tolist() == [2.0] * 50
-        assert loaded["list"][2] == {"n": 1}
-        assert torch.equal(loaded["sharded"].full_tensor(), whole)
-        assert torch.equal(loaded["tied"]["b"], whole)
-        assert loaded["rank"] == RANK, loaded["rank"]
-    dist.destroy_process_group()
-    return True
-
-
-def bad(folder: str, where: int, how: str = "save", **changes: Any) -> Any:
-    """One rank's part cannot be saved; return what the call says, and what is there after the next step."""
-    dist.init_process_group("gloo")
-    state: dict[str, Any] = {"w": torch.ones(5), "value": print if where == RANK else 1}
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        try:
-            no_dist = how == "no_dist"  # then only the commit tells a rank of the others
-            writer = TierWriter(ckpt, step=1, until="pfs" if no_dist else None)
-            if how == "lazy":
-                stager = LazyStager(ckpt)
-                future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-                future.result(PATIENCE_S)  # type: ignore[union-attr]
-            else:
-                dcp.save(state, storage_writer=writer, no_dist=no_dist)
-            said = "saved"
-        except CheckpointException as error:
-            said = str(error)
-        state["value"] = 1
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=2, until="pfs"))
-        steps = [c.step for c in ckpt.checkpoints()]
-    dist.destroy_process_group()
-    return {"said": said, "steps": steps}
-
-
-def newest(folder: str, **changes: Any) -> Any:
-    """Load the newest step, which lies in the memory of those who saved it alone; return what comes back."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (WORLD,))
-
-    def state(step: int) -> dict[str, Any]:
-        whole = torch.arange(12.0).view(6, 2) * step
-        return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
-
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        for step in (1, 2, 3):
-            writer = TierWriter(ckpt, step=step, until="pfs" if step == 2 else None)
-            dcp.save(state(step), storage_writer=writer)
-        tiers = [sorted(c.tiers) for c in ckpt.checkpoints() if c.step == 3]
-        found = state(0)
-        dcp.load(found, storage_reader=TierReader(ckpt))
-        assert torch.equal(found["w"].full_tensor(), state(found["step"])["w"].full_tensor())
-    dist.destroy_process_group()
-    return {"tiers": tiers, "step": found["step"]}
-
-
 def part_of_the_ranks(folder: str, **changes: Any) -> Any:
     """Save by a process group that is not the Checkpointer's."""
     dist.init_process_group("gloo")
@@ -237,36 +132,6 @@ def part_of_the_ranks(folder: str, **changes: Any) -> Any:
     return said
 
 
-def damaged(folder: str, **changes: Any) -> Any:
-    """Load what only one rank finds damaged; return what each is told, and whether it may go on."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (WORLD,))
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        state: dict[str, Any] = {
-            "w": distribute_tensor(torch.zeros(2 << 14, 4), mesh, [Shard(0)]),
-            "own": -1,
-        }
-        try:
-            dcp.load(state, storage_reader=TierReader(ckpt))
-            said = "loaded"
-        except CheckpointException as error:
-            said = str(error)
-    dist.destroy_process_group()
-    return {"said": said, "own": state["own"]}
-
-
-def save_sharded(folder: str, **changes: Any) -> Any:
-    """Save one large DTensor and a value of each rank."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (WORLD,))
-    state = {"w": distribute_tensor(torch.ones(2 << 14, 4), mesh, [Shard(0)]), "own": RANK}
-    assert isinstance(state["w"], DTensor)
-    with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=1, until="pfs"))
-    dist.destroy_process_group()
-    return os.environ["GROUP_RANK"]
-
-
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """What DCP raises is no Exception; here it is an answer like any other."""
 
@@ -280,5 +145,5 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    own = (train, restore, replicas, bad, newest, part_of_the_ranks, damaged, save_sharded)
+    own = (train, part_of_the_ranks)
     program.main({function.__name__: _plainly(function) for function in own})

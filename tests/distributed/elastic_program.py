@@ -39,13 +39,6 @@ def own() -> range:
     return range(RANK, RANK + 1)
 
 
-def skew_clock(hours: list[float] | None) -> None:
-    """Let this rank's wall clock be wrong by so much."""
-    if hours is not None:
-        real, wrong_s = time.time, 3600 * hours[RANK]
-        time.time = lambda: real() + wrong_s
-
-
 def stop_flushes() -> None:
     """No tier takes an image: what is saved is in memory alone."""
     real = PosixBackend.create
@@ -72,12 +65,10 @@ def stay(
     folder: str,
     steps: list[int],
     flush: bool = True,
-    hours: list[float] | None = None,
     **changes: Any,
 ) -> Any:
     """Save these steps, wait until all ranks have them in memory, or on all tiers with ``flush``; then stay to be
     killed."""
-    skew_clock(hours)
     if not flush:
         stop_flushes()
     ckpt = tierfall.open(program.config(folder, **changes))
@@ -97,16 +88,11 @@ def go_on(
     folder: str,
     parts: int,
     steps: list[int],
-    hours: list[float] | None = None,
-    drain_first: bool = False,
     **changes: Any,
 ) -> Any:
     """Restore what ``parts`` ranks saved, as a whole; with as many ranks, each its own. Then save these steps."""
-    skew_clock(hours)
     mine = own() if parts == WORLD else range(parts)
     with tierfall.open(program.config(folder, **changes)) as ckpt:
-        if drain_first:
-            ckpt.drain(30)
         state = make_state(0, mine)
         report = ckpt.restore(state)
         left = ckpt.drain(30).left
@@ -196,33 +182,6 @@ def meet_silence(folder: str, **changes: Any) -> Any:
     except tierfall.errors.TierfallError as error:
         return {"seconds": time.monotonic() - began, "said": str(error)}
     return "it is open"
-
-
-def reuse(folder: str, how: str, **changes: Any) -> Any:
-    """A second job that uses a run's name by mistake."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        if how == "restore":
-            ckpt.restore(make_state(0, own()))
-        ckpt.save(50, make_state(50, own())).wait("pfs", 30)
-        return "saved"
-
-
-def train_until_told(folder: str, **changes: Any) -> Any:
-    """Save a step, wait for another job to come, and save on."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        ckpt.save(1, make_state(1, own())).wait("pfs", 30)
-        ready(folder)
-        while not Path(folder, "go-on").exists():
-            time.sleep(0.01)
-        outcome = None
-        try:
-            outcome = program.outcome_of(ckpt.save(2, make_state(2, own())))
-            ckpt.save(3, make_state(3, own()))
-        except tierfall.errors.TierfallError as error:
-            said = [type(error).__name__, str(error)]
-            # a rank that comes late to step 2 may hear from the other why it must not save
-            return {"outcome": outcome or said, "then": said}
-        return {"outcome": outcome, "then": None}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import tierfall
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.core.restore.exchange.rounds import _RoundRunner
-from tierfall.integrations import frameworks
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 
@@ -26,20 +25,6 @@ def tensor(name: int) -> torch.Tensor:
 def replicated(tensors: int) -> dict[str, Any]:
     """What every rank holds alike."""
     return {"weights": {f"w{i}": tensor(i) for i in range(tensors)}}
-
-
-def save_replicas(folder: str, tensors: int = 8, steps: int = 1, **changes: Any) -> Any:
-    """Save parameters that all ranks hold, as data-parallel training does: they divide them."""
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        for step in range(1, steps + 1):
-            weights = {
-                name: torch.nn.Parameter(value + (step - 1))
-                for name, value in replicated(tensors)["weights"].items()
-            }
-            handle = ckpt.save(step, {"weights": weights, "epoch": step, "rng": None})
-            ckpt.wait_captured()
-        handle.wait(timeout=30)
-        return {"bytes": handle.stats.bytes}
 
 
 def part_of(tensors: int) -> dict[str, Any]:
@@ -105,26 +90,6 @@ def _restore(given: Any, folder: str, tensors: int, group: str, mine: bool, **ch
             "fallbacks": [f"{f.what}: {f.reason}" for f in report.fallbacks],
             "next": handle.step,
         }
-
-
-def save_with_random(folder: str, **changes: Any) -> Any:
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        ckpt.save(1, {"weights": tensor(0)}, block=True)
-
-
-def restore_random(folder: str, **changes: Any) -> Any:
-    """Restore as an adapter of a training framework does, and train on."""
-    dist.init_process_group("gloo")
-    state = {"weights": torch.zeros(150, 400)}
-    with tierfall.open(program.config(folder, **changes)) as ckpt:
-        report = ckpt.restore(state)
-        assert report is not None
-        before = torch.get_rng_state()
-        frameworks.restore_random(ckpt, report)
-        kept = torch.equal(before, torch.get_rng_state())
-        ckpt.save(2, state).wait(timeout=30)
-    dist.destroy_process_group()
-    return {"kept": kept, "received": any(s.rank is not None for s in report.sources)}
 
 
 def _break(how: str) -> None:

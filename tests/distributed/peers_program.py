@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,13 @@ import tierfall
 from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
-from tierfall.backends.toolkit.base import WriterBase
 from tierfall.errors import FlushError
 from tierfall.setup import peers
 
 
-def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
-    made = _config(folder, **changes)
-    return {**made, "tiers": [tier for tier in made["tiers"] if tier["name"] != without]}
-
-
-def _config(folder: str, **changes: Any) -> dict[str, Any]:
+def config(folder: str, **changes: Any) -> dict[str, Any]:
     root = Path(folder)
     peer = changes.pop("peers", {})
-    if "domains" in peer:
-        peer = {**peer, "domains": peer["domains"].format(node=NODE)}
     return {
         "run": "many",
         "max_wait": "10s",
@@ -70,43 +61,18 @@ def make_state(step: int) -> dict[str, Any]:
     return {**program.make_state(step), "step": torch.full((1,), float(step))}
 
 
-def train(
-    folder: str,
-    steps: list[int],
-    wait: str = "",
-    stuck: int = 0,
-    after: Sequence[int] = (),
-    **changes: Any,
-) -> None:
-    """Go on from where the run is, and save these steps to peer memory; then wait to be killed. The copies of step
-    ``stuck`` to peer memory do not end on rank 0, and the steps ``after`` are saved meanwhile; step 2 is on the tier
-    ``wait``, too. ``survives-RANK`` has what peer memory survives, before the first save and at the end."""
+def train(folder: str, steps: list[int], wait: str = "", **changes: Any) -> None:
+    """Go on from where the run is, and save these steps to peer memory; then wait to be killed. Step 2 is on the tier
+    ``wait``, too."""
     dist.init_process_group("gloo")
-    publish = WriterBase.publish
-
-    def stick(writer: WriterBase) -> None:
-        if f"step-{stuck:08d}" in writer._key and RANK == 0:
-            time.sleep(600)
-        publish(writer)
-
-    PeerWriter.publish = stick  # type: ignore[method-assign, assignment]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.restore(make_state(0))
-        first = ckpt.statistics().peer_survival
         for step in steps:
             handle = ckpt.save(step, make_state(step))
             ckpt.wait_captured()
-            if step == stuck:
-                time.sleep(1.0)  # the other ranks' copies arrive
-                for later in after:
-                    ckpt.save(later, make_state(later))
-                    ckpt.wait_captured()
-                break
             handle.wait("peers", 30)
             if wait and step == 2:
                 handle.wait(wait, 30)
-        found = (first, ckpt.statistics().peer_survival)
-        Path(folder, f"survives-{RANK}").write_text(json.dumps([x and asdict(x) for x in found]))
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
 
@@ -119,24 +85,6 @@ def finish(folder: str, steps: list[int], at_end: bool = True, **changes: Any) -
             ckpt.maybe_save(step, make_state(step))
             ckpt.wait_captured()
     return steps[-1]
-
-
-def go_on(folder: str, saved: str, **changes: Any) -> None:
-    """Go on from where the run is, without a rule that selects a step, until peer memory has a new checkpoint; write
-    its step to the file ``saved``, and wait to be killed."""
-    dist.init_process_group("gloo")
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        restored = ckpt.restore(make_state(0))
-        assert restored is not None
-        for step in itertools.count(restored.step + 1):
-            ckpt.maybe_save(step, make_state(step))
-            ckpt.wait_captured()
-            time.sleep(0.05)
-            if (survival := ckpt.statistics().peer_survival) is not None:
-                break
-        Path(folder, saved).write_text(str(survival.step))
-        Path(folder, f"ready-{RANK}").touch()
-        time.sleep(600)
 
 
 def save_and_note(
@@ -311,29 +259,13 @@ def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str
     return {"why": why, "stored": stored}
 
 
-def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
+def resume(folder: str, saves: bool = False, **changes: Any) -> dict[str, Any] | None:
     """Restore, and return the step, whether it is bit for bit what this rank saved, and the bytes read by tier;
     with ``saves``, after a further step is in peer memory."""
-    return _resume(folder, make_state(0), same, **changes)
-
-
-def resume_any(folder: str, **changes: Any) -> dict[str, Any] | None:
-    """Restore, of what another number of ranks saved, a tensor that each rank had a part of."""
-    state = {"step": torch.zeros(1)}
-    return _resume(folder, state, lambda one, other: one["step"].item() == 3, ["step"], **changes)
-
-
-def _resume(
-    folder: str,
-    state: dict[str, Any],
-    is_good: Callable[..., bool],
-    only: list[str] | None = None,
-    saves: bool = False,
-    **changes: Any,
-) -> dict[str, Any] | None:
     dist.init_process_group("gloo")
     with tierfall.open(config(folder, **changes)) as ckpt:
-        report = ckpt.restore(state, only=only)
+        state = make_state(0)
+        report = ckpt.restore(state)
         if report is None:
             return None
         if saves:
@@ -342,9 +274,8 @@ def _resume(
             handle.wait("peers", 30)
         return {
             "step": report.step,
-            "good": is_good(state, make_state(report.step)),
+            "good": same(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
-            "skipped": [f"{each.what}: {each.reason}" for each in report.fallbacks],
         }
 
 

@@ -16,11 +16,9 @@ import torch
 
 import tierfall
 from tests.distributed import killing
-from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.ranks.transport import StoreTransport
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.types.errors import StorageFullError
 
 RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]
@@ -73,88 +71,18 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def save(folder: str, steps: list[int], **changes: Any) -> Any:
-    """Save these steps, and wait until the last is on every tier."""
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        for step in steps:
-            handle = ckpt.save(step, make_state(step))
-            ckpt.wait_captured()
-        handle.wait("nvme")
-        handle.wait("pfs")
-        return [[c.step, c.attempt, sorted(c.tiers)] for c in ckpt.checkpoints()]
-
-
-def finish(folder: str, steps: list[int], **changes: Any) -> None:
-    """Train to the end with ``maybe_save``, and close at once."""
-    with tierfall.open(config(folder, interval={"every": 1}, **changes)) as ckpt:
-        for step in steps:
-            ckpt.maybe_save(step, make_state(step))
-            ckpt.wait_captured()
-
-
-def restore(folder: str, **changes: Any) -> Any:
-    """Restore the newest, say from where, and whether it is bit for bit what this rank saved."""
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        state = make_state(0)
-        report = ckpt.restore(state)
-        if report is None:
-            return None
-        good = same(state, make_state(report.step))
-        return {
-            "step": report.step,
-            "good": good,
-            "tiers": sorted({s.tier for s in report.sources}),
-        }
-
-
-def die(folder: str, steps: list[int], when: str, **changes: Any) -> Any:
-    """Save these steps; then all ranks of the job are killed by whoever started it."""
-    ckpt = tierfall.open(config(folder, **changes))
-    for step in steps:
-        handle = ckpt.save(step, make_state(step))
-        ckpt.wait_captured()
-        handle.captured(20)
-        if when != "sealed":
-            handle.wait(when, 20)
-    Path(folder, f"ready-{RANK}").touch()
-    time.sleep(600)
-
-
-def refused(folder: str, full: int, **changes: Any) -> Any:
-    """The tier nvme refuses this rank's images; the others' arrive there."""
-    if full == RANK:
-        broken = Path(folder, f"nvme-{NODE}", "many")
-        create = PosixBackend.create
-
-        def fail(self: PosixBackend, key: str, **options: Any) -> Any:
-            if key.endswith(".safetensors") and str(broken) in self.place + "/many":
-                raise StorageFullError(f"{key}: no space left on device")
-            return create(self, key, **options)
-
-        PosixBackend.create = fail  # type: ignore[method-assign, assignment]
-    with tierfall.open(config(folder, **changes)) as ckpt:
-        handle = ckpt.save(1, make_state(1))
-        handle.wait("pfs", 20)
-        try:
-            handle.wait("nvme", 20)
-        except tierfall.errors.TierfallError as error:
-            return str(error)
-        return "it is there"
-
-
 def train(
     folder: str,
     steps: list[int],
     victim: int = -1,
     point: str = "",
     call: int = 1,
-    stop: bool = False,
     **changes: Any,
 ) -> Any:
-    """Go on from where the run is, and save these steps; ``victim`` is killed, or stopped, at a point. What a handle
+    """Go on from where the run is, and save these steps; ``victim`` is killed at a point. What a handle
     says is durable is noted in a file before the next step."""
     if victim == RANK:
-        killing.at_point(point, call, killing.stop_self if stop else killing.kill_self)
+        killing.at_point(point, call, killing.kill_self)
     noted = Path(folder, f"durable-{RANK}")
     with tierfall.open(config(folder, **changes)) as ckpt:
         state = make_state(0)
@@ -214,15 +142,6 @@ def cost(folder: str, saves: int, **changes: Any) -> Any:
             ckpt.wait_captured()
             handle.wait("pfs", 30)
         return {"cpu_s": seconds, "messages": len(on_caller), "landed": landed, "there": there}
-
-
-def outcome_of(handle: Any) -> Any:
-    """Wait until a save is through, and say what became of it."""
-    try:
-        handle.wait("pfs", 30)
-    except tierfall.errors.TierfallError as error:
-        return [str(handle.outcome), str(error)]
-    return [str(handle.outcome), ""]
 
 
 def main(functions: dict[str, Any] | None = None) -> None:

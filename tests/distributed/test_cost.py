@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.job import Job
 
 SAVES = 8
 ONE_TIER = {"nvme": {"flush": {"every": 1000}}}
 
 
+@pytest.mark.torture
 def test_save_on_many_ranks_costs_its_caller_what_it_costs_on_one(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:

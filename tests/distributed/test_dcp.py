@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
-import torch
 
 import tierfall
 from tests.distributed.job import Job
@@ -43,14 +40,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
 @pytest.mark.parametrize(
     ("how", "ranks"),
     [
-        ("save", 2),
-        ("cached", 2),
+        pytest.param("save", 2, marks=LONG),
+        pytest.param("cached", 2, marks=LONG),
         ("lazy", 2),
-        ("beside", 2),
+        pytest.param("beside", 2, marks=LONG),
         pytest.param("lazy", 4, marks=LONG),
         ("process", 2),
         pytest.param("no_dist", 2, marks=LONG),
-        ("thread", 2),
+        pytest.param("thread", 2, marks=LONG),
     ],
 )
 def test_training_goes_on_to_the_same_bits(
@@ -78,7 +75,7 @@ def test_training_goes_on_to_the_same_bits(
     ("saved", "loaded"),
     [
         pytest.param(("fsdp", 4), ("hsdp", 4), marks=LONG),
-        (("fsdp", 4), ("plain", 1)),
+        pytest.param(("fsdp", 4), ("plain", 1), marks=LONG),
         (("hsdp", 4), ("tp", 2)),
         pytest.param(("ddp", 2), ("fsdp", 3), marks=LONG),
         pytest.param(("tp-fsdp", 4), ("ddp", 2), marks=LONG),
@@ -96,71 +93,8 @@ def test_another_layout_loads_what_was_saved(
     assert whole["own"] == {"rank": 0, "step": 1}
 
 
-def test_the_checkpointer_restores_what_dcp_saved(make_job: MakeJob) -> None:
-    saved = run(make_job(2, program=PROGRAM), "train", layout="fsdp", steps=1)
-    answers = run(make_job(2, program=PROGRAM), "restore", layout="fsdp")
-    assert [answer["own"] for answer in answers] == [{"rank": r, "step": 1} for r in (0, 1)]
-    assert [answer["digest"] for answer in answers] == [a["digest"] for a in saved]
-
-
-def test_each_block_is_written_once_and_values_by_each_rank(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    assert run(make_job(4, program=PROGRAM), "replicas") == [True] * 4
-    folder = tmp_path / "pfs/one/step-00000001-a0001"
-    places: list[tuple[str, tuple[int, ...]]] = []
-    for rank in range(4):
-        manifest = json.loads((folder / f"rank-{rank:05d}-of-00004.json").read_text())
-        pieces = manifest["pieces"]
-        assert all(p["end"] > p["start"] for p in pieces)
-        places += [(p["name"].split("%p")[0], tuple(p["offset"])) for p in pieces]
-        with safetensors.safe_open(  # type: ignore[attr-defined]
-            folder / f"rank-{rank:05d}-of-00004.safetensors", "pt"
-        ) as image:
-            for piece in pieces:
-                assert list(image.get_tensor(piece["name"]).shape) == piece["lengths"]
-        shard = tierfall.load(folder / f"rank-{rank:05d}-of-00004.safetensors")
-        assert shard["rank"] == rank
-    assert len(places) == len(set(places)) == 6 + 2 + 3 * 2
-    whole = tierfall.load(tmp_path / "pfs")
-    assert torch.equal(whole["tied"]["b"], torch.arange(48.0).view(12, 4))
-    assert whole["list"][2] == {"n": 1}
-
-
-@pytest.mark.parametrize("how", ["save", "no_dist", "lazy"])
-@pytest.mark.torture
-def test_what_one_rank_cannot_save_is_raised_by_all_and_the_next_step_is_saved(
-    make_job: MakeJob, how: str
-) -> None:
-    answers = run(make_job(2, program=PROGRAM), "bad", where=1, how=how)
-    assert all("value" in answer["said"] for answer in answers), answers
-    assert all("rank 1" in answer["said"] or "RANK 1" in answer["said"] for answer in answers[:1])
-    assert [answer["steps"] for answer in answers] == [[2], [2]]
-
-
-def test_what_lies_in_the_memory_of_other_ranks_is_loaded_from_there(make_job: MakeJob) -> None:
-    job = make_job(2, program=PROGRAM, node_of=[0, 1])
-    every_second = {"flush": {"every": 2}}
-    answers = run(job, "newest", nvme=every_second, pfs=every_second)
-    assert answers == [{"tiers": [["host"]], "step": 3}] * 2
-
-
 @pytest.mark.torture
 def test_a_group_that_is_not_the_checkpointers_is_refused(make_job: MakeJob) -> None:
     answers = run(make_job(3, program=PROGRAM), "part_of_the_ranks")
     assert all("2 ranks save, and the Checkpointer was opened by 3" in a for a in answers[:2])
     assert answers[2] == ""
-
-
-def test_damage_that_one_rank_meets_is_reported_to_all(make_job: MakeJob, tmp_path: Path) -> None:
-    run(make_job(2, program=PROGRAM), "save_sharded")
-    good = run(make_job(2, program=PROGRAM), "damaged")
-    assert [(a["said"], a["own"]) for a in good] == [("loaded", 0), ("loaded", 1)]
-    for image in tmp_path.glob("*/one/step-*/rank-00001-of-00002.safetensors"):
-        data = bytearray(image.read_bytes())
-        data[-1] ^= 1
-        image.write_bytes(data)
-    answers = run(make_job(2, program=PROGRAM), "damaged")
-    assert all("does not match its digest" in answer["said"] for answer in answers)
-    assert "rank 1: " in answers[0]["said"]
-    assert "HALF FILLED" in answers[0]["said"]

@@ -78,68 +78,6 @@ def test_replicas_read_one_copy_of_the_checkpoint_from_the_tier_that_they_share(
         }
 
 
-def test_replicas_that_ranks_divided_are_on_disk_once_and_come_back_to_all_from_two_nodes(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    saved = job(4, TWO_NODES).run("save_replicas")
-    assert sum(answer["bytes"] for answer in saved) <= WHOLE + 4 * 2 * HEADER
-    assert max(answer["bytes"] for answer in saved) <= WHOLE / 4 + 2 * HEADER
-    remove(tmp_path, "pfs")
-    answers = job(4, TWO_NODES).run("restore")
-    all_good(answers)
-    assert WHOLE <= read(answers, "nvme") <= WHOLE + 8 * HEADER
-    one_more = job(3, [0, 0, 1]).run("restore", how="another number of ranks")
-    all_good(one_more, step=2)
-
-
-@pytest.mark.torture
-def test_without_a_process_group_each_rank_reads_for_itself(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job(4).run("save")
-    remove(tmp_path, "nvme-0")
-    answers = job(4).run("restore", group="none")
-    all_good(answers)
-    assert all(answer["read"]["pfs"] >= WHOLE and not answer["got"] for answer in answers)
-
-
-def test_what_lies_on_another_node_only_is_read_there_and_sent(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job(4, TWO_NODES).run("save")
-    remove(tmp_path, "pfs")
-    answers = job(4, SWAPPED).run("restore", mine=True)
-    all_good(answers)
-    for rank, answer in enumerate(answers):
-        other_node = {2, 3} if rank < 2 else {0, 1}
-        assert {(tier, by) for tier, by, _ in answer["got"]} <= {("nvme", r) for r in other_node}
-        assert sum(n for _, _, n in answer["got"]) >= WHOLE / 4
-    again = job(4, SWAPPED).run("restore", mine=True)
-    all_good(again, step=2)
-
-
-@pytest.mark.torture
-def test_the_disk_of_another_node_goes_before_the_slower_tier(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job(4, TWO_NODES).run("save")
-    answers = job(4, SWAPPED).run("restore", mine=True)
-    all_good(answers)
-    # Its own header a rank reads where it can, before it knows of the others.
-    assert read(answers, "pfs") <= 4 * HEADER
-    assert {tier for answer in answers for tier, _, _ in answer["got"]} == {"nvme"}
-
-
-@pytest.mark.torture
-def test_mixed_sources_serve_one_restore(job: Callable[..., Job], tmp_path: Path) -> None:
-    job(4, TWO_NODES).run("save")
-    remove(tmp_path, "nvme-1")
-    answers = job(4, TWO_NODES).run("restore")
-    all_good(answers)
-    assert WHOLE / 2 <= read(answers, "nvme") <= WHOLE / 2 + 4 * HEADER
-    assert WHOLE / 2 <= read(answers, "pfs") <= WHOLE / 2 + 4 * HEADER
-
-
 @pytest.mark.torture
 def test_without_a_process_group_what_another_node_has_is_an_error_that_says_what_helps(
     job: Callable[..., Job], tmp_path: Path
@@ -164,19 +102,6 @@ def test_a_chunk_damaged_on_one_node_is_read_on_the_other(
     all_good(answers)
     assert {by for _, by, _ in answers[0]["got"]} <= {2, 3}
     assert any("does not match its digest" in text for text in answers[0]["fallbacks"])
-
-
-@pytest.mark.torture
-def test_a_chunk_damaged_everywhere_takes_all_ranks_to_the_older_step(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job(4).run("save", steps=2)
-    for image in tmp_path.glob("*/many/step-00000002-a0001/rank-00001-of-00004.safetensors"):
-        damage(image)
-    answers = job(4).run("restore")
-    all_good(answers, step=1)
-    for answer in answers:
-        assert any("of rank 1's image" in text for text in answer["fallbacks"])
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.torture), 2])
@@ -223,13 +148,3 @@ def test_a_rank_that_stands_still_keeps_nobody_waiting_for_ever(job: Callable[..
         assert time.monotonic() - began < 120
         time.sleep(0.1)
     stopped.kill()
-
-
-def test_ranks_agree_on_a_random_state_that_only_some_of_them_see(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    """It is of another number of ranks, which the other node learns from this one."""
-    job(1).run("save_with_random", nvme={"shared": False})
-    remove(tmp_path, "pfs")
-    answers = job(2, [0, 1]).run("restore_random", nvme={"shared": False})
-    assert answers == [{"kept": True, "received": False}, {"kept": True, "received": True}]

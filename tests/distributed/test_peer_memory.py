@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,66 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.distributed.job import ROOT, Job
 from tests.distributed.peer_jobs import shown
-from tests.steps import wait_until
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
-LONG = pytest.mark.torture
-
-
-def test_fewer_nodes_go_on(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """A node is lost and not replaced: the others know all that it saved."""
-    train(make_job)
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-3")
-    answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume_any")
-    assert [answer.get("step") for answer in answers] == [3] * 3, answers
-    assert all(answer["good"] and "pfs" not in answer["tiers"] for answer in answers)
-
-
-def test_a_node_that_is_lost_while_training_goes_on(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    """Its images are restored, also where the next start saves and is killed again, with another node lost. What is
-    said of the loss of nodes is of checkpoints that this start has committed in peer memory."""
-    train(make_job)
-    check_survival(tmp_path, step=3, attempt=1)
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-1")
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("train", steps=[4, 5])
-    job.wait_ready()
-    wait_until(lambda: "peers: 5@2" in shown(tmp_path, "watch", "--once"), "the status has step 5")
-    pairs = "peers: 5@2 survives the loss of any 1 node; of 2 with 66.6%"
-    for command in (["ls"], ["watch", "--once"]):
-        assert pairs in shown(tmp_path, *command).splitlines()
-    job.kill()
-    check_survival(tmp_path, step=5, attempt=2)
-    for command in (["ls"], ["watch", "--once"]):
-        assert f"{pairs} (if no node is lost yet)" in shown(tmp_path, *command).splitlines()
-        document = json.loads(shown(tmp_path, *command, "--json"))
-        assert document["peer_survival"] == survival(step=5, attempt=2)
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-2")
-    check_resumed(run_again(make_job), step=5)
-
-
-def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    """No trainer starts again: a command drains the memory of the other node to storage."""
-    job = make_job(2, [0, 1], program=PROGRAM).start("train", steps=[1])
-    job.wait_ready()
-    job.kill()
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-1")
-    assert "flushed 1@1 to pfs" in shown(tmp_path, "drain", "--deadline", "20s")
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-0")
-    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
-    check_resumed(answers, step=1, reads="pfs")
 
 
 def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
@@ -87,19 +30,6 @@ def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
         done.stdout + done.stderr
     )
     assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
-
-
-def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start(
-        "train", steps=[1, 2, 3], stuck=3, after=[4]
-    )
-    job.wait_ready()
-    job.kill()
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-1")
-    check_resumed(run_again(make_job), step=2)
 
 
 def test_what_peer_memory_alone_has_stays_at_a_clean_close(
@@ -139,21 +69,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
     (tmp_path / "peers-2").touch()
     answers = run_again(make_job)
     assert all("rank 2: tier peers: " in answer["text"] for answer in answers), answers
-
-
-def survival(*, step: int, attempt: int) -> dict[str, Any]:
-    """What two pairs of nodes survive: 2 of the 6 losses of two nodes are of a pair."""
-    chances = [
-        {"losses": losses, "probability": probability, "exact": True}
-        for losses, probability in enumerate([1.0, 4 / 6, 0.0, 0.0], start=1)
-    ]
-    return {"tier": "peers", "step": step, "attempt": attempt, "certain": 1, "chances": chances}
-
-
-def check_survival(folder: Path, *, step: int, attempt: int) -> None:
-    """``statistics`` said nothing before the first save of a start, and at its end that each pair may lose one."""
-    found = [json.loads((folder / f"survives-{rank}").read_text()) for rank in range(4)]
-    assert found == [[None, survival(step=step, attempt=attempt)]] * 4
 
 
 def run_again(make_job: Callable[..., Job]) -> list[Any]:

@@ -17,40 +17,6 @@ PROGRAM = Path(__file__).with_name("elastic_program.py")
 MakeJob = Callable[..., Job]
 
 
-@pytest.mark.torture
-def test_a_name_used_twice_on_one_node_is_refused_to_the_second_job(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    first = make_job(2, program=PROGRAM).start("train_until_told")
-    first.wait_ready()
-    for answer in make_job(2, program=PROGRAM).run("reuse", how="restore"):
-        assert answer["error"] in ("LockError", "RanksError")
-        assert "run 'many' is owned on this machine by process" in answer["text"]
-        assert "choose another run name" in answer["text"]
-    (tmp_path / "go-on").touch()
-    for answer in first.wait():
-        assert answer == {"outcome": ["saved", ""], "then": None}, "the first goes on, unharmed"
-
-
-def test_wrong_clocks_change_nothing(make_job: MakeJob, tmp_path: Path) -> None:
-    hours = 1.0
-    keep = {"pfs": {"retain": {"last": 2}}}
-    job = make_job(2, program=PROGRAM).start("stay", steps=[1, 2, 3], hours=[0, hours], **keep)
-    job.wait_ready()
-    job.kill()
-    for step in (
-        4,
-        5,
-    ):  # each is later than the one before, and rank 0's clock says that it was earlier
-        answers = make_job(2, program=PROGRAM).run(
-            "go_on", parts=2, steps=[step], hours=[-3 * step, hours], **keep
-        )
-        assert [(a["step"], a["good"]) for a in answers] == [(step - 1, True)] * 2
-    left = sorted(path.parent.name for path in tmp_path.glob("pfs/many/step-*/commit.json"))
-    assert left == ["step-00000004-a0002", "step-00000005-a0003"]
-    assert (tmp_path / "pfs/many/latest").read_text() == "step-00000005-a0003\n"
-
-
 @pytest.mark.parametrize("call", [pytest.param("restore", marks=pytest.mark.torture), "close"])
 def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
     make_job: MakeJob, tmp_path: Path, call: str

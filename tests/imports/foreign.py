@@ -37,23 +37,6 @@ def fresh() -> Trained:
     return Trained(seed=1, steps=0)
 
 
-def assert_same_model(one: Trained, other: Trained) -> None:
-    """Compare all tensors of two models, bit for bit."""
-    ours, theirs = one.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def assert_same_optimizer(one: Trained, other: Trained) -> None:
-    """Compare the state of two optimizers, bit for bit, and their groups."""
-    assert len(one.optimizer.state) == len(other.optimizer.state) > 0
-    for ours, theirs in zip(
-        one.optimizer.state.values(), other.optimizer.state.values(), strict=True
-    ):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
-
-
 def save_torch(path: Path, trained: Trained, **more: Any) -> Path:
     state = {name: part.state_dict() for name, part in trained.parts.items()}
     torch.save({**state, "epoch": 3, **more}, path)

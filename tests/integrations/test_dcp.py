@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfall
-from tests.core.capture.lazy_help import Trainer
-from tests.integrations.dcp_help import QUIET, nested, same
+from tests.integrations.dcp_help import QUIET, same
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import (
     FlushError,
@@ -31,13 +23,6 @@ from tierfall.integrations.dcp.planning import CompleteLoadPlanner
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
 MakeConfig = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def trainer() -> Trainer:
-    trainer = Trainer()
-    trainer.step()
-    return trainer
 
 
 def raised(error: CheckpointException) -> BaseException:
@@ -59,34 +44,7 @@ def test_an_item_that_nobody_wrote_is_counted(make_config: MakeConfig) -> None:
     assert caught.match("1 planned items were written by no rank: w")
 
 
-def test_a_planner_may_change_tensors_on_their_way(make_config: MakeConfig) -> None:
-    class Halving(DefaultSavePlanner):
-        def transform_object(self, write_item: Any, object: Any) -> Any:
-            found = super().transform_object(write_item, object)
-            return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
-
-    with tierfall.open(make_config()) as ckpt:
-        state = {"w": torch.tensor([0.5, 2.0])}
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=1), planner=Halving())
-        half, whole = torch.zeros(2, dtype=torch.float16), torch.zeros(4)[::2]
-        dcp.load({"w": half}, storage_reader=TierReader(ckpt, resume=False))
-        dcp.load({"w": whole}, storage_reader=TierReader(ckpt))
-    assert half.tolist() == whole.tolist() == [0.5, 2.0]
-
-
 # Loading ---------------------------------------------------------------------------------------------
-
-
-def test_a_whole_checkpoint_is_loaded_without_a_state(
-    make_config: MakeConfig, trainer: Trainer
-) -> None:
-    state = nested(trainer, parts=[{"n": 1}, {"w": torch.ones(3)}])
-    with tierfall.open(make_config()) as ckpt:
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=1))
-        found = _load_state_dict_from_keys(storage_reader=TierReader(ckpt))
-    assert same(found["model"], dict(state["model"]))
-    assert same(found["optim"], state["optim"])
-    assert same(found["extra"], state["extra"])
 
 
 def test_a_planner_that_leaves_no_tensor_out(make_config: MakeConfig) -> None:
@@ -158,65 +116,9 @@ def test_what_is_opened_stays_on_its_tier_until_it_was_read(make_config: MakeCon
         assert on_disk(ckpt) == [4], "it goes without being asked"
 
 
-@pytest.mark.parametrize("end", ["garbage", "reset", "asked again"])
-def test_what_is_opened_and_not_read_is_held_no_longer_than_its_reader_wants_it(
-    make_config: MakeConfig, end: str
-) -> None:
-    with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
-        dcp.save(large(1), storage_writer=TierWriter(ckpt, step=1, until="disk"))
-        reader = TierReader(ckpt, resume=False)
-        reader.read_metadata()
-        dcp.save(large(2), storage_writer=TierWriter(ckpt, step=2, until="disk"))
-        ckpt.prune()
-        assert on_disk(ckpt) == [1, 2]
-        match end:
-            case "garbage":
-                del reader
-                gc.collect()
-            case "reset":
-                reader.reset()
-            case _:
-                reader.read_metadata()
-        ckpt.drain(20)
-        assert on_disk(ckpt) == [2]
-
-
 def large(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((300_000,), float(step))}
 
 
 def on_disk(ckpt: tierfall.Checkpointer) -> list[int]:
     return [c.step for c in ckpt.checkpoints() if "disk" in c.tiers]
-
-
-def test_metadata_is_made_a_tensor_at_a_time(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[object] = []
-    init = TensorStorageMetadata.__init__
-
-    def counting(self: Any, *given: Any, **more: Any) -> None:
-        made.append(self)
-        init(self, *given, **more)
-
-    with tierfall.open(make_config()) as ckpt:
-        state = {f"w{i}": torch.ones(2) for i in range(50)}
-        dcp.save(state, storage_writer=TierWriter(ckpt, step=1))
-        monkeypatch.setattr(TensorStorageMetadata, "__init__", counting)
-        metadata = TierReader(ckpt).read_metadata()
-        assert len(metadata.state_dict_metadata) == 50
-        assert not made
-        assert metadata.state_dict_metadata["w7"].size == (2,)  # type: ignore[union-attr]
-        assert len(made) == 1
-
-
-def test_tierfall_alone_does_not_load_dcp() -> None:
-    program = "import sys, tierfall; sys.exit('torch.distributed.checkpoint' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def _damage_header(tier: Path, step: int) -> None:
-    (image,) = tier.glob(f"run/step-{step:08d}-*/*.safetensors")
-    data = bytearray(image.read_bytes())
-    data[40] ^= 1
-    image.write_bytes(data)

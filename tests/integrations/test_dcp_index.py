@@ -11,15 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.integrations.dcp_help import QUIET
 from tests.rank_kit import config_of, save_on_ranks
 from tierfall.config import Config
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.image.header import ImageHeader
-from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import TierReader
 from tierfall.run.checkpointer import Checkpointer
 
@@ -49,20 +44,6 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of which ranks' images headers are read, in order."""
-    read: list[int] = []
-    real = CheckpointReader.header_here
-
-    def header_here(parts: CheckpointReader, shard: Shard) -> ImageHeader:
-        read.append(shard.rank)
-        return real(parts, shard)
-
-    monkeypatch.setattr(CheckpointReader, "header_here", header_here)
-    return read
-
-
-@pytest.fixture
 def ckpt(config: Config) -> Iterator[Checkpointer]:
     with Checkpointer(config, run="run") as opened:
         yield opened
@@ -88,50 +69,6 @@ def is_loaded(state: dict[str, Any], rank: int = 2) -> bool:
     )
 
 
-def test_one_header_is_read_whoever_wrote_the_tensors(
-    ckpt: Checkpointer, headers: list[int]
-) -> None:
-    assert is_loaded(load(empty(), ckpt))
-    assert headers == [2]
-
-
-def test_what_only_another_rank_has_is_found_in_the_headers_of_all(
-    ckpt: Checkpointer, headers: list[int]
-) -> None:
-    state = load({**empty(), "note": ""}, ckpt)
-    assert is_loaded(state)
-    assert state["note"] == "of rank 1"
-    assert headers == [2, 0, 1, 2]
-    del headers[:]
-    with pytest.raises(
-        dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: no"
-    ):
-        load({**empty(), "no": 1}, ckpt)
-    assert headers == [2, 0, 1, 2]
-
-
-def test_what_turns_out_to_differ_once_all_headers_are_read_is_named(
-    config: Config, headers: list[int], tmp_path: Path
-) -> None:
-    """Rank 2, whose values count, has nothing under that name."""
-
-    def state(rank: int, step: int) -> dict[str, Any]:
-        return {**state_of(rank, 1), **({"note": f"of rank {rank}"} if rank < 2 else {})}
-
-    save_on_ranks(config, RANKS, [2], state, go_on=True)
-    shutil.rmtree(tmp_path / "memory")
-    with Checkpointer(config, run="run") as ckpt:
-        del headers[:]
-        assert is_loaded(load(empty(), ckpt))
-        assert headers == [2]
-        output = (
-            r"note: differs between the ranks that saved it: 'of rank 0' on rank 0; 'of rank 1'"
-        )
-        with pytest.raises(dcp.api.CheckpointException, match=output):
-            load({**empty(), "note": ""}, ckpt)
-        assert headers == [2, 2, 0, 1, 2]
-
-
 def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(
     config: Config, tmp_path: Path
 ) -> None:
@@ -146,16 +83,8 @@ def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(
         assert is_loaded(load(empty(), ckpt)), "step 1"
 
 
-def test_a_planner_that_wants_everything_gets_it(ckpt: Checkpointer) -> None:
-    state: dict[str, Any] = {}
-    reader = TierReader(ckpt, values_of=2)
-    _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    assert is_loaded(state)
-    assert state["note"] == "of rank 1"
-
-
 def test_an_index_that_is_damaged_or_gone_is_done_without(
-    ckpt: Checkpointer, headers: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ckpt: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (index,) = tmp_path.glob("disk/run/step-*/index.zst")
     data = bytearray(index.read_bytes())
@@ -163,8 +92,5 @@ def test_an_index_that_is_damaged_or_gone_is_done_without(
     index.write_bytes(data)
     assert is_loaded(load(empty(), ckpt))
     assert "it is not the index that the commit record names" in caplog.text
-    assert headers == [0, 1, 2]
     index.unlink()
-    del headers[:]
     assert is_loaded(load(empty(), ckpt, 0), 0)
-    assert headers == [0, 1, 2]

@@ -25,14 +25,12 @@ from tests.integrations.dcp_help import QUIET, emptied, nested, same
 from tests.rank_kit import config_of
 from tierfall.core.format.records import Commit
 from tierfall.core.types.errors import (
-    ConfigError,
     FencedError,
     FlushError,
-    StepError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
-from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
+from tierfall.integrations.dcp import TierReader, TierWriter
 from tierfall.integrations.dcp.direct import DirectWriter
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.tiers.stored import StoredTier
@@ -76,27 +74,6 @@ def test_what_another_process_writes_is_a_checkpoint_of_the_run(
         found = emptied(state)
         dcp.load(found, storage_reader=TierReader(ckpt, step=2))
         assert same(found, state)
-
-
-def test_orders_are_checked_where_they_are_given(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        dcp.save({"n": 1}, storage_writer=TierWriter(ckpt, step=1))
-        with pytest.raises(StepError):
-            pickle.dumps(TierWriter(ckpt, step=1))
-        writer = TierWriter(ckpt, step=2)
-        LazyStager(ckpt).stage({"w": torch.ones(2)})
-        with pytest.raises(ConfigError, match=r"AsyncCheckpointerType\.THREAD"):
-            pickle.dumps(writer)
-
-
-def test_without_a_stored_tier_there_is_nowhere_to_write(make_config: MakeConfig) -> None:
-    config = make_config()
-    del config["tiers"][1:]
-    with (
-        tierfall.open(config) as ckpt,
-        pytest.raises(ConfigError, match="the configuration has none"),
-    ):
-        pickle.dumps(TierWriter(ckpt, step=1))
 
 
 def test_nothing_is_committed_unless_every_rank_and_item_is_there(
@@ -174,21 +151,6 @@ def test_what_another_process_did_not_finish_goes_once_a_later_one_is_there(
         assert names_in(folder) == ["step-00000003-a0001"], "retained by its tier's rule"
 
 
-def test_a_tier_that_cannot_be_asked_is_asked_again(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unreachable(store: StoredTier, checkpoint: CheckpointId) -> Commit:
-        raise UnreachableError("disk: the server does not answer")
-
-    with tierfall.open(make_config()) as ckpt:
-        dcp.save({"n": 1}, storage_writer=sent(TierWriter(ckpt, step=1)))
-        with monkeypatch.context() as patch:
-            patch.setattr(StoredTier, "read_commit", unreachable)
-            assert ckpt.checkpoints() == []
-        assert "not known yet whether 1@1 was written there: disk: the server" in caplog.text
-        assert [c.step for c in ckpt.checkpoints()] == [1]
-
-
 def test_one_that_could_not_be_asked_for_is_not_taken_for_failed_when_a_later_one_is_there(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,19 +168,6 @@ def test_one_that_could_not_be_asked_for_is_not_taken_for_failed_when_a_later_on
                 dcp.save({"n": step}, storage_writer=sent(TierWriter(ckpt, step=step)))
             assert [c.step for c in ckpt.checkpoints()] == [2]
         assert [c.step for c in ckpt.checkpoints()] == [1, 2]
-
-
-def test_a_start_that_is_fenced_does_not_wait_to_flush_what_it_finds(
-    make_config: MakeConfig,
-) -> None:
-    config = make_config(disk={}, far={})
-    ckpt = tierfall.open(config)
-    dcp.save({"n": 1}, storage_writer=sent(TierWriter(ckpt, step=1)))
-    session = ckpt._session
-    session.call(lambda: session.coordinator._flusher.fence(FencedError("a newer attempt exists")))
-    began = time.monotonic()
-    ckpt.close()
-    assert time.monotonic() - began < ckpt._config.max_wait_s / 4
 
 
 def test_all_ranks_hear_of_what_their_processes_wrote(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ The ranks are threads; ``distributed/test_dcp`` has real processes.
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tests.core.capture.lazy_help import Trainer
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
+from tests.integrations.dcp_help import QUIET, Renaming, emptied, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
 from tests.test_replicated_tensors import close_all, open_all
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
-from tierfall.core.image.header import ImageHeader
-from tierfall.core.tensor_index.index import Index
-from tierfall.core.types.errors import UnreachableError
-from tierfall.core.types.values import Shard
-from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, reader
-from tierfall.run.checkpointer import Checkpointer, open_run_of
-from tierfall.run.open_run import OpenRun
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
+from tierfall.run.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -164,41 +155,6 @@ def test_what_was_captured_before_dcp_failed_to_plan_is_a_checkpoint_of_the_stat
 # What comes back -------------------------------------------------------------------------------------
 
 
-def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"w": torch.arange(6.0), "v": torch.ones(3)}
-    with job(tmp_path, 2) as pair:
-        assert on(pair, lambda rank: rank.save(state, 1)) == [None, None]
-        read: dict[Any, set[int]] = {rank.ckpt._session: set() for rank in pair}
-        really_open, really_index = reader._open, reader._read_index
-        asking = threading.local()
-
-        def header_here(parts: CheckpointReader, shard: Shard) -> ImageHeader:
-            read[asking.session].add(shard.rank)
-            return really_read(parts, shard)
-
-        def open_here(run: OpenRun, *more: Any) -> Any:
-            asking.session = run.session
-            return really_open(run, *more)
-
-        def read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
-            if run is open_run_of(pair[1].ckpt):
-                raise UnreachableError("this rank cannot read the index")
-            return really_index(run, parts)
-
-        really_read = CheckpointReader.header_here
-        monkeypatch.setattr(CheckpointReader, "header_here", header_here)
-        monkeypatch.setattr(reader, "_open", open_here)
-        found = on(pair, lambda rank: rank.load(emptied(state)))
-        assert all(same(one, state) for one in found)
-        assert [*read.values()] == [{0}, {1}], "by the index, each reads its own"
-        monkeypatch.setattr(reader, "_read_index", read_index)
-        found = on(pair, lambda rank: rank.load(emptied(state)))
-        assert all(same(one, state) for one in found)
-        assert [*read.values()] == [{0, 1}, {0, 1}]
-
-
 def test_values_under_one_key_are_each_ranks_own(tmp_path: Path) -> None:
     """DCP takes them for replicas, and plans one of them."""
 
@@ -214,28 +170,6 @@ def test_values_under_one_key_are_each_ranks_own(tmp_path: Path) -> None:
         with pytest.raises(CheckpointException, match=output):
             one.load(emptied(state(0)))
         assert same(one.load(emptied(state(0)), values_of=1), state(1))
-
-
-def test_replicas_that_save_divided_are_read_by_as_many_ranks_and_by_one(tmp_path: Path) -> None:
-    """``Checkpointer.save`` has each tensor that all hold alike written by one rank."""
-    trainer = Trainer()
-    trainer.step()
-    state = {"model": trainer.model, "optim": trainer.optimizer, "extra": {"epoch": 3}}
-    expected = nested(trainer)
-    with job(tmp_path, 2) as pair:
-        on(pair, lambda rank: rank.ckpt.save(1, state).wait("disk", PATIENCE_S))
-        found = on(pair, lambda rank: rank.load(emptied(expected)))
-        assert all(same(one, expected) for one in found)
-    named = [
-        {piece["name"] for piece in json.loads(path.read_text())["pieces"]}
-        for path in sorted(tmp_path.glob("disk/run/step-*/rank-*-of-00002.json"))
-    ]
-    assert len(named) == 2
-    assert all(named)
-    common = {name for name in named[0] & named[1] if not name.startswith("rng.")}
-    assert not common, "each is there once"
-    with job(tmp_path, 1) as (one,):
-        assert same(one.load(emptied(expected)), expected)
 
 
 def test_what_all_ranks_have_opened_stays_until_they_have_read_it(tmp_path: Path) -> None:

@@ -14,15 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import tierfall
-from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
-from tests.integrations.dcp_help import QUIET, Counter, copied, nested, same
-from tests.integrations.test_dcp_async import held, lazily, result, warmed_up
-from tierfall.core.capture.capturer import Capturer
+from tests.core.capture.lazy_help import PATIENCE_S, Trainer
+from tests.integrations.dcp_help import QUIET, copied, nested, same
+from tests.integrations.test_dcp_async import held, lazily, result
 from tierfall.core.types.errors import StepError
-from tierfall.integrations.dcp import LazyStager, TierReader, TierSavePlanner, TierWriter
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 __all__ = ["held"]
 
@@ -48,27 +46,6 @@ def test_a_save_whose_ranks_do_not_meet_is_a_checkpoint(make_config: MakeConfig)
         metadata = dcp.save(state, storage_writer=writer, use_collectives=False)
         assert metadata.storage_data is None
     assert same(tierfall.load(make_config()), state)
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_plan_that_dcp_keeps_gives_way_where_the_state_has_changed(
-    make_config: MakeConfig, lazy: bool
-) -> None:
-    class Planner(TierSavePlanner):
-        """A cache of its own, by its name."""
-
-    Planner.__name__ = f"Planner{lazy}"
-    states = [
-        {"w": torch.full((5,), 1.0)},
-        {"w": torch.full((5,), 2.0)},
-        {"w": torch.full((7,), 3.0), "more": torch.ones(2, 2), "n": 3},
-        {"w": torch.full((7,), 4.0), "n": 4},
-    ]
-    with tierfall.open(make_config()) as ckpt:
-        for step, state in enumerate(states):
-            result(begin(ckpt, step, state, lazy, planner=Planner(enable_plan_caching=True)))
-    for step, state in enumerate(states):
-        assert same(tierfall.load(make_config(), step=step), state)
 
 
 # What planners hand out ------------------------------------------------------------------------------
@@ -132,18 +109,6 @@ def test_a_planner_may_hand_out_views_and_what_it_has_just_made(make_config: Mak
     assert tierfall.load(make_config())["made"].dtype is torch.float64
 
 
-def test_an_entry_with_a_state_dict_is_staged_lazily_as_it_was(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        counter = Counter(7, torch.arange(3.0))
-        future = begin(ckpt, 1, {"counter": counter}, lazy=True)
-        counter.values.zero_()
-        counter.count = 8
-        result(future)
-        other = Counter(0, torch.zeros(3))
-        dcp.load({"counter": other}, storage_reader=TierReader(ckpt))
-    assert (other.count, other.values.tolist()) == (7, [0, 1, 2])
-
-
 # Saves that overlap ----------------------------------------------------------------------------------
 
 
@@ -182,44 +147,3 @@ def test_a_save_that_is_begun_before_the_last_is_planned_never_mixes_their_value
         assert [c.step for c in ckpt.checkpoints()] == ([1, 2] if lazy else [2])
         for info in ckpt.checkpoints():
             assert same(tierfall.load(tmp_path / "disk", step=info.step), saved[info.step])
-
-
-# An optimizer that was never stepped -----------------------------------------------------------------
-
-
-def test_a_fresh_optimizer_that_dcp_steps_waits_only_for_what_is_being_captured(
-    make_config: MakeConfig, held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """``get_optimizer_state_dict`` of a fresh one makes a step, with a learning rate of zero."""
-    waits: list[Any] = []
-    real = Capturer._wait_copied
-
-    def wait_copied(self: Capturer, *given: Any, **more: Any) -> None:
-        waits.append(given)
-        real(self, *given, **more)
-
-    monkeypatch.setattr(Capturer, "_wait_copied", wait_copied)
-    trainer = Trainer()
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        stager = LazyStager(ckpt)
-        for fresh in (Trainer(), Trainer()):
-            waits.clear()
-            before = copied(fresh.model.state_dict())
-            assert get_optimizer_state_dict(fresh.model, fresh.optimizer)["state"]
-            assert same(dict(fresh.model.state_dict()), dict(before))
-            assert not waits, "nothing is being captured"
-            if not ckpt.checkpoints():
-                warmed_up(ckpt, trainer, stager)
-                ckpt.wait_captured()
-        held.hold()
-        state = nested(trainer)
-        before = copied(state)
-        future = begin(ckpt, 2, state, lazy=True)
-        assert held.arrived.wait(PATIENCE_S)
-        assert not held.fillings[-1].copied
-        other = Trainer()
-        get_optimizer_state_dict(other.model, other.optimizer)
-        assert held.fillings[-1].copied, "whose step it is cannot be known: it waits, and helps"
-        held.free.set()
-        result(future)
-    assert same(tierfall.load(tmp_path / "disk", step=2), before)

@@ -14,7 +14,6 @@ import tierfall
 from tests.media import Medium
 from tests.steps import state_of, wait_until
 from tierfall.errors import ConfigError
-from tierfall.integrations import opentelemetry
 from tierfall.integrations.opentelemetry import attach
 from tierfall.telemetry.metrics import METRICS
 
@@ -167,17 +166,6 @@ def test_every_metric_is_a_gauge(make_config: MakeConfig, seen: Seen) -> None:
     assert edge in found["tierfall.edge_bytes"]
     assert found["tierfall.step"] == {(): 1}
     assert {name.removeprefix("tierfall.") for name in found} <= set(METRICS)
-
-
-def test_after_close_there_is_nothing_to_observe(make_config: MakeConfig, seen: Seen) -> None:
-    with tierfall.open(make_config()) as ckpt:
-        seen.attach(ckpt)
-    wait_until(lambda: seen.gauges() == {}, f"{opentelemetry.FRESH_S} s after the last read")
-
-
-def test_labels_are_those_of_the_catalogue() -> None:
-    expected = {m.name: m.label for m in METRICS.values() if m.label not in (None, "tier")}
-    assert expected == opentelemetry._LABELS
 
 
 def test_without_the_package_the_error_says_what_to_install(

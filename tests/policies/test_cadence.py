@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from tierfall.core.types.values import LossClass, TierKind
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
-    PROFILE_STEPS,
     CadenceRules,
     IntervalBound,
     Measured,
     checkfreq_steps,
     choose_interval,
     daly_s,
-    mean_within,
     overhead_steps,
     pccheck_steps,
     tier_cadences,
@@ -36,15 +34,6 @@ TIMES = st.floats(1e-3, 1e3)
 def test_young_and_daly_give_the_published_intervals() -> None:
     assert young_s(60, 11134.8) == pytest.approx(1155.9, abs=0.05)
     assert daly_s(60, 11134.8) == pytest.approx(1116.3, abs=0.05)
-
-
-@given(cost_s=COSTS, more=st.floats(20, 1e4))
-def test_young_is_where_saving_and_failures_cost_the_same(cost_s: float, more: float) -> None:
-    mtbf_s = cost_s * more
-    tau = young_s(cost_s, mtbf_s)
-    assert cost_s / tau == pytest.approx(
-        tau / (2 * mtbf_s)
-    )  # C per interval; half of it per failure
 
 
 @given(cost_s=COSTS, more=st.floats(1, 1e4))
@@ -71,15 +60,6 @@ def test_checkfreq_and_pccheck_give_the_published_steps() -> None:
     assert pccheck_steps(10, 2, 1.05, 1) == 5
 
 
-@given(write_s=COSTS, images=st.integers(1, 8), step_s=TIMES)
-def test_pccheck_keeps_up_and_one_step_less_would_not(
-    write_s: float, images: int, step_s: float
-) -> None:
-    steps = pccheck_steps(write_s, images, 1.0, step_s)
-    assert steps * step_s * images >= write_s * (1 - 1e-6)
-    assert steps == 1 or (steps - 1) * step_s * images < write_s
-
-
 @given(cost_s=COSTS, step_s=TIMES, overhead=st.floats(0.001, 0.9))
 def test_the_steps_for_an_overhead_are_the_fewest_within_it(
     cost_s: float, step_s: float, overhead: float
@@ -95,11 +75,6 @@ def test_a_quotient_that_is_whole_is_not_rounded_up_by_its_last_digit() -> None:
     assert overhead_steps(0.1 * 3, 0.1, 1.0) == 3
 
 
-def test_a_mean_of_what_is_usual_leaves_the_odd_ones_out() -> None:
-    assert mean_within([1.0] * 18 + [60.0, 0.0]) == 1.0
-    assert mean_within([2.0, 4.0]) == 3.0
-
-
 # The choice.
 
 
@@ -109,36 +84,12 @@ def tier(name: str, kind: TierKind, survives: LossClass, *, every: int = 1) -> T
 
 HOST = tier("host", TierKind.HOST, LossClass.PROCESS)
 NVME = tier("nvme", TierKind.FILE, LossClass.PROCESS)
-LUSTRE = tier("lustre", TierKind.FILE, LossClass.NODE)
 STORE = tier("store", TierKind.OBJECT, LossClass.SITE, every=10)
 
 
 def measured(**more: Any) -> Measured:
     facts: dict[str, Any] = {"step_s": 0.1, "cost_s": 0.14, "saved": True, "images": 2}
     return Measured(**{**facts, **more})
-
-
-def test_a_measured_interval_begins_with_steps_then_a_save_then_a_second() -> None:
-    rules = CadenceRules(overhead=0.035, tiers=(HOST, STORE))
-    nothing = choose_interval(rules, Measured())
-    assert (nothing.interval_steps, nothing.bound) == (None, IntervalBound.MEASURING)
-    assert f"{PROFILE_STEPS} steps are measured" in nothing.reason
-    first = choose_interval(rules, Measured(step_s=0.1))
-    assert (first.interval_steps, first.bound) == (1, IntervalBound.MEASURING)
-    second = choose_interval(rules, measured(cost_s=None))
-    assert (second.interval_steps, second.bound) == (PROFILE_STEPS, IntervalBound.MEASURING)
-    full = measured(cost_s=None, durable_s={"store": 12.0}, foreground_s=0.5, step_s=0.3)
-    assert choose_interval(rules, full).interval_steps == 39, "CheckFreq's: the first is through"
-
-
-def test_an_overhead_is_kept_by_the_fewest_steps_and_the_reason_has_its_inputs() -> None:
-    choice = choose_interval(CadenceRules(overhead=0.035, tiers=(HOST,)), measured())
-    assert (choice.interval_steps, choice.bound) == (40, IntervalBound.OVERHEAD)
-    assert "costs 0.14 s" in choice.reason
-    assert "takes 0.1 s" in choice.reason
-    assert "3.500%" in choice.reason
-    free = choose_interval(CadenceRules(overhead=0.035), measured(cost_s=0.0))
-    assert free.interval_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -167,36 +118,9 @@ def test_an_mtbf_is_answered_by_daly_in_steps() -> None:
     assert "a failure every 1.113e+04 s" in choice.reason
 
 
-def test_each_tier_has_the_cadence_of_the_failures_that_it_is_for() -> None:
-    by_class = {LossClass.PROCESS: 7200.0, LossClass.NODE: 43200.0, LossClass.SITE: 7776000.0}
-    rules = CadenceRules(mtbf_s=by_class, tiers=(HOST, NVME, LUSTRE, STORE))
-    found = {c.tier: c for c in tier_cadences(rules, measured(cost_s=2.0, step_s=1.0), 170)}
-    assert list(found) == ["host", "nvme", "lustre", "store"]
-    assert (found["host"].mtbf_s, found["host"].interval_s) == (7200.0, daly_s(2.0, 7200.0))
-    assert found["nvme"].interval_s is None
-    assert "a faster tier survives" in found["nvme"].reason
-    assert (found["lustre"].mtbf_s, found["lustre"].flush_every) == (43200.0, 2)
-    assert (found["store"].mtbf_s, found["store"].flush_every) == (7776000.0, 33)
-    assert "loss of a site" in found["store"].reason
-
-
 def test_a_tier_is_not_asked_for_more_than_it_can_take() -> None:
     rules = CadenceRules(mtbf_s={LossClass.PROCESS: 7200.0}, tiers=(HOST, STORE))
     facts = measured(cost_s=2.0, step_s=1.0, durable_s={"store": 900.0})
     store = tier_cadences(rules, facts, 170)[1]
     assert (store.mtbf_s, store.interval_s) == (7200.0, 900.0), "what is not told is taken for less"
     assert "takes a checkpoint in 900 s" in store.reason
-
-
-def test_without_failures_or_a_cost_no_tier_has_a_cadence() -> None:
-    assert tier_cadences(CadenceRules(overhead=0.035, tiers=(HOST,)), measured(), 1) == ()
-    rules = CadenceRules(mtbf_s={LossClass.PROCESS: 7200.0}, tiers=(HOST,))
-    assert tier_cadences(rules, measured(cost_s=None), 1) == ()
-
-
-def test_what_is_set_is_not_measured() -> None:
-    steps = choose_interval(CadenceRules(every_steps=100), Measured())
-    assert (steps.interval_steps, steps.bound) == (100, IntervalBound.EVERY)
-    timed = choose_interval(CadenceRules(every_s=600.0), measured(step_s=2.0))
-    assert (timed.interval_steps, timed.bound) == (300, IntervalBound.EVERY)
-    assert choose_interval(CadenceRules(every_s=600.0), Measured()).interval_steps is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,22 +112,3 @@ def test_plans(view: View, rates: dict[str, float | None], left_s: float) -> Non
     assert states == sorted(states)
     fresh = [d.checkpoint for d, late in zip(plan, states, strict=True) if late]
     assert fresh == sorted(fresh, reverse=True)
-
-
-@pytest.mark.parametrize("left_s", [10.0, 100.0])
-def test_more_time_never_loses_the_newest(left_s: float) -> None:
-    view = View(
-        tiers=RULES,
-        checkpoints=tuple(
-            CheckpointView(
-                id=CheckpointId(step, 1),
-                ordinal=step,
-                started_from=None,
-                copies={"host": CopyView(state=CopyState.SEALED, bytes=100)},
-                owed=frozenset({"store"}),
-            )
-            for step in (1, 2, 3)
-        ),
-    )
-    plan = plan_drain(view, bytes_per_s={"store": 10.0}, left_s=left_s)
-    assert (plan[0].checkpoint.step, plan[0].outlook) == (3, ArrivalOutlook.ARRIVES)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.test_policies import A_RULE, RULES, VIEWS, of
+from tests.policies.test_policies import A_RULE, RULES, VIEWS
 from tests.policies.views import without
-from tests.rules import last
 from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
 from tierfall.policies.eviction import cheapest_first, plan_eviction
-from tierfall.policies.flush import still_owed
-from tierfall.policies.protection import reason_to_keep
-from tierfall.policies.retention import kept_by_rules, next_due_s, plan_retention
+from tierfall.policies.retention import next_due_s, plan_retention
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 
@@ -53,66 +49,6 @@ def test_what_was_planned_is_all_that_goes(view: View) -> None:
         for done in range(len(drops) + 1):
             part = {(tier.name, id) for id in sorted(drops)[:done]}
             assert dropped(without(view, part), tier.name) == drops - {id for _, id in part}
-
-
-@EXAMPLES
-@given(VIEWS)
-def test_what_a_rule_wants_stays_and_the_reason_says_so(view: View) -> None:
-    for tier in view.tiers[1:]:
-        wanted = kept_by_rules(view, tier, view.on(tier.name))
-        for decision in plan_retention(view, tier.name):
-            checkpoint, _ = of(view, (tier.name, decision.checkpoint))
-            if decision.checkpoint in wanted:
-                assert checkpoint.live
-                assert decision.verdict is Verdict.KEEP
-                guard = reason_to_keep(view, checkpoint, tier, frozenset())
-                assert decision.reason in (guard, wanted[decision.checkpoint])
-
-
-@EXAMPLES
-@given(VIEWS, st.integers(1, 6))
-def test_last_keeps_as_many_whatever_else_lies_there(view: View, count: int) -> None:
-    """Neither what was left behind, nor deleted, nor is only arriving takes up a place."""
-    for tier in view.tiers[1:]:
-        asked = with_rules(view, tier.name, (last(count),))
-        live = sorted(c.id for c in view.on(tier.name) if c.live)
-        assert not dropped(asked, tier.name) & set(live[-count:])
-
-
-def quiet(view: View) -> View:
-    """The same, with nothing that is owed, pinned or read: more of it may go."""
-    return replace(
-        view,
-        checkpoints=tuple(
-            replace(
-                c,
-                owed=frozenset(),
-                pinned=False,
-                copies={tier: replace(copy, leased=False) for tier, copy in c.copies.items()},
-            )
-            for c in view.checkpoints
-        ),
-    )
-
-
-@EXAMPLES
-@given(VIEWS, RULES, st.integers(1, 900), st.integers(0, 300))
-def test_what_a_rule_wants_is_given_up_after_what_none_wants(
-    view: View, rules: tuple[Rule, ...], need: int, free: int
-) -> None:
-    view = quiet(view)
-    for place in view.tiers[1:]:
-        view = with_rules(view, place.name, rules)
-        tier = view.tier(place.name)
-        plan = plan_eviction(view, tier.name, need_bytes=need, free_bytes=free)
-        gone = frozenset(d.checkpoint for d in plan.deletions)
-        wanted = kept_by_rules(view, tier, view.on(tier.name))
-        order = [d.checkpoint in wanted for d in plan.deletions]
-        assert order == sorted(order)
-        if any(order):
-            for checkpoint in view.on(tier.name):
-                unwanted = checkpoint.id not in gone and checkpoint.id not in wanted
-                assert not unwanted or reason_to_keep(view, checkpoint, tier, gone)
 
 
 @EXAMPLES
@@ -173,16 +109,6 @@ def test_what_a_tier_gives_back_faster_as_measured_goes_first(
 
 
 @EXAMPLES
-@given(ELSEWHERE, st.sampled_from([1.0, 2.0]))
-def test_without_a_measured_difference_the_chain_decides(
-    elsewhere: list[set[str]], rate: float
-) -> None:
-    unknown = given_up_first(elsewhere, {})
-    assert given_up_first(elsewhere, {tier.name: rate for tier in FOLDERS}) == unknown
-    assert all(given_up_first(elsewhere, {tier.name: rate}) == unknown for tier in FOLDERS)
-
-
-@EXAMPLES
 @given(VIEWS)
 def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> None:
     for tier in view.tiers[1:]:
@@ -191,61 +117,3 @@ def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> Non
         later = [10.25, 10.5, 12.0, 50.0, 1000.0]
         for wall_time_s in (time for time in later if due is None or time < due):
             assert dropped(replace(view, wall_time_s=wall_time_s), tier.name) == now
-
-
-@EXAMPLES
-@given(VIEWS)
-def test_what_would_stay_is_sent(view: View) -> None:
-    """A tier is owed what it takes, but for what no rule of it wants beside all that there is."""
-    for checkpoint in view.checkpoints:
-        if not checkpoint.live or view.many_ranks:
-            continue
-        owed = still_owed(view, checkpoint)
-        for tier in view.tiers[1:]:
-            passed = any(c.live and c.id > checkpoint.id for c in view.on(tier.name))
-            due = checkpoint.ordinal % tier.flush_every == 0 and not passed
-            if not due or checkpoint.readable_on(tier.name) or tier.name in owed:
-                continue
-            held = [
-                c for c in view.checkpoints if c == checkpoint or any(map(c.readable_on, c.copies))
-            ]
-            assert tier.retain
-            assert checkpoint.id not in kept_by_rules(view, tier, held)
-
-
-def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count, from now on, how often a policy looks at a checkpoint."""
-    looks = [0]
-    state = CheckpointView.state
-
-    def looked(self: CheckpointView, tier: str) -> CopyState:
-        looks[0] += 1
-        return state(self, tier)
-
-    alive = property(lambda self: looks.__setitem__(0, looks[0] + 1) or True)
-    monkeypatch.setattr(CheckpointView, "state", looked)
-    monkeypatch.setattr(CheckpointView, "live", alive)
-    return looks
-
-
-def saved(step: int, tier: str, *, owed: str | None = None) -> CheckpointView:
-    """A checkpoint that a tier has, and that another is owed."""
-    return CheckpointView(
-        id=CheckpointId(step, 1),
-        ordinal=step,
-        started_from=None,
-        copies={tier: CopyView(state=CopyState.COMMITTED, bytes=1)},
-        owed=frozenset() if owed is None else frozenset((owed,)),
-    )
-
-
-def test_what_is_asked_of_many_checkpoints_takes_no_more_than_so_many_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count = 500
-    tier = file_rules("store", shared=True, retain_last=2)
-    checkpoints = tuple(saved(step, "store") for step in range(1, count + 1))
-    looks = count_looks(monkeypatch)
-    decisions = plan_retention(View(tiers=(tier,), checkpoints=checkpoints), "store")
-    assert [d.checkpoint.step for d in decisions if d.verdict is Verdict.KEEP] == [499, 500]
-    assert looks[0] < 40 * count, "the coordinator decides on each of them after every commit"

@@ -11,7 +11,6 @@ from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import LossClass, TierKind, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.plan.steady import Chain, SteadyTier, Workload, kept_by_rules, steady_state
-from tierfall.policies.retention import TagsRule
 
 GB, MB = 10**9, 10**6
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
@@ -43,10 +42,6 @@ def test_a_tier_that_keeps_up_loses_one_interval_and_a_copy() -> None:
     assert (made.full_s, made.reasons) == (None, ())
 
 
-def test_a_tier_that_gets_every_tenth_save_loses_ten_intervals() -> None:
-    assert state_of(disk(flush_every=10)).lost_s == 6018
-
-
 def test_a_tier_that_is_too_slow_falls_behind_by_the_difference() -> None:
     """9 GB at 10 MB/s take 900 s: 4 an hour of 6, at 10 against 15 MB/s."""
     made = state_of(disk(), rate=10 * MB)
@@ -59,23 +54,6 @@ def test_a_tier_that_is_too_slow_falls_behind_by_the_difference() -> None:
     assert skips.reasons[1].endswith("saves: skip")
     newest = state_of(disk(flush_order=NEWEST_FIRST), rate=10 * MB)
     assert newest.reasons[1].endswith("some may never arrive")
-
-
-@pytest.mark.parametrize(("within_s", "is_late"), [(17, True), (18, False), (700, False)])
-def test_a_copy_that_takes_longer_than_flush_within_is_late(within_s: float, is_late: bool) -> None:
-    late = any("(flush.within)" in reason for reason in state_of(disk(within_s=within_s)).reasons)
-    assert late == is_late
-
-
-def test_a_tier_that_falls_behind_is_late_however_long_flush_within_is() -> None:
-    late = "copies arrive later than 1 h 00 min after their save (flush.within)"
-    assert state_of(disk(within_s=3600), rate=10 * MB).reasons[-1] == late
-
-
-def test_an_unknown_rate_is_said() -> None:
-    made = state_of(disk(), rate=None)
-    assert (made.copy_s, made.busy, made.lost_s) == (None, None, None)
-    assert made.reasons == ("its write rate is unknown: it is assumed to keep up",)
 
 
 def test_ranks_share_their_nodes_rate_and_all_share_a_shared_tier() -> None:
@@ -112,15 +90,6 @@ def test_rules_keep_so_many_and_so_many_more_a_day(
     assert (found[0], found[1], found[2]) == (kept, pytest.approx(per_day), ())
 
 
-def test_a_rule_that_cannot_be_counted_is_named() -> None:
-    made = state_of(disk(retain=(last(3), rule("tags", TagsRule()), every_steps(1000))))
-    assert (made.kept, made.grows_per_day) == (3, 0)
-    assert made.reasons == (
-        "not counted, as it depends on more than time: tagged",
-        "not counted, as it depends on more than time: every 1000 steps",
-    )
-
-
 def test_a_tier_holds_what_it_keeps_and_what_arrives() -> None:
     assert state_of(disk()).bytes_max == 4 * 9 * GB
     assert state_of(disk(retain=())).bytes_max is None
@@ -143,31 +112,3 @@ def test_a_tier_with_too_little_room_is_full_and_says_what_to_change(where: str)
     assert "has room for 3: " in reason
     assert ("raise capacity" if rules else "use a larger file system") in reason
     assert state_of(disk(capacity_bytes=36 * GB)).full_s is None
-
-
-def test_a_tier_that_grows_is_full_once_its_room_is_used() -> None:
-    """Room for 13; three are kept anyway, one more a day: the eleventh of these finds none."""
-    made = state_of(disk(retain=(last(3), every_period(DAY_S)), capacity_bytes=120 * GB))
-    assert (made.full_s, made.bytes_max) == (11 * DAY_S, 13 * 9 * GB)
-    assert "Its rules keep 1 checkpoints a day for ever" in made.reasons[0]
-
-
-def test_a_tier_that_cannot_hold_one_checkpoint_is_named() -> None:
-    (reason,) = state_of(disk(capacity_bytes=8 * GB)).reasons
-    assert reason.startswith("cannot hold one checkpoint of 8.4 GiB: its capacity of 7.5 GiB is")
-
-
-@pytest.mark.parametrize(
-    ("host_bytes", "images", "reason"),
-    [
-        (None, 2, None),
-        (35 * GB, 3, None),
-        (10 * GB, 1, "each save waits"),
-        (GB, 0, "CapacityError"),
-    ],
-)
-def test_memory_holds_whole_images(host_bytes: int | None, images: int, reason: str | None) -> None:
-    load = Workload(image_bytes=9 * GB, save_every_s=600)
-    host, _ = steady_state(Chain(rules=(HOST, disk()), host_bytes=host_bytes), load)
-    assert (host.kept, host.bytes_max, host.lost_s) == (images, images * 9 * GB, 600)
-    assert (reason in host.reasons[0]) if reason else host.reasons == ()

@@ -19,7 +19,6 @@ from tierfall.core.format.records import parse_mark
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import (
-    CapacityError,
     IntegrityError,
     LostWriteError,
     TierfallError,
@@ -308,23 +307,6 @@ def test_an_image_in_memory_says_once_that_peer_memory_has_it_before_a_handle_do
     for rank in world.ranks:
         newest = max(marks(rank.memory.regions))
         assert newest == (CheckpointId(2, 1), [ON_PEERS_MARK])
-
-
-def test_an_image_without_room_for_the_mark_is_committed_in_peer_memory_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(region: FakeRegion, data: bytes) -> None:
-        raise CapacityError("no room for a further mark")
-
-    monkeypatch.setattr(FakeRegion, "add_mark", refuse)
-    world = World(copies=1)
-    world.save(2)
-    world.watch.check_settled()
-    assert all(rank.handles[CheckpointId(2, 1)].done(PEER_TIER) for rank in world.ranks)
-    assert (
-        "2@1 in memory does not say that peer memory has it: no room for a further mark"
-        in caplog.messages
-    )
 
 
 def marks(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, list[str]]]:

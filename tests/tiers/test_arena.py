@@ -21,7 +21,6 @@ from arena_help import (
     MIB,
     PAGE,
     RUN,
-    SHARD,
     add,
     create,
     prepare,
@@ -30,106 +29,9 @@ from arena_help import (
 from tests.core.fake_device import FakeLocks
 from tierfall.core.runtime import pinned
 from tierfall.core.types.errors import CapacityError
-from tierfall.core.types.values import Shard
-from tierfall.tiers.arena.arena import Arena, Region, extent_bytes
+from tierfall.tiers.arena.arena import Arena, Region
 
 # --- filling, sealing, reading back -----------------------------------------------------------------------------------
-
-
-def test_sealed_image_is_adopted_bit_for_bit_with_records_and_marks(path: Path) -> None:
-    image = random.Random(1).randbytes(300_001)
-    arena = create(path)
-    region = arena.allocate(image_bytes=len(image), records_bytes=5000)
-    assert region is not None
-    assert not region.sealed
-    region.image[:] = image
-    region.seal(manifest=b"m" * 3000, commit=b"c" * 2000)
-    assert region.sealed
-    region.add_mark(b"pin")
-    region.add_mark(b"")
-    arena.close(keep=True)
-
-    again = Arena.attach(path, run=RUN)
-    (found,) = again.regions()
-    assert found.image == image
-    assert (found.manifest(), found.commit()) == (b"m" * 3000, b"c" * 2000)
-    assert found.marks() == (b"pin", b"")
-    assert (found.shard, found.sealed) == (SHARD, True)
-    assert (again.shard, again.slot, again.run, again.path) == (SHARD, 0, RUN, path)
-    assert again.damage == ()
-    found.add_mark(b"unpin")
-    assert found.marks() == (b"pin", b"", b"unpin")
-    again.close(keep=False)
-    assert not path.exists()
-
-
-def test_region_of_another_rank_keeps_its_name(path: Path) -> None:
-    arena = create(path)
-    region = arena.allocate(image_bytes=10, records_bytes=0, shard=Shard(7, 9))
-    assert region is not None
-    region.seal(manifest=b"", commit=b"")
-    arena.close(keep=True)
-    again = Arena.attach(path, run=RUN)
-    (found,) = again.regions()
-    assert found.shard == Shard(7, 9)
-    assert (found.manifest(), found.commit()) == (b"", b"")
-    again.close(keep=False)
-
-
-def test_image_is_aligned_and_exactly_as_long_as_asked(path: Path) -> None:
-    arena = create(path)
-    for length in (1, 4095, 4096, 4097, 70_000):
-        region = arena.allocate(image_bytes=length, records_bytes=1)
-        assert region is not None
-        assert len(region.image) == length
-        assert not region.image.readonly
-        tensor = region.tensor()
-        assert tensor.dtype == torch.uint8
-        assert tensor.shape == (length,)
-        assert tensor.data_ptr() % PAGE == 0
-        tensor.fill_(length % 251)
-        assert set(region.image) == {length % 251}
-    arena.close(keep=False)
-
-
-def test_large_images_begin_at_large_pages_where_they_can(path: Path) -> None:
-    arena = create(path, 40 * MIB)
-    small = arena.allocate(image_bytes=1, records_bytes=0)
-    large = arena.allocate(image_bytes=32 * MIB, records_bytes=10)
-    assert small is not None
-    assert large is not None
-    assert large.extent.start % (2 * MIB) == 0
-    between = arena.allocate(image_bytes=PAGE, records_bytes=0)
-    assert between is not None
-    assert between.extent.start == small.extent.end
-    arena.close(keep=False)
-
-
-def test_large_image_fits_at_a_small_page_where_it_must(path: Path) -> None:
-    arena = create(path, 64 * MIB + 2 * PAGE)
-    assert arena.allocate(image_bytes=32 * MIB, records_bytes=PAGE) is not None
-    second = arena.allocate(image_bytes=32 * MIB, records_bytes=PAGE)
-    assert second is not None
-    assert second.extent.start % (2 * MIB) != 0
-    assert arena.free_bytes == 0
-    assert arena.allocate(image_bytes=1, records_bytes=0) is None
-    arena.close(keep=False)
-
-
-def test_first_gap_that_fits_is_taken(path: Path) -> None:
-    arena = create(path, 10 * PAGE)
-    regions = [arena.allocate(image_bytes=PAGE, records_bytes=PAGE) for _ in range(5)]
-    assert arena.allocate(image_bytes=1, records_bytes=0) is None
-    for index in (1, 3):
-        region = regions[index]
-        assert region is not None
-        region.release()
-    assert (arena.free_bytes, arena.largest_free_bytes) == (4 * PAGE, 2 * PAGE)
-    assert arena.allocate(image_bytes=3 * PAGE, records_bytes=0) is None
-    taken = arena.allocate(image_bytes=PAGE, records_bytes=0)
-    assert taken is not None
-    assert taken.extent.start == EXTENTS + 2 * PAGE
-    arena.close(keep=False)
 
 
 @pytest.mark.parametrize("gone", [(), (0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
@@ -152,15 +54,6 @@ def test_what_would_fit_is_what_fits_once_those_are_gone(
     arena.close(keep=False)
 
 
-def test_nothing_would_fit_without_a_slot(path: Path) -> None:
-    arena = create(path, 100 * PAGE)
-    while region := arena.allocate(image_bytes=1, records_bytes=0):
-        last = region
-    assert not arena.would_fit(image_bytes=1, records_bytes=0, without=())
-    assert arena.would_fit(image_bytes=1, records_bytes=0, without=(last,))
-    arena.close(keep=False)
-
-
 def test_table_of_slots_has_an_end(path: Path) -> None:
     arena = create(path, 100 * PAGE)
     regions = []
@@ -174,48 +67,6 @@ def test_table_of_slots_has_an_end(path: Path) -> None:
     again = Arena.attach(path, run=RUN)
     assert [bytes(region.image)[0] for region in again.regions()] == list(range(63))
     again.close(keep=False)
-
-
-def test_records_longer_than_asked_for_are_refused_and_nothing_is_sealed(path: Path) -> None:
-    arena = create(path)
-    region = arena.allocate(image_bytes=100, records_bytes=PAGE)
-    assert region is not None
-    with pytest.raises(CapacityError, match=r"4000 \+ 97 bytes, room is for 4096"):
-        region.seal(manifest=b"m" * 4000, commit=b"c" * 97)
-    assert not region.sealed
-    region.seal(manifest=b"m" * 4000, commit=b"c" * 96)
-    assert region.commit() == b"c" * 96
-    arena.close(keep=False)
-
-
-def test_region_goes_through_its_states_once(path: Path) -> None:
-    arena = create(path)
-    region = arena.allocate(image_bytes=10, records_bytes=10)
-    assert region is not None
-    assert region.marks() == ()
-    for early in (region.manifest, region.commit, lambda: region.add_mark(b"pin")):
-        with pytest.raises(ValueError, match="not sealed yet"):
-            early()
-    region.seal(manifest=b"m", commit=b"c")
-    with pytest.raises(ValueError, match="sealed already"):
-        region.seal(manifest=b"m", commit=b"c")
-    region.release()
-    region.release()
-    assert region.is_discarded
-    assert not region.sealed
-    for late in (
-        region.manifest,
-        region.marks,
-        region.tensor,
-        lambda: region.image,
-        lambda: region.seal(manifest=b"", commit=b""),
-        lambda: region.add_mark(b"pin"),
-    ):
-        with pytest.raises(ValueError, match="released"):
-            late()
-    assert arena.regions() == ()
-    assert arena.free_bytes == arena.capacity_bytes
-    arena.close(keep=False)
 
 
 def test_what_is_unsealed_is_readable_here_and_nowhere_else(path: Path) -> None:
@@ -246,19 +97,6 @@ def test_what_is_unsealed_is_readable_here_and_nowhere_else(path: Path) -> None:
     arena.close(keep=False)
 
 
-def test_reused_slot_does_not_inherit_marks(path: Path) -> None:
-    arena = create(path)
-    old = add(arena, b"old")
-    old.add_mark(b"pin")
-    old.release()
-    new = add(arena, b"new")
-    assert new.marks() == ()
-    arena.close(keep=True)
-    again = Arena.attach(path, run=RUN)
-    assert again.regions()[0].marks() == ()
-    again.close(keep=False)
-
-
 def test_marks_have_a_bound_that_says_so(path: Path) -> None:
     arena = create(path)
     region = add(arena, b"image")
@@ -268,24 +106,6 @@ def test_marks_have_a_bound_that_says_so(path: Path) -> None:
     with pytest.raises(CapacityError, match="does not fit"):
         region.add_mark(b"x" * 500)
     assert region.marks() == (b"x" * 500,) * count
-    arena.close(keep=False)
-
-
-def test_allocation_refuses_sizes_that_make_no_sense(path: Path) -> None:
-    arena = create(path)
-    for image_bytes, records_bytes in ((0, 1), (-1, 1), (1, -1)):
-        with pytest.raises(ValueError, match="cannot allocate"):
-            arena.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
-    arena.close(keep=False)
-
-
-def test_extent_bytes_is_what_an_allocation_takes(path: Path) -> None:
-    arena = create(path)
-    for image_bytes, records_bytes in ((1, 0), (1, 1), (4096, 4097), (9999, 3)):
-        before = arena.free_bytes
-        assert arena.allocate(image_bytes=image_bytes, records_bytes=records_bytes) is not None
-        taken = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        assert before - arena.free_bytes == taken
     arena.close(keep=False)
 
 
@@ -355,29 +175,7 @@ def test_closing_deletes_no_file_of_another(path: Path) -> None:
     assert path.read_bytes() == b"somebody else's"
 
 
-def test_closing_an_arena_that_is_gone_is_no_error(path: Path) -> None:
-    arena = create(path)
-    path.unlink()
-    arena.close(keep=False)
-
-
 # --- page-locked memory -----------------------------------------------------------------------------------------------
-
-
-def test_pages_are_locked_where_cuda_is_and_unlocked_at_close(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locks = FakeLocks(monkeypatch)
-    arena = create(path)
-    prepare(arena)
-    assert locks.made == []  # no copy comes from a device yet
-    prepare(arena, DEVICE)
-    arena.grow(2 * MIB)
-    prepare(arena, DEVICE)
-    assert [lock.length_bytes for lock in locks.made] == [EXTENTS + MIB, EXTENTS + 2 * MIB]
-    assert locks.unlocked == []
-    arena.close(keep=True)
-    assert len(set(locks.unlocked)) == 2
 
 
 def test_refused_page_lock_is_reported_once_and_work_goes_on(

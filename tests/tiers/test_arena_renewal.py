@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arena_help import DEVICE, KIB, MIB, RUN, add, create, prepare
+from arena_help import KIB, MIB, RUN, add, create
 
-from tests.core.fake_device import FakeLocks
 from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
 from tierfall.tiers.arena import mapping
-from tierfall.tiers.arena.arena import Arena, Region, arena_name
+from tierfall.tiers.arena.arena import Arena, arena_name
 
 CAPACITY = 3 * MIB
 
@@ -64,22 +63,6 @@ def test_images_and_marks_are_in_the_new_file_and_views_stay(path: Path) -> None
     assert os.listdir(path.parent) == []
 
 
-def test_what_comes_later_is_in_the_new_file(path: Path) -> None:
-    arena = create(path, CAPACITY)
-    first = add(arena, b"a" * MIB, b"first")
-    path.unlink()
-    make_anew(arena)
-    second = add(arena, b"b" * MIB, b"second")
-    second.add_mark(b"tag-best")
-    first.release()
-    assert left_in(path) == {b"second": (b"b" * MIB, (b"tag-best",))}
-    arena.grow(2 * CAPACITY)
-    add(arena, b"c" * (3 * MIB), b"third")
-    assert set(left_in(path)) == {b"second", b"third"}
-    arena.close(keep=True)
-    assert set(left_in(path)) == {b"second", b"third"}
-
-
 def test_an_image_that_is_being_filled_moves_once_it_is_sealed(path: Path) -> None:
     arena = create(path, CAPACITY)
     add(arena, b"a" * MIB, b"first")
@@ -96,27 +79,6 @@ def test_an_image_that_is_being_filled_moves_once_it_is_sealed(path: Path) -> No
     make_anew(arena)
     assert left_in(path)[b"second"] == (b"b" * (MIB // 2) + b"c" * (MIB // 2), ())
     assert left_in(path)[b"first"] == (b"a" * MIB, ())
-    arena.close(keep=False)
-
-
-def test_images_that_are_filled_by_turns_do_not_hold_it_up(path: Path) -> None:
-    """There is no moment without an image that is being filled."""
-    arena = create(path, CAPACITY)
-    path.unlink()
-    filling = arena.allocate(image_bytes=MIB, records_bytes=100)
-    for turn in range(3):
-        assert filling is not None
-        filling.image[:] = bytes([turn]) * MIB
-        following = arena.allocate(image_bytes=MIB, records_bytes=100)
-        filling.seal(manifest=b"%d" % turn, commit=b"")
-        while not arena.file_exists() and arena.recreate_file():
-            pass
-        sealed: Region = filling
-        filling = following
-        if turn < 2:
-            sealed.release()
-    assert arena.file_exists()
-    assert left_in(path) == {b"2": (bytes([2]) * MIB, ())}
     arena.close(keep=False)
 
 
@@ -152,20 +114,6 @@ def test_memory_grows_without_its_file_and_its_folder(path: Path) -> None:
     arena.close(keep=False)
 
 
-def test_a_growth_in_the_middle_is_refused_and_nothing_is_lost(path: Path) -> None:
-    arena = create(path, CAPACITY)
-    add(arena, b"a" * MIB, b"first")
-    path.unlink()
-    assert arena.recreate_file()
-    assert arena.is_recreating
-    with pytest.raises(CapacityError, match="being made anew"):
-        arena.grow(2 * CAPACITY)
-    make_anew(arena)
-    arena.grow(2 * CAPACITY)
-    assert left_in(path) == {b"first": (b"a" * MIB, ())}
-    arena.close(keep=False)
-
-
 def test_another_file_of_that_name_is_left_as_it_is(path: Path) -> None:
     arena = create(path, CAPACITY)
     region = add(arena, b"a" * MIB, b"first")
@@ -179,21 +127,6 @@ def test_another_file_of_that_name_is_left_as_it_is(path: Path) -> None:
     arena.close(keep=False)
     assert left_in(path) == {b"theirs": (b"b" * 100, ())}
     other.close(keep=False)
-
-
-def test_another_file_that_comes_in_the_middle_is_left_too(path: Path) -> None:
-    arena = create(path, CAPACITY)
-    region = add(arena, b"a" * MIB, b"first")
-    path.unlink()
-    assert arena.recreate_file()
-    other = create(path)
-    with pytest.raises(TierfallError):
-        move_what_can_be(arena)
-    assert bytes(region.image) == b"a" * MIB
-    other.close(keep=False)
-    make_anew(arena)
-    assert left_in(path) == {b"first": (b"a" * MIB, ())}
-    arena.close(keep=False)
 
 
 def test_a_file_that_is_removed_again_and_again(path: Path) -> None:
@@ -239,18 +172,6 @@ def mount() -> Iterator[Path]:
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
     place.rmdir()
-
-
-def test_it_takes_no_second_arena_of_memory(mount: Path) -> None:
-    path = mount / arena_name(0)
-    arena = create(path, 8 * MIB)
-    image = os.urandom(7 * MIB)
-    add(arena, image, b"first")
-    path.unlink()
-    make_anew(arena)
-    assert left_in(path) == {b"first": (image, ())}
-    arena.close(keep=False)
-    assert os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize > 11 * MIB
 
 
 def test_without_any_room_it_goes_on_once_there_is(mount: Path) -> None:
@@ -307,21 +228,6 @@ def test_a_forked_child_gets_nothing_of_the_new_file(path: Path) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
     assert left_in(path) == {b"first": (b"a" * MIB, ())}
     arena.close(keep=False)
-
-
-def test_pages_are_locked_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locks = FakeLocks(monkeypatch)
-    arena = create(path, CAPACITY)
-    prepare(arena, DEVICE)
-    path.unlink()
-    assert arena.unlock_pages()
-    assert len(locks.unlocked) == 1
-    make_anew(arena)
-    prepare(arena, DEVICE)
-    assert len(locks.made) == 2
-    assert locks.made[0].length_bytes == locks.made[1].length_bytes
-    arena.close(keep=False)
-    assert len(locks.unlocked) == 2
 
 
 def test_a_file_that_is_in_use_does_not_look_old(path: Path) -> None:

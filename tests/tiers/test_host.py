@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,67 +61,6 @@ def put(host: HostTier, step: int, run: str = "gpt") -> Region:
 # How much --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_taken_before_the_first_save(folder: Path) -> None:
-    host = host_in(folder)
-    assert not host.attach()
-    assert (host.capacity_bytes, host.free_bytes) == (0, 0)
-    assert room_for(host) is None
-    assert host.list().copies == ()
-    assert not (folder / arena_name(0)).exists()
-    host.close(keep=False)
-
-
-def test_what_would_fit_counts_records(folder: Path) -> None:
-    host = host_in(folder)
-    asked = {"image_bytes": IMAGE_BYTES, "records_bytes": RECORDS_BYTES}
-    assert not host.would_fit(**asked, without=())
-    first = put(host, 1)
-    put(host, 2)
-    assert not host.would_fit(**asked, without=())
-    assert host.would_fit(**asked, without=(first,))
-    more = {"image_bytes": IMAGE_BYTES, "records_bytes": host.capacity_bytes - IMAGE_BYTES}
-    assert not host.would_fit(**more, without=(first,))
-    host.close(keep=False)
-
-
-def test_left_to_itself_it_takes_room_for_two_images(folder: Path) -> None:
-    host = host_in(folder)
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes >= 11 * IMAGE_BYTES // 5
-    assert host.capacity_bytes < 3 * extent_bytes(
-        image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES
-    )
-    assert room_for(host) is not None
-    assert room_for(host) is not None
-    assert room_for(host) is None
-    host.close(keep=False)
-
-
-def test_a_capacity_that_is_reported_is_taken_at_once_where_asked(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    host.allocate_now()
-    assert host.capacity_bytes == MIB
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes == MIB
-    host.close(keep=False)
-    other = host_in(folder)
-    other.allocate_now()  # its size is not known yet
-    assert other.capacity_bytes == 0
-
-
-def test_memory_is_prepared_in_the_background_and_that_can_be_seen(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    assert host.is_prepared  # there is none
-    host.allocate_now()
-    assert not host.is_prepared
-    host.prepare(None)
-    until_s = time.monotonic() + 20
-    while not host.is_prepared:
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-    host.close(keep=False)
-
-
 def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(folder: Path) -> None:
     host = host_in(folder)
     first = put(host, 1)
@@ -139,16 +76,6 @@ def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(fol
     host.close(keep=False)
 
 
-@pytest.mark.parametrize("allocate", [HostTier.ensure_capacity, HostTier.allocate_for_one])
-def test_a_capacity_too_small_for_one_image_says_both_numbers(
-    folder: Path, allocate: Callable[..., object]
-) -> None:
-    host = host_in(folder, capacity_bytes=64 * KIB)
-    with pytest.raises(CapacityError, match=rf"\({112 * KIB} bytes\).*\({64 * KIB} bytes\)"):
-        allocate(host, image_bytes=100 * KIB + 4000, records_bytes=RECORDS_BYTES)
-    assert not host.path.exists()
-
-
 def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyond(
     folder: Path,
 ) -> None:
@@ -161,26 +88,6 @@ def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyon
     host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == 256 * KIB
     assert room_for(host) is not None
-    host.close(keep=False)
-
-
-def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_reported_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    host = host_in(folder)
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    before = host.capacity_bytes
-
-    def refuse(arena: Arena, capacity_bytes: int, progress: object = None) -> None:
-        raise CapacityError(f"no room for {capacity_bytes}")
-
-    monkeypatch.setattr(Arena, "grow", refuse)
-    for _ in range(3):  # two of them do not fit any more, one does
-        host.ensure_capacity(image_bytes=2 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes == before
-    assert len([r for r in caplog.records if "continues with" in r.getMessage()]) == 1
-    with pytest.raises(CapacityError, match="no room for"):
-        host.ensure_capacity(image_bytes=3 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     host.close(keep=False)
 
 
@@ -249,24 +156,6 @@ def test_marks_in_memory_are_read_in_the_order_in_which_they_were_left(folder: P
     after.close(keep=False)
 
 
-def test_another_runs_memory_is_refused(folder: Path) -> None:
-    host = host_in(folder)
-    put(host, 1)
-    host.close(keep=True)
-    with pytest.raises(ConfigError, match="other"):
-        host_in(folder, run="other").attach()
-
-
-def test_an_image_of_another_run_within_is_damage_not_ours(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    put(host, 1)
-    put(host, 2, run="other")
-    listing = host.list()
-    assert [c.id.step for c in listing.copies] == [1]
-    assert "of run 'other'" in str(listing.damaged[0])
-    host.close(keep=False)
-
-
 def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=256 * KIB)
     put(host, 1)
@@ -289,29 +178,7 @@ def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folde
     after.close(keep=False)
 
 
-def test_a_reader_beside_a_living_trainer_changes_nothing(folder: Path) -> None:
-    host = host_in(folder)
-    put(host, 1)
-    before = host.path.read_bytes()
-    reader = host_in(folder)
-    assert reader.attach(writable=False)
-    assert [c.id.step for c in reader.list().copies] == [1]
-    reader.close(keep=False)
-    assert host.path.read_bytes() == before
-    assert put(host, 2) is not None
-    host.close(keep=False)
-
-
 # The end ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_at_the_end_memory_is_kept_or_given_back(keep: bool, folder: Path) -> None:
-    host = host_in(folder)
-    put(host, 1)
-    host.close(keep=keep)
-    host.close(keep=keep)
-    assert host.path.exists() is keep
 
 
 def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -> None:
@@ -323,35 +190,3 @@ def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -
     with pytest.raises(ConfigError):
         host.allocate_now()
     assert path.read_bytes() == b"mine"
-
-
-def test_images_in_order_of_step_though_they_lie_elsewhere(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    put(host, 5)
-    first = put(host, 9)
-    put(host, 7)
-    first.release()
-    put(host, 2)
-    assert [c.id.step for c in host.list().copies] == [2, 5, 7]
-    assert isinstance(host._arena, Arena)
-    host.close(keep=False)
-
-
-@pytest.mark.parametrize("go", [Region.unseal, Region.release])
-def test_an_image_that_is_given_up_while_it_is_looked_at_is_left_out(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, go: Callable[[Region], None]
-) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    going = put(host, 5)
-    put(host, 6)
-    real = Region.commit
-
-    def commit(region: Region) -> bytes:
-        if region is going:
-            go(region)
-        return real(region)
-
-    monkeypatch.setattr(Region, "commit", commit)
-    assert [c.id.step for c in host.list().copies] == [6]
-    assert host.list().damaged == ()
-    host.close(keep=False)

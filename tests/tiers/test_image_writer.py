@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import pytest
-import zstandard
 
 from tests.core.compression.compression_help import image_of
 from tests.memory_backend import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import Unpacker
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table
-from tierfall.core.format.commit_files import packed_files
 from tierfall.core.format.records import Manifest, geometry
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.types import backend
 from tierfall.core.types.backend import Writer
 from tierfall.core.types.errors import AccessDeniedError, UnreachableError
 from tierfall.core.types.values import Codec
-from tierfall.tiers.image_writer import PackedImageWriter, Packing, packed_bytes_max
+from tierfall.tiers.image_writer import PackedImageWriter, Packing
 
 CODECS = [Codec.ZSTD, Codec.PLANES]
 IMAGE, MANIFEST = image_of({"float32": 40_000, "bfloat16": 30_000, "uint8": 5_001})
@@ -137,33 +131,6 @@ def unpack_all(packed: FrameTable, stored: bytes, manifest: Manifest = MANIFEST)
     return bytes(data)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("seed", range(5))
-def test_the_file_is_the_same_in_whatever_order_chunks_come(
-    place: Place, codec: Codec, seed: int
-) -> None:
-    how = packing(codec)
-    writer = writer_to(place, how)
-    for index in windowed(CUT.chunk_count, how.window, seed):
-        put(writer, index)
-    files = writer.finish(MANIFEST)
-    (record,) = place.records
-    packed = read_frame_table(record, MANIFEST, what="x")
-    stored = place.stored()
-    assert len(stored) == packed.stored_bytes <= place.bound == packed_bytes_max(CUT)
-    assert stored[packed.frames_bytes :] == packed.seek_table(MANIFEST)
-    assert unpack_all(packed, stored) == IMAGE
-    assert files == packed_files(
-        MANIFEST.shard,
-        packed.codec,
-        stored_bytes=packed.stored_bytes,
-        raw_bytes=packed.raw_bytes,
-        record=record,
-    )
-    offsets = [offset for offset, _ in sorted(place.writes)]
-    assert offsets == list(range(0, len(stored), offsets[1])), "parts of one size, but the last"
-
-
 def test_many_threads_make_the_same_file(place: Place) -> None:
     how = packing(Codec.ZSTD, parallel=4)
     writer = writer_to(place, how)
@@ -266,61 +233,6 @@ def test_whatever_is_lent_comes_back_after_an_abort(place: Place, when: str) -> 
     assert (
         unpack_all(read_frame_table(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
     )
-
-
-def test_parts_are_as_long_as_a_store_needs_and_few_enough(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "PARTS_MAX", 3)
-    writer = writer_to(place, packing(Codec.ZSTD))
-    for index in range(CUT.chunk_count):
-        put(writer, index)
-    writer.finish(MANIFEST)
-    assert len(place.writes) <= 3
-    other = Place()
-    writer = writer_to(other, packing(Codec.ZSTD), part_bytes_min=20_000)
-    for index in range(CUT.chunk_count):
-        put(writer, index)
-    writer.finish(MANIFEST)
-    assert all(size >= 20_000 for _, size in sorted(other.writes)[:-1])
-
-
-def test_an_image_smaller_than_a_part_needs_no_more_than_it_is(place: Place) -> None:
-    image, manifest = image_of({"float32": 64})
-    writer = writer_to(place, packing(Codec.ZSTD), manifest=manifest, part_bytes_min=5 << 20)
-    for index in range(manifest.chunk_count):
-        start, end = manifest.chunk_range(index)
-        writer.write_chunks(index, start, memoryview(image)[start:end])
-    writer.finish(manifest)
-    assert len(place.writes) == 1
-    packed = read_frame_table(place.records[0], manifest, what="x")
-    assert unpack_all(packed, place.stored(), manifest) == image
-
-
-def test_plain_tools_give_the_image_back(place: Place, tmp_path: Path) -> None:
-    writer = writer_to(place, packing(Codec.ZSTD))
-    for index in range(CUT.chunk_count):
-        put(writer, index)
-    writer.finish(MANIFEST)
-    reader = zstandard.ZstdDecompressor().stream_reader(place.stored(), read_across_frames=True)
-    assert reader.readall() == IMAGE
-    if program := shutil.which("zstd"):
-        path = tmp_path / "image.safetensors.zst"
-        path.write_bytes(place.stored())
-        done = subprocess.run([program, "-dc", str(path)], capture_output=True, check=True)
-        assert done.stdout == IMAGE
-
-
-def test_what_was_packed_is_counted(place: Place) -> None:
-    how = packing(Codec.PLANES)
-    writer = writer_to(place, how)
-    for index in range(CUT.chunk_count):
-        put(writer, index)
-    writer.finish(MANIFEST)
-    packed = read_frame_table(place.records[0], MANIFEST, what="x")
-    assert how.counts.raw_bytes == len(IMAGE)
-    assert how.counts.packed_bytes == packed.frames_bytes
-    assert how.counts.seconds > 0
 
 
 def test_the_bound_holds_for_what_does_not_compress(place: Place) -> None:

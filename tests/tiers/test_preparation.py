@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,7 @@ import torch
 import tierfall
 from tests.core.fake_device import FakeLocks
 from tests.steps import wait_until
-from tests.tiers.arena_help import DEVICE, EXTENTS, MIB, RUN, add, create, prepare
-from tierfall.errors import CapacityError
-from tierfall.tiers.arena import arena as arena_module
+from tests.tiers.arena_help import DEVICE, MIB, RUN, add, create, prepare
 from tierfall.tiers.arena import file as file_module
 from tierfall.tiers.arena import preparation
 from tierfall.tiers.arena.arena import Arena
@@ -85,29 +81,6 @@ def test_an_image_of_an_earlier_start_is_read_without_touching_its_pages(path: P
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_free_memory_is_prepared_before_that_of_images(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the next save takes comes first, in the order in which it will be taken."""
-    arena = create(path, 6 * MIB)
-    add(arena, b"i" * (2 * MIB - 4096), b"m", b"c")
-    touched = list[int]()
-    touch = arena_module.Arena.touch
-
-    def recorded(arena: Arena, span: Any) -> bool:
-        touched.append(span.start)
-        return touch(arena, span)
-
-    monkeypatch.setattr(arena_module.Arena, "touch", recorded)
-    prepare(arena)
-    pieces = [*dict.fromkeys(start // PIECE for start in touched)]
-    extents = EXTENTS // PIECE
-    assert pieces[:4] == [extents + n for n in (2, 3, 4, 5)]
-    assert {extents, extents + 1} <= {*pieces[4:]}
-    arena.close(keep=False)
-
-
-@pytest.mark.usefixtures("small_pieces")
 def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,30 +106,6 @@ def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
     assert len(locks.unlocked) == len(locks.made)
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_memory_that_grows_is_prepared_in_the_background_too(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Growth maps the file again: nothing is locked on the thread that needed the room."""
-    locks = FakeLocks(monkeypatch)
-    arena = create(path, 2 * MIB)
-    prepare(arena, DEVICE)
-    before, here = len(locks.made), threading.current_thread().name
-    threads = list[str]()
-    lock_pages = locks.lock_pages
-
-    def recorded(*arguments: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return lock_pages(*arguments)
-
-    monkeypatch.setattr(file_module.pinned, "lock_pages", recorded)
-    arena.grow(4 * MIB)
-    wait_until(lambda: arena.is_prepared, "it is prepared")
-    assert len(locks.made) > before
-    assert here not in threads
-    arena.close(keep=False)
-
-
 # Bad days --------------------------------------------------------------------------------------------
 
 
@@ -175,28 +124,6 @@ def test_memory_that_cannot_be_touched_is_reported_once_and_saves_go_on(
     assert "Cannot allocate memory; saves go on, slower" in entry.getMessage()
     add(arena, b"image")
     arena.close(keep=False)
-
-
-def test_a_thread_that_cannot_be_started_is_done_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where the limit of a user's processes is reached."""
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name.endswith("-prepare"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    state = {"x": torch.arange(1000.0)}
-    with caplog.at_level(logging.WARNING), tierfall.open(config_of(folder, "64MiB")) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state).wait()
-    entries = [r.getMessage() for r in caplog.records if "prepared" in r.getMessage()]
-    assert len(entries) == 1
-    assert "can't start new thread; saves go on, slower" in entries[0]
-    assert torch.equal(tierfall.load(folder / "disk", step=3)["x"], state["x"])
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -305,20 +232,3 @@ def test_a_start_with_much_memory_opens_at_once(folder: Path) -> None:
                 times.append(time.monotonic() - began)
         seconds[capacity] = min(times)
     assert seconds["2GiB"] < 2 * seconds["64MiB"] + 0.2
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_memory_that_is_too_small_is_refused_before_training(folder: Path) -> None:
-    place = folder / "small"
-    place.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(place)],
-        check=True,
-        timeout=30,
-    )
-    try:
-        config = config_of(place, "64MiB")
-        with pytest.raises(CapacityError, match="64 MiB"), tierfall.open(config):
-            pass
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)

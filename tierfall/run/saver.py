@@ -211,7 +211,7 @@ class Saver:
         save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
         if not self.counts.begun:
             self._check_capacities(layout)
-            self._session.host.release_damaged()  # a restore has reported it
+            self._session.host.release_damaged()  # not before: a restore reports it
         records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(

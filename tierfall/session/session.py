@@ -370,7 +370,7 @@ class Session:
             self.coordinator.stop(
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
-            damaged = self.tiers.host.holds_damaged()  # the next start is to say so too
+            damaged = self.tiers.host.holds_damaged()  # the next start reports it, too
             keep = keep_memory or damaged or not self.memory.are_intact()
         finally:
             self.journal.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from loop_help import PATHS, Still
 
 from tests.core.capture.lazy_help import Held
@@ -28,14 +26,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held.free.set()
     yield held
     held.free.set()
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """The group of a single rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=PATHS)

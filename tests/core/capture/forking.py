@@ -72,25 +72,6 @@ def train_a_probe(_: object = None) -> float:
 
 
 @by_child
-def steps_its_own_optimizer(run: Run) -> object:
-    return train_a_probe()
-
-
-@by_child
-def steps_the_same_optimizer(run: Run) -> object:
-    for _ in range(3):
-        run.trainer.step()
-    return None
-
-
-@by_child
-def writes_over_the_state(run: Run) -> object:
-    for parameter in run.trainer.model.parameters():
-        parameter.data.fill_(-1)
-    return None
-
-
-@by_child
 def reads_where_the_image_is(run: Run) -> object:
     snapshot = run.ckpt._capturer._current
     assert snapshot is not None
@@ -133,54 +114,14 @@ def leaves_the_with_block(run: Run) -> object:
 
 
 @by_child
-def exits_at_once(run: Run) -> object:
-    os._exit(4)
-
-
-@by_child
-def looks_at_the_handle(run: Run) -> object:
-    return [run.saved.done(), run.saved.outcome, run.saved.exception()]
-
-
-@by_child
-def waits_on_the_handle(run: Run) -> object:
-    run.saved.wait()
-    return None
-
-
-@by_child
-def waits_for_the_image(run: Run) -> object:
-    run.saved.captured()
-    return None
-
-
-@by_child
 def waits_captured(run: Run) -> object:
     run.ckpt.wait_captured()
     return None
 
 
 @by_child
-def saves(run: Run) -> object:
-    run.ckpt.save(1000, run.trainer.state)
-    return None
-
-
-@by_child
-def asks_the_cadence(run: Run) -> object:
-    run.ckpt.maybe_save(1000, run.trainer.state)
-    return None
-
-
-@by_child
 def restores(run: Run) -> object:
     run.ckpt.restore(run.trainer.state)
-    return None
-
-
-@by_child
-def closes(run: Run) -> object:
-    run.ckpt.close()
     return None
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from copier_help import JUNK, KIB, PATIENCE_S, check, in_threads, make, raw, wanted
+from copier_help import KIB, PATIENCE_S, check, in_threads, make, raw, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ from tierfall.core.image.layout import plan_layout
 from tierfall.core.sampling.image_check import CheckPlan
 from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types.errors import CaptureError, StateChangedError
+from tierfall.core.types.errors import StateChangedError
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -84,20 +83,6 @@ def test_every_byte_is_in_its_place_when_it_comes_in_many_segments() -> None:
     assert len(made.told) > 5
 
 
-def test_a_state_without_tensors_is_a_header() -> None:
-    made = make({"epoch": 3, "rng": None})
-    made.filling.run()
-    check(made, wanted(made.layout, made.view))
-    assert made.filling.chunk_count == 1
-
-
-def test_a_tensor_as_long_as_its_chunks_and_one_byte_more() -> None:
-    for length in (8 * KIB, 8 * KIB + 1, 8 * KIB - 1):
-        made = make(lazily(x=noise(length, dtype=torch.uint8)))
-        made.filling.run()
-        check(made, wanted(made.layout, made.view))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -122,46 +107,6 @@ def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk
     check(made, wanted(made.layout, made.view))
 
 
-# The watermark ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_the_image_is_filled_in_its_own_order_and_reported_chunk_by_chunk() -> None:
-    made = make(lazily(x=noise(20 * KIB, dtype=torch.uint8)))
-    filling = made.filling
-    assert filling.final_chunks == 0
-    assert filling.hash_ready()  # the header is there from the start
-    assert filling.final_chunks == 1
-    assert not filling.hash_ready()
-    data = made.layout.data_start
-    while not made.told or made.told[-1][0] < 3:
-        assert filling.copy_next()
-        filling.hash_ready()
-    assert bytes(made.memory[data : data + 8 * KIB]) == raw(made.view.tensors[0].tensor)[: 8 * KIB]
-    assert made.memory[-1] == JUNK  # the end is not touched yet
-    filling.run()
-    check(made, wanted(made.layout, made.view))
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_chunk_without_its_last_segment_is_not_final() -> None:
-    made = make(lazily(x=noise(8 * KIB, dtype=torch.uint8)))
-    filling = made.filling
-    assert filling.copy_next()  # 2500 of the first 4096
-    filling.hash_ready()
-    assert not filling.hash_ready()
-    assert filling.final_chunks == 1
-
-
-def test_what_may_change_at_any_time_is_fixed_before_the_rest_is_begun() -> None:
-    counter, weight = noise(100), noise(3000)
-    made = make({**lazily(w=weight), "c": tierfall.item(counter, changes="anytime")})
-    image = wanted(made.layout, made.view)
-    counter.add_(1)
-    made.filling.run()
-    check(made, image)
-
-
 # Two threads -----------------------------------------------------------------------------------------
 
 
@@ -181,118 +126,7 @@ def test_two_threads_that_copy_at_once_make_one_image() -> None:
         check(made, image)
 
 
-@pytest.mark.usefixtures("small_segments")
-def test_wait_idle_waits_for_a_copy_that_another_thread_is_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = make(lazily(x=noise(9000)))
-    filling = made.filling
-    inside, go_on = threading.Event(), threading.Event()
-    original = ImageCopier._copy
-
-    def slow(self: ImageCopier, pieces: Any) -> None:
-        inside.set()
-        assert go_on.wait(PATIENCE_S)
-        original(self, pieces)
-
-    monkeypatch.setattr(ImageCopier, "_copy", slow)
-    thread = threading.Thread(target=filling.copy_next)
-    thread.start()
-    assert inside.wait(PATIENCE_S)
-    assert not filling.wait_idle(0)
-    assert not filling.copied
-    go_on.set()
-    assert filling.wait_idle(PATIENCE_S)
-    thread.join(PATIENCE_S)
-    filling.run()
-    check(made, wanted(made.layout, made.view))
-
-
-# Failures --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small_segments")
-def test_a_copy_that_fails_ends_the_image_for_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(mixed())
-    filling = made.filling
-    filling.copy_next()
-    original = ImageCopier._copy
-
-    def fail(self: ImageCopier, pieces: Any) -> None:
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(ImageCopier, "_copy", fail)
-    with pytest.raises(MemoryError, match="no more"):
-        filling.copy_next()
-    monkeypatch.setattr(ImageCopier, "_copy", original)
-    assert isinstance(filling.failure, MemoryError)
-    assert not filling.copy_next()
-    assert not filling.hash_ready()
-    assert filling.wait_idle(0)
-    filling.run()
-    assert not filling.hashed
-    assert not filling.copied
-
-
-def test_given_up_from_outside_nothing_more_is_copied() -> None:
-    made = make(mixed())
-    first = CaptureError("enough")
-    made.filling.fail(first)
-    made.filling.fail(CaptureError("later"))
-    assert made.filling.failure is first
-    made.filling.run()
-    assert not made.filling.hashed
-    assert made.memory[-1] == JUNK
-
-
-def test_an_image_that_is_complete_cannot_fail_any_more() -> None:
-    made = make(mixed())
-    made.filling.run()
-    made.filling.fail(CaptureError("too late"))
-    assert made.filling.failure is None
-
-
 # Changes under the capture ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changed", [lambda t: t.add_(1), lambda t: t.zero_()])
-def test_the_barrier_names_a_tensor_that_was_written_to_since_save(changed: Any) -> None:
-    tensor = noise(3000)
-    made = make(lazily(w=tensor))
-    changed(tensor)
-    with pytest.raises(
-        StateChangedError, match=r'state\["on"\]\["w"\] was changed between'
-    ) as caught:
-        made.filling.check_state()
-    assert caught.value.tensors == ("on.w",)
-
-
-def test_the_barrier_names_a_tensor_whose_memory_is_another() -> None:
-    tensor = noise(3000)
-    made = make(lazily(w=tensor))
-    made.filling.run()
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(StateChangedError, match="was changed between"):
-        made.filling.check_state()
-
-
-def test_a_write_that_no_counter_sees_is_seen_at_the_barrier_by_samples() -> None:
-    tensor = noise(3000)
-    made = make(lazily(w=tensor))
-    made.filling.run()
-    made.filling.check_state()
-    tensor.data.add_(1)
-    with pytest.raises(StateChangedError, match="was changed between"):
-        made.filling.check_state()
-
-
-def test_inference_tensors_have_no_version_and_are_captured_all_the_same() -> None:
-    with torch.inference_mode():
-        tensor = torch.arange(3000.0)
-    made = make(lazily(w=tensor))
-    made.filling.run()
-    made.filling.check_state()
-    check(made, wanted(made.layout, made.view))
 
 
 SHAPES: dict[str, Callable[[], torch.Tensor]] = {
@@ -351,22 +185,8 @@ def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
         assert caught.value.tensors == (f"on.{name}",)
 
 
-def test_a_write_to_one_percent_of_a_small_tensor_is_found_however_many_there_are() -> None:
-    sources = {f"w{number:04}": noise(2048, seed=number) for number in range(6000)}
-    for seed in range(0, 12, 4):
-        made = make(lazily(**sources), 1 << 20)
-        name = f"w{seed * 499:04}"
-        sources[name].data[writes(torch.Size([2048]), seed)["in a row"]] += 1
-        made.filling.run()
-        with pytest.raises(StateChangedError) as caught:
-            made.filling.check_image()
-        assert caught.value.tensors == (f"on.{name}",)
-
-
-@pytest.mark.parametrize(
-    "rows", [25, 50, 51, 64, 99, 100, 101, 102, 103, 109, 111, 113, 128, 202, 303, 512]
-)
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.6])
+@pytest.mark.parametrize("rows", [25, 64, 99, 101, 109, 128, 303, 512])
+@pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_block_of_columns_is_found_whatever_the_length_of_a_row(rows: int, share: float) -> None:
     """The distance of two lines may be the length of a row, or a multiple or a fraction of it."""
     columns = (2 << 20) // 4 // rows
@@ -427,23 +247,6 @@ def test_odd_tensors_are_compared_byte_by_byte(kind: str, digest_s: float | None
         assert caught.value.tensors == ("on.w",)
 
 
-def test_an_image_of_a_state_that_lies_still_passes() -> None:
-    made = make(lazily(**_mixed(), more={name: shape() for name, shape in SHAPES.items()}), 1 << 20)
-    made.filling.run()
-    made.filling.check_image()
-    made.filling.check_state()
-
-
-def test_samples_compare_bytes_and_leave_alone_what_may_change_at_any_time() -> None:
-    counter = noise(10)
-    weight = torch.full((100,), float("nan"))
-    made = make({**lazily(w=weight), "c": tierfall.item(counter, changes="anytime")})
-    made.filling.run()
-    counter.add_(1)
-    made.filling.check_image()
-    made.filling.check_state()
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -484,30 +287,3 @@ def test_digests_come_round_to_every_byte() -> None:
     while not ranges.changed_in(data, ranges.digest(view.pointers, 1e-4)):
         saves += 1
         assert saves < 1000
-
-
-def test_sources_are_let_go_of_when_asked() -> None:
-    import gc
-    import weakref
-
-    tensor = noise(100)
-    alive = weakref.ref(tensor)
-    made = make(lazily(w=tensor))
-    made.filling.run()
-    made.view = None  # type: ignore[assignment]
-    made.filling.release_sources()
-    del tensor
-    gc.collect()
-    assert alive() is None
-
-
-def test_scalars_on_the_host_do_not_cut_a_devices_tensors_into_many_segments() -> None:
-    """As Adam's state has it: beside each parameter's moments stands a step counter, which lies on the host."""
-    state = {f"p{n}": {"a": noise(8, seed=n), "step": torch.tensor(1.0)} for n in range(500)}
-    view = walk_state(lazily(**state))
-    places = tuple(0 if source.dim() else segments.HOST for source in view.sources)
-    cut = segments.Segmentation(plan_layout(view), view, 4 * KIB, places)
-    assert len(cut.segments) <= 2 * (-(-cut.missing[-1] // 4096) + len(cut.missing))
-    assert all(len({piece.place for piece in segment}) == 1 for segment in cut.segments)
-    pieces = sorted((p.start, p.end) for segment in cut.segments for p in segment)
-    assert sum(end - start for start, end in pieces) == 500 * (32 + 4)

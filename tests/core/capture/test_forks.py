@@ -15,26 +15,16 @@ from tests.core.capture.forking import BY_CHILD, BY_PARENT
 
 ROOT = Path(__file__).parents[3]
 HARMLESS = [
-    "steps_its_own_optimizer",
-    "steps_the_same_optimizer",
-    "writes_over_the_state",
     "frees_storages",
     "leaves_the_with_block",
-    "looks_at_the_handle",
 ]
 CODES = {
     "writes_over_the_image": -signal.SIGSEGV,
     "ends_as_programs_do": 3,
-    "exits_at_once": 4,
 }
 REFUSED = {
-    "waits_on_the_handle": "wait in that process",
-    "waits_for_the_image": "wait in that process",
     "waits_captured": "open another run in the child",
-    "saves": "open another run in the child",
-    "asks_the_cadence": "open another run in the child",
     "restores": "open another run in the child",
-    "closes": "open another run in the child",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -43,28 +42,6 @@ def step_save_zero(t: Training, save: Save, **zero: bool) -> None:
     t.optimizer.zero_grad(**zero)
 
 
-def zero_step_save(t: Training, save: Save, **zero: bool) -> None:
-    t.optimizer.zero_grad(**zero)
-    t.backward()
-    t.optimizer.step()
-    save()
-
-
-def step_zero_save(t: Training, save: Save, **zero: bool) -> None:
-    t.backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
-def accumulated_and_saved_after_the_step(t: Training, save: Save, **zero: bool) -> None:
-    for _ in range(3):
-        t.backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
 def two_networks(t: Training, save: Save, **zero: bool) -> None:
     """As a GAN: the loss of one leaves gradients in the other, which its optimizer has stepped already."""
     t.others.zero_grad(**zero)
@@ -76,17 +53,6 @@ def two_networks(t: Training, save: Save, **zero: bool) -> None:
     save()
 
 
-def two_networks_and_zero_after_each_step(t: Training, save: Save, **zero: bool) -> None:
-    t.others.zero_grad(**zero)
-    t.other(t.out().detach()).mean().backward()
-    t.others.step()
-    t.others.zero_grad(**zero)
-    t.other(t.out()).mean().backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad(**zero)
-    save()
-
-
 def closure(t: Training, save: Save, **zero: bool) -> None:
     def loss() -> float:
         t.optimizer.zero_grad(**zero)
@@ -95,16 +61,6 @@ def closure(t: Training, save: Save, **zero: bool) -> None:
         return float(found.detach())
 
     t.optimizer.step(loss)
-    save()
-
-
-def closure_by_keyword(t: Training, save: Save, **zero: bool) -> None:
-    def loss() -> float:
-        t.optimizer.zero_grad(**zero)
-        t.backward()
-        return 0.0
-
-    t.optimizer.step(closure=loss)
     save()
 
 
@@ -150,13 +106,8 @@ def saved_steps(
     "loop",
     [
         step_save_zero,
-        zero_step_save,
-        step_zero_save,
-        accumulated_and_saved_after_the_step,
         two_networks,
-        two_networks_and_zero_after_each_step,
         closure,
-        closure_by_keyword,
         left_out_by_the_loop,
         stepped_in_backward,
     ],
@@ -201,63 +152,6 @@ def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
     (text,) = output()
     assert text.startswith("step 3 was saved between a backward pass and the optimizer step")
     assert "docs/exact-resume.md" in text
-
-
-def test_a_save_between_backward_and_step_says_so(
-    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
-) -> None:
-    training, save, output = saved_steps
-    for _ in range(4):
-        training.backward()
-        save()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    (text,) = output()
-    assert text.startswith("step 2 was")
-
-
-def test_gradients_of_what_is_not_in_the_state_are_not_left_out(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    training = Training()
-    state = {"other": training.other}
-    with tierfall.open(make_config()) as ckpt:
-        for step in range(4):
-            training.backward()
-            ckpt.save(step, state)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    assert not [m for m in caplog.messages if "uses its gradients" in m]
-
-
-def test_a_model_whose_gradients_are_watched_can_be_converted_by_swapping(
-    make_config: MakeConfig,
-) -> None:
-    """``swap_tensors`` refuses a tensor that somebody has a weak reference to."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with tierfall.open(make_config()) as ckpt:
-            t = Training()
-            t.backward()
-            t.optimizer.step()
-            ckpt.save(1, t.state)
-            t.model.double()
-            assert t.model[0].weight.dtype is torch.float64
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_a_parameter_that_knows_its_optimizer_is_let_go(make_config: MakeConfig) -> None:
-    with tierfall.open(make_config()):
-        t = Training()
-        for parameter in t.model.parameters():
-            parameter.optimizers = [t.optimizer]  # type: ignore[attr-defined]
-        t.backward()
-        t.optimizer.step()
-        known = weakref.ref(t.optimizer)
-        del t, parameter
-        gc.collect()
-        assert known() is None
 
 
 @pytest.mark.parametrize("one_buffer", [False, True])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -17,20 +15,10 @@ from tierfall.core.types.errors import (
     CaptureError,
     ConfigError,
     FlushError,
-    KeyNotFoundError,
-    TierfallError,
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 PATIENCE_S = 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def handle_for(*tiers: str, clock: Callable[[], float] = lambda: 0.0) -> SaveHandle:
@@ -38,43 +26,6 @@ def handle_for(*tiers: str, clock: Callable[[], float] = lambda: 0.0) -> SaveHan
 
 
 # Asking ----------------------------------------------------------------------------------------------
-
-
-def test_a_new_handle_is_pending_and_nothing_is_done() -> None:
-    handle = handle_for("nvme", "store")
-    assert (handle.step, handle.attempt, handle.tiers) == (400, 7, ("nvme", "store"))
-    assert handle.outcome is SaveOutcome.PENDING
-    assert not handle.done("host")
-    assert not handle.done("nvme")
-    assert not handle.done()
-    assert handle.exception() is None
-    assert handle.stats.captured_s is None
-    assert dict(handle.stats.durable_s) == {}
-    assert repr(handle) == "<SaveHandle of step 400 (attempt 7): pending>"
-
-
-def test_it_is_saved_when_the_last_tier_has_it_and_not_before() -> None:
-    handle = handle_for("nvme", "store")
-    handle.on_captured()
-    assert (handle.done("host"), handle.done("nvme"), handle.done()) == (True, False, False)
-    assert handle.outcome is SaveOutcome.PENDING
-    handle.on_committed("nvme")
-    assert (handle.done("nvme"), handle.done()) == (True, False)
-    assert handle.outcome is SaveOutcome.PENDING
-    handle.on_committed("store")
-    assert handle.done()
-    assert handle.outcome is SaveOutcome.SAVED
-    handle.wait(timeout=0)
-
-
-def test_a_step_that_goes_to_no_tier_is_saved_once_it_is_sealed_in_memory() -> None:
-    handle = handle_for()
-    assert not handle.done()
-    handle.on_captured()
-    assert handle.outcome is SaveOutcome.SAVED
-    assert handle.done()
-    handle.wait(timeout=0)
-    handle.wait("host", timeout=0)
 
 
 def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_ones() -> None:
@@ -86,65 +37,7 @@ def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_
             ask()
 
 
-def test_times_count_from_the_call_of_save() -> None:
-    clock = Clock()
-    handle = handle_for("nvme", clock=clock)
-    handle.on_begun(bytes=10, lazy=True, blocked_s=0.25)
-    clock.now_s += 2
-    handle.on_captured()
-    clock.now_s += 3
-    handle.on_committed("nvme")
-    stats = handle.stats
-    assert (stats.bytes, stats.lazy, stats.blocked_s) == (10, True, 0.25)
-    assert stats.captured_s == 2.0
-    assert dict(stats.durable_s) == {"nvme": 5.0}
-
-
-def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
-    handle = handle_for("disk")
-    handle.add_blocked(0.25)
-    handle.on_begun(bytes=1, lazy=True, blocked_s=1.0)
-    handle.add_blocked(0.5)
-    assert handle.stats.blocked_s == 1.75
-
-
 # Waiting ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wait", "messages"),
-    [
-        (lambda h: h.captured(PATIENCE_S), lambda h: h.on_captured()),
-        (lambda h: h.wait("nvme", PATIENCE_S), lambda h: h.on_committed("nvme")),
-        (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.on_committed("store")),
-    ],
-)
-def test_threads_that_wait_are_woken_when_it_is_notified(
-    wait: Callable[[SaveHandle], None], messages: Callable[[SaveHandle], None]
-) -> None:
-    handle = handle_for("nvme", "store")
-    woken: list[int] = []
-
-    def waiter(number: int) -> None:
-        wait(handle)
-        woken.append(number)
-
-    threads = [threading.Thread(target=waiter, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    assert woken == []
-    messages(handle)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(woken) == [0, 1, 2]
-
-
-def test_a_timeout_says_what_was_waited_for() -> None:
-    handle = handle_for("nvme")
-    with pytest.raises(TimeoutError, match="step 400 is not captured after 0 s"):
-        handle.captured(timeout=0)
-    with pytest.raises(TimeoutError, match="step 400 is not committed on nvme after 0 s"):
-        handle.wait(timeout=0)
 
 
 def test_what_is_done_is_done_though_another_tier_failed() -> None:
@@ -156,18 +49,6 @@ def test_what_is_done_is_done_though_another_tier_failed() -> None:
     handle.wait("nvme", timeout=0)
     with pytest.raises(FlushError, match="store is down"):
         handle.wait("store", timeout=0)
-
-
-def test_before_waiting_the_barrier_is_asked_to_end_the_capture() -> None:
-    waited: list[float | None] = []
-
-    def barrier(timeout: float | None) -> None:
-        waited.append(timeout)
-        handle.on_captured()
-
-    handle = SaveHandle(CheckpointId(400, 7), ("nvme",), in_memory="host", before_wait=barrier)
-    handle.captured(timeout=0)
-    assert waited == [0]
 
 
 # Failing ---------------------------------------------------------------------------------------------
@@ -184,27 +65,6 @@ def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
             wait()
         assert caught.value is not original
         assert caught.value.__context__ is original
-
-
-@pytest.mark.parametrize(
-    "original", [CapacityError("no room"), FlushError("no"), KeyNotFoundError("not there")]
-)
-def test_an_error_of_tierfall_keeps_its_class(original: TierfallError) -> None:
-    handle = handle_for("nvme")
-    handle.on_tier_failed("nvme", original)
-    with pytest.raises(type(original)) as caught:
-        handle.wait(timeout=0)
-    assert caught.value.__context__ is original
-    assert handle.exception() is original
-
-
-def test_any_other_error_is_chained_below_one_of_tierfall() -> None:
-    handle = handle_for("nvme")
-    original = RuntimeError("out of memory")
-    handle.on_given_up(SaveOutcome.FAILED, original)
-    with pytest.raises(CaptureError, match="out of memory") as caught:
-        handle.captured()
-    assert caught.value.__context__ is original
 
 
 def test_raised_again_and_again_the_original_does_not_grow() -> None:
@@ -239,15 +99,6 @@ def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None
     handle.wait(timeout=0)
 
 
-def test_a_skipped_save_raises_why_it_was_skipped() -> None:
-    handle = handle_for("nvme")
-    handle.on_given_up(SaveOutcome.SKIPPED, CapacityError("no room"))
-    assert repr(handle) == "<SaveHandle of step 400 (attempt 7): skipped, no room>"
-    assert handle.outcome is SaveOutcome.SKIPPED
-    with pytest.raises(CapacityError, match="no room"):
-        handle.wait()
-
-
 def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> None:
     handle = handle_for("nvme", "store")
     handle.on_captured()
@@ -276,21 +127,6 @@ def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> Non
     with pytest.raises(CapacityError, match="step 500"):
         handle.captured()
     assert handle.stats.captured_s is not None, "it was captured once"
-
-
-def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
-    class Big:
-        pass
-
-    big = Big()
-    alive = weakref.ref(big)
-    handle = handle_for("nvme")
-    handle.on_begun(bytes=1, lazy=False, blocked_s=0.0)
-    handle.on_captured()
-    del big
-    gc.collect()
-    assert alive() is None
-    assert handle.done("host")
 
 
 def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
@@ -325,29 +161,6 @@ class Calls:
         return self.made.empty()
 
 
-def test_a_callback_is_called_once_when_the_last_tier_has_the_step() -> None:
-    handle, calls = handle_for("nvme", "store"), Calls()
-    handle.add_done_callback(calls)
-    handle.on_captured()
-    handle.on_committed("nvme")
-    assert calls.none_waits(handle)
-    handle.on_committed("store")
-    assert calls.next() is handle
-    handle.on_committed("store")
-    handle.on_stopped(FlushError("closed"))
-    assert calls.none_waits(handle)
-
-
-@pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_a_callback_of_a_tier_that_has_it_already_is_called_at_once(tier: str) -> None:
-    handle, calls = handle_for("nvme", "store"), Calls()
-    handle.on_captured()
-    handle.on_committed("nvme")
-    handle.add_done_callback(calls, tier)
-    assert calls.next() is handle
-    assert handle.done(tier)
-
-
 @pytest.mark.parametrize(
     "fail",
     [
@@ -380,32 +193,6 @@ def test_a_callback_that_raises_is_logged_and_the_next_is_called(
     calls.next()
     assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["of step 400", "1"]
     assert "a callback failed: <function" in caplog.text
-
-
-def test_a_slow_callback_delays_nobody_who_reports_or_waits() -> None:
-    handle, calls = handle_for("nvme", "store"), Calls()
-    release = threading.Event()
-    handle.add_done_callback(lambda handle: release.wait(PATIENCE_S), "nvme")
-    handle.add_done_callback(calls)
-    handle.on_committed("nvme")
-    handle.on_committed("store")
-    handle.wait(timeout=0)
-    assert handle.outcome is SaveOutcome.SAVED
-    assert calls.made.empty()
-    release.set()
-    calls.next()
-
-
-def test_a_callback_may_use_the_handle() -> None:
-    handle, calls = handle_for("nvme"), Calls()
-
-    def use(handle: SaveHandle) -> None:
-        handle.wait(timeout=PATIENCE_S)
-        handle.add_done_callback(calls)
-
-    handle.add_done_callback(use)
-    handle.on_committed("nvme")
-    assert calls.next() is handle
 
 
 def test_a_callback_that_cannot_be_called_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tierfall
 from tests.core.capture.lazy_help import (
@@ -24,6 +22,7 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.core.fake_device import FakePlaces, FakeStream
+from tests.steps import refuse_threads
 from tierfall.core.capture import copier
 from tierfall.core.types.errors import CaptureError
 from tierfall.run import saver
@@ -75,34 +74,6 @@ def config_of(make_config: MakeConfig, threads: int | None) -> dict[str, Any]:
     return config if threads is None else {**config, "capture": {"threads": threads}}
 
 
-def seconds_to_hash(config: dict[str, Any], digests: Digests) -> float:
-    trainer = Trainer()
-    trainer.state["more"] = tierfall.item(torch.zeros(100_000), changes="on_step")
-    with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)
-        digests.seconds = CHUNK_S
-        digests.times.clear()
-        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
-        digests.seconds = 0.0
-    return max(digests.times) - min(digests.times)
-
-
-def test_two_threads_hash_an_image_in_half_of_the_time(
-    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path
-) -> None:
-    ratios = list[float]()
-    for number in range(3):
-        seconds = []
-        for threads in (1, 2):
-            config = {**config_of(make_config, threads), "run": f"run{number}{threads}"}
-            config["tiers"][-1]["path"] = str(tmp_path / config["run"])
-            digests.threads.clear()
-            seconds.append(seconds_to_hash(config, digests))
-            assert len(digests.threads) == threads
-        ratios.append(seconds[0] / seconds[1])
-    assert max(ratios) >= 1.8
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_image_that_several_threads_hashed_is_the_state(
     make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path, threads: int
@@ -120,18 +91,6 @@ def test_an_image_that_several_threads_hashed_is_the_state(
     assert len(digests.threads) == threads
 
 
-def test_one_thread_hashes_an_image_from_host_memory(
-    make_config: MakeConfig, digests: Digests
-) -> None:
-    """The training needs the cores."""
-    trainer = Trainer()
-    with tierfall.open(config_of(make_config, 4)) as ckpt:
-        warmed_up(ckpt, trainer)
-        digests.seconds = 0.001
-        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
-    assert len(digests.threads) == 1
-
-
 def test_threads_that_cannot_be_started_are_done_without(
     make_config: MakeConfig,
     places: FakePlaces,
@@ -141,16 +100,8 @@ def test_threads_that_cannot_be_started_are_done_without(
     tmp_path: Path,
 ) -> None:
     """As where the limit of a user's processes is reached."""
-    trainer, start, started = Trainer(), threading.Thread.start, list[str]()
-
-    def refused(thread: threading.Thread) -> None:
-        if "-hash-" in thread.name:
-            if started:
-                raise RuntimeError("can't start new thread")
-            started.append(thread.name)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    trainer = Trainer()
+    refuse_threads(monkeypatch, "-hash-", after=1)
     with caplog.at_level(logging.WARNING), tierfall.open(config_of(make_config, 4)) as ckpt:
         warmed_up(ckpt, trainer)
         for step in (2, 3):
@@ -184,34 +135,3 @@ def test_what_a_thread_raises_fails_the_save_and_not_the_next(
         before = trainer.now()
         ckpt.save(3, trainer.state, block=True)
     assert_same(saved(tmp_path / "disk", 3), before)
-
-
-def test_a_fork_while_threads_hash_harms_nobody(
-    make_config: MakeConfig, places: FakePlaces, digests: Digests, tmp_path: Path
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(config_of(make_config, 3)) as ckpt:
-        warmed_up(ckpt, trainer)
-        digests.seconds = CHUNK_S
-        before = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        child = os.fork()
-        if child == 0:
-            trainer.optimizer.step()
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(saved(tmp_path / "disk", 2), before)
-
-
-def test_no_thread_is_left_after_close(
-    make_config: MakeConfig, places: FakePlaces, digests: Digests
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(config_of(make_config, 4)) as ckpt:
-        warmed_up(ckpt, trainer)
-        lazy_save(ckpt, trainer, 2).captured(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while any("-hash-" in each.name for each in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -28,8 +27,6 @@ from tests.steps import wait_until
 from tierfall.core.capture.copier import EAGER_BYTES_MAX
 from tierfall.core.runtime import memory_copies
 from tierfall.core.runtime.driver import driver_call
-from tierfall.core.runtime.streams import CudaStream
-from tierfall.core.sampling import sum_kernel
 from tierfall.core.types.values import SaveOutcome
 
 pytestmark = [
@@ -263,12 +260,6 @@ def test_a_second_optimizer_waits_while_spare_memory_is_filled(
         assert_same({**loaded}, expected)
 
 
-def test_the_copy_stream_is_none_that_a_training_can_get() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    own = CudaStream(device)._stream.cuda_stream
-    assert own not in {torch.cuda.Stream().cuda_stream for _ in range(64)}
-
-
 def test_state_in_host_memory_takes_nothing_of_the_gpu(tmp_path: Path) -> None:
     program = f"""
         import torch, tierfall
@@ -359,32 +350,6 @@ def test_a_save_of_many_small_tensors_takes_few_launches(config: dict[str, Any])
         optimizer.step()
         torch.cuda.synchronize()
         assert 1 <= launches(lambda: ckpt.save(4, state).captured()) <= 20
-
-
-def elapsed_ms(action: Callable[[], Any]) -> float:
-    """The least of some times that the device takes for an action."""
-    found = []
-    for _ in range(5):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        torch.cuda.synchronize()
-        events[0].record()
-        action()
-        events[1].record()
-        torch.cuda.synchronize()
-        found.append(events[0].elapsed_time(events[1]))
-    return min(found)
-
-
-def test_small_tensors_beside_a_large_one_take_no_time_of_the_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    large, small = torch.zeros(128 * MIB, device=device), torch.zeros(20_000 * 16, device=device)
-    rows = np.arange(32, dtype=np.uint64) * np.uint64(16 * MIB) + np.uint64(large.data_ptr())
-    sizes = np.full(32, 16 * MIB, dtype=np.int64)
-    tiny = np.arange(20_000, dtype=np.uint64) * np.uint64(64) + np.uint64(small.data_ptr())
-    alone = elapsed_ms(lambda: sum_kernel.add_up(rows, sizes, device))
-    addresses = np.concatenate([rows, tiny])
-    both = np.concatenate([sizes, np.full(20_000, 64, dtype=np.int64)])
-    assert elapsed_ms(lambda: sum_kernel.add_up(addresses, both, device)) < 5 * alone + 3
 
 
 def test_a_driver_without_batches_captures_the_same(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,44 +95,6 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
         edge.copy_(kept)
         trainer.step()
         assert isinstance(failed(handle), StateChangedError)
-
-
-def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing_is_reported(
-    make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = Trainer()
-    average = torch.optim.swa_utils.AveragedModel(trainer.model)
-    trainer.state["average"] = tierfall.item(average, changes="anytime")
-    caplog.set_level(logging.WARNING, logger="tierfall")
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        before, model = {k: v.clone() for k, v in average.state_dict().items()}, trainer.now()
-        handle = save_and_damage(ckpt, trainer, held, [*average.parameters()])
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["average"]), before)
-    assert_same(saved(tmp_path / "disk", 2), model)
-    assert not caplog.records
-
-
-def test_what_is_reported_to_change_on_steps_alone_is_captured_lazily_and_checked(
-    make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = Trainer()
-    average = torch.optim.swa_utils.AveragedModel(trainer.model)
-    trainer.state["average"] = tierfall.item(average, changes="on_step")
-    caplog.set_level(logging.WARNING, logger="tierfall")
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        assert not caplog.records
-        error = failed(save_and_damage(ckpt, trainer, held, [*average.module[0].parameters()]))
-        assert isinstance(error, StateChangedError)
-        assert set(error.tensors) == {"average.module.0.weight", "average.module.0.bias"}
-        before = {k: v.clone() for k, v in average.state_dict().items()}
-        handle = lazy_save(ckpt, trainer, 3)
-        damage([*average.module[0].parameters()])
-        trainer.step()
-        handle.wait(timeout=PATIENCE_S)
-    assert_same(dict(tierfall.load(tmp_path / "disk", step=3)["average"]), before)
 
 
 class Shadow:
@@ -250,23 +211,3 @@ def test_without_verify_a_frozen_parameter_of_the_optimizer_is_fixed_when_save_r
         handle = save_and_damage(ckpt, trainer, held, [*trainer.encoder.parameters()])
         handle.wait(timeout=PATIENCE_S)
     assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["encoder"]), before)
-
-
-def test_a_frozen_parameter_of_the_optimizer_that_changes_takes_the_trust_from_all(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = WithFrozen()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        handles, wanted = [], {}
-        for step in range(2, 6):
-            wanted[step] = {k: v.clone() for k, v in trainer.encoder.state_dict().items()}
-            handles.append(lazy_save(ckpt, trainer, step))
-            damage([trainer.encoder[step % 4].weight])  # type: ignore[list-item]
-            trainer.step()
-        assert isinstance(failed(handles[0]), StateChangedError)
-        for handle in handles[1:]:
-            handle.wait(timeout=PATIENCE_S)
-    for step in range(3, 6):
-        found = dict(tierfall.load(tmp_path / "disk", step=step)["encoder"])
-        assert_same(found, wanted[step])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 from loop_help import Still
 
 import tierfall
-from tests import forked
 from tests.core.capture.lazy_help import (
     PATIENCE_S,
     MakeConfig,
@@ -27,9 +24,8 @@ from tests.core.capture.lazy_help import (
 )
 from tests.steps import wait_until
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.types.errors import CaptureError, FlushError
+from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
-from tierfall.tiers.stored import StoredTier
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -129,113 +125,8 @@ def test_what_ends_the_capture_thread_is_the_saves_own_failure_and_no_more(
     assert not list((tmp_path / "disk").glob("run/step-00000002-*"))
 
 
-def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
-    make_config: MakeConfig, still: Still, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        still.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        snapshot = ckpt._capturer._current
-        assert snapshot is not None
-
-        def dies(filling: ImageCopier) -> bool:
-            raise SystemExit(3)
-
-        monkeypatch.setattr(ImageCopier, "hash_ready", dies)
-        still.go()
-        wait_until(lambda: snapshot.copier.failure is not None, "the thread has died of it")
-        before = trainer.now()
-        trainer.step()
-        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
-        with pytest.raises(CaptureError, match="SystemExit"):
-            handle.captured()
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), MemoryError("no more")])
-def test_what_a_flush_raises_is_reported_and_the_copy_is_tried_again(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-) -> None:
-    trainer = Trainer()
-
-    def dies(tier: StoredTier, *words: Any) -> Any:
-        raise error
-
-    with tierfall.open(make_config(max_wait="1s")) as ckpt:
-        warmed_up(ckpt, trainer)
-        with monkeypatch.context() as patch:
-            patch.setattr(StoredTier, "create_shard", dies)
-            before = trainer.now()
-            handle = lazy_save(ckpt, trainer, 2)
-            with pytest.raises(FlushError, match="flush of 2@1 to disk failed") as caught:
-                handle.wait(timeout=PATIENCE_S)
-            assert is_behind(error, caught.value)
-            assert handle.done("host"), "it lies in memory"
-            trainer.step()
-        after = trainer.now()
-        third = ckpt.save(3, trainer.state)
-        wait_until(lambda: third.done("disk") and handle.done("disk"), "the tier has both")
-    assert "flush of 2@1 to disk failed (try 1)" in caplog.text
-    assert_same(saved(tmp_path / "disk", 2), before)
-    assert_same(saved(tmp_path / "disk", 3), after)
-
-
 def is_behind(error: BaseException, messages: BaseException | None) -> bool:
     """Say whether an exception is another one, or was caused by it."""
     while messages is not None and messages is not error:
         messages = messages.__cause__ or messages.__context__
     return messages is error
-
-
-# How loops end ---------------------------------------------------------------------------------------
-
-
-def test_a_loop_that_raises_with_a_capture_in_flight_leaves_that_step_behind(
-    make_config: MakeConfig, tmp_path: Path, still: Still
-) -> None:
-    trainer = Trainer()
-    before: dict[str, torch.Tensor] = {}
-
-    def loop() -> None:
-        with tierfall.open(make_config()) as ckpt:
-            warmed_up(ckpt, trainer)
-            still.hold()
-            before.update(trainer.now())
-            handle = lazy_save(ckpt, trainer, 2)
-            assert not handle.done("host")
-            threading.Timer(0.05, still.go).start()
-            raise ZeroDivisionError("loss went wrong")
-
-    with pytest.raises(ZeroDivisionError, match="loss went wrong"):
-        loop()
-    assert_same(saved(tmp_path / "disk", 2), before)
-
-
-SCRIPT = """
-import json, sys, tierfall, torch
-from tests.core.capture.lazy_help import Trainer, warmed_up
-trainer = Trainer()
-ckpt = tierfall.open(json.loads(sys.argv[1]))
-warmed_up(ckpt, trainer)
-torch.save(trainer.now(), sys.argv[2])
-handle = ckpt.save(2, trainer.state)
-assert handle.stats.lazy and not handle.done("host")
-"""
-
-
-@pytest.mark.parametrize("how", ["ends", "raises"])
-def test_a_script_that_ends_without_close_keeps_what_was_in_flight(
-    make_config: MakeConfig, tmp_path: Path, how: str
-) -> None:
-    config = {**make_config(chunk="4KiB"), "capture": {"bandwidth": "2KB/s"}}  # far from done
-    script = SCRIPT + ("1 / 0\n" if how == "raises" else "")
-    done = forked.run(["-c", script, json.dumps(config), str(tmp_path / "before")], timeout=120)
-    assert done.returncode == (how == "raises"), done.stderr
-    assert "run run: the program ends and did not close it: closing" in done.stderr
-    assert_same(saved(tmp_path / "disk", 2), torch.load(tmp_path / "before"))

@@ -194,26 +194,6 @@ def test_updates_that_no_barrier_brackets_make_saves_block_and_that_is_reported_
     assert reasons(caplog) == [f"this save captures blocking: {NOT_SEEN}"]
 
 
-@pytest.mark.parametrize("kind", [ByHand, Lomo, Foreign])
-def test_with_a_guard_around_such_updates_saves_are_lazy_and_right(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    still: Still,
-    caplog: pytest.LogCaptureFixture,
-    kind: Callable[[], ByHand],
-) -> None:
-    loop, wanted = kind(), {}
-    with tierfall.open(make_config()) as ckpt:
-        for step in range(1, 6):
-            with ckpt.guard():
-                loop.update()
-            wanted[step] = loop.now()
-            assert ckpt.save(step, loop.state).stats.lazy is (step > 1)
-    for step, before in wanted.items():
-        assert_same(dict(tierfall.load(tmp_path / "disk", step=step)["model"]), before)
-    assert reasons(caplog) == []
-
-
 def test_what_replays_of_a_graph_change_is_copied_at_once_and_that_is_reported_once(
     make_config: MakeConfig,
     tmp_path: Path,

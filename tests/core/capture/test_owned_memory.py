@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import tierfall
 from tests.core.capture.lazy_help import Held, MakeConfig, Trainer, warmed_up
@@ -124,27 +122,6 @@ def test_a_state_dict_is_captured_lazily_with_the_values_of_the_save(
         held.free.set()
         handle.wait("disk")
         assert ckpt.statistics().lazy_bytes == handle.stats.lazy_bytes
-    assert_saved(tmp_path / "disk", before)
-
-
-@pytest.mark.usefixtures("group")
-def test_a_state_dict_of_dtensors_is_captured_lazily(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer()
-    fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
-    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
-    trainer.state = {"model": trainer.model, "optimizer": trainer.optimizer}
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        state = dicts_by_name(trainer)
-        before = {name: each.full_tensor() for name, each in copied(state).items() if each.dim()}
-        held.hold()
-        handle = ckpt.save(2, state)
-        assert handle.stats.lazy_bytes >= byte_count(before)
-        trainer.step()
-        held.free.set()
-        handle.wait("disk")
     assert_saved(tmp_path / "disk", before)
 
 
@@ -267,34 +244,3 @@ def test_a_module_and_its_state_dict_are_lazy_unless_one_is_declared(
             moments = byte_count(trainer.now()) - weights
             assert handle.stats.lazy_bytes == moments + (weights if changes is None else 0)
             trainer.step()
-
-
-def test_two_optimizers_own_a_tensor_and_the_step_of_either_waits(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer()
-    other = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        state = {"model": dict(trainer.model.state_dict())}
-        before = copied(state)
-        held.hold()
-        handle = ckpt.save(2, state)
-        assert handle.stats.lazy_bytes == byte_count(before)
-        trainer.backward()
-        other.step()  # it has not stepped before
-        held.free.set()
-        handle.wait("disk")
-    assert_saved(tmp_path / "disk", before)
-
-
-def test_a_state_that_is_copied_at_once_is_not_called_lazy(make_config: MakeConfig) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        empty = tierfall.item(torch.empty(0), changes="on_step")
-        handle = ckpt.save(2, {"clones": copied(own_dicts(trainer)), "empty": empty})
-        assert (handle.stats.lazy, handle.stats.lazy_bytes) == (False, 0)
-        found = ckpt.statistics()
-        assert (found.lazy_saves, found.lazy_bytes) == (0, 0)
-        assert found.bytes > handle.stats.bytes

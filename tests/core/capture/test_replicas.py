@@ -121,59 +121,6 @@ def test_one_bit_anywhere_is_found_within_a_rotation_of_any_beginning(size: int)
         assert all(ranks.alike(ordinal) for ordinal in range(1, 1 + turns))
 
 
-def test_each_save_reads_other_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "RANGES_BYTES", (1, 1))
-    values, other = tensors(), tensors()
-    ranks = Ranks(state_of(values), state_of(other))
-    (seldom,) = {plan._ranges_period for plan in ranks.plans}
-    assert seldom > 10_000, "no range has its turn"
-    for start in range(0, 70_000, 14_000):
-        other["t70000"][start : start + 7000] += 1
-        found = [ranks.found(ordinal) for ordinal in range(40)]
-        assert set(found) == {"t70000", None}
-        other["t70000"].copy_(values["t70000"])
-
-
-def test_a_longer_step_has_more_digested_and_all_ranks_as_much() -> None:
-    def turns(*steps_s: float) -> set[int]:
-        states = [{"w": nn.Linear(1 << 10, 1 << 12, bias=False)} for _ in steps_s]
-        views = [walk_state(state) for state in states]
-        pairs = zip(views, steps_s, strict=True)
-        shares = [ReplicatedTensors(v, plan_layout(v).structure, step_s=s) for v, s in pairs]
-        division = assign_writers([share.table for share in shares])
-        return {ReplicaPlan(share, division)._ranges_period for share in shares}
-
-    assert turns(0.0, 5.0) == turns(0.001, 0.0) == {16}
-    assert turns(0.1, 5.0) == turns(0.1, 0.1) == {4}
-    assert turns(5.0, 6.0) == {1}
-
-
-def test_tensors_that_move_are_read_where_they_are() -> None:
-    values = tensors()
-    ranks = Ranks(state_of(values), state_of(tensors()))
-    assert ranks.alike(1)
-    moved = elsewhere(values, 5)
-    for value in values.values():
-        value.fill_(-1.0)
-    ranks.states = (state_of(moved), ranks.states[1])
-    assert ranks.alike(2)
-    for value in moved.values():
-        value.add_(1.0)
-    assert not ranks.alike(3)
-
-
-def test_what_changes_after_it_was_read_does_not_count() -> None:
-    values = tensors()
-    ranks = Ranks(state_of(values), state_of(tensors()))
-    readings = [
-        plan.read(walk_state(state), 1, NOWHERE)
-        for plan, state in zip(ranks.plans, ranks.states, strict=True)
-    ]
-    for value in values.values():
-        value.add_(1.0)
-    assert digests_agree({rank: one.digests().by_group() for rank, one in enumerate(readings)})
-
-
 def in_channels_last(seed: int) -> State:
     torch.manual_seed(seed)
     return {"conv": nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)}
@@ -203,12 +150,6 @@ def test_tensors_that_do_not_lie_in_order_are_alike_where_they_are(
 
 def test_tensors_in_channels_last_format_are_compared() -> None:
     assert Ranks(in_channels_last(0), in_channels_last(1)).found(1) == "conv.weight"
-
-
-def test_two_thousand_tensors_make_one_digest_a_rank() -> None:
-    values = {f"t{number}": torch.full((2,), float(number)) for number in range(2_000)}
-    digests = Ranks(state_of(values), state_of(values)).read(1)
-    assert [len(one.by_group()) for one in digests.values()] == [1, 1]
 
 
 # On devices ------------------------------------------------------------------------------------------
@@ -263,14 +204,6 @@ def test_tensors_on_devices_are_summed_in_turns_and_each_turn_has_some(
         assert set(found) - {None} == {name}
 
 
-def test_a_turn_has_some_tensor_even_where_there_are_more_turns_than_tensors(
-    stream: FakeStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "SUMS_BYTES", 1000)
-    apart = DeviceRanks(on_device(), on_device(seed=1), stream=stream)
-    assert not any(apart.alike(ordinal) for ordinal in range(3 * len(on_device())))
-
-
 def test_what_a_device_cannot_sum_up_is_no_difference(stream: FakeStream) -> None:
     ranks = DeviceRanks(on_device(), on_device(), stream=stream)
     whole = ranks.read(1)
@@ -279,9 +212,3 @@ def test_what_a_device_cannot_sum_up_is_no_difference(stream: FakeStream) -> Non
     assert whole[0].by_group()
     assert not less[1].by_group()
     assert digests_agree({0: whole[0].by_group(), 1: less[1].by_group()})
-
-
-def test_what_no_stream_serves_is_no_difference() -> None:
-    ranks = DeviceRanks(on_device(), on_device(seed=1), stream=None)
-    assert ranks.alike(1)
-    assert not ranks.read(1)[0].by_group()

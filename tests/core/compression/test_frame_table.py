@@ -12,9 +12,7 @@ import pytest
 from compression_help import CODECS, image_of, packed_file, unpacker
 
 from tierfall.core.compression.frame_table import (
-    FrameTable,
     chunk_widths,
-    make_frame_table,
     read_frame_table,
 )
 from tierfall.core.compression.frames import frame_bytes_max
@@ -86,12 +84,6 @@ def sealed(members: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_record_reads_back_as_it_was(codec: Codec) -> None:
     assert read_frame_table(PACKED[codec].encode(), MANIFEST, what="x") == PACKED[codec]
-
-
-def test_only_planes_have_widths() -> None:
-    assert "widths" not in members_of(Codec.ZSTD)
-    assert set(HOSTILE) == set(members_of(Codec.PLANES)) - {"format", "requires"}
-    assert PACKED[Codec.ZSTD].widths == (1,) * 7
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -175,13 +167,6 @@ def test_widths_are_those_of_the_tensor_at_the_first_byte() -> None:
     assert PACKED[Codec.PLANES].widths == (1, 16, 16, 4, 4, 2, 2)
 
 
-def test_a_tensor_without_bytes_and_an_unknown_dtype_have_no_say() -> None:
-    _, manifest = image_of({"float64": 0, "float32": 4096, "float128": 4096, "int16": 0})
-    assert chunk_widths(manifest.pieces, geometry(manifest), what="x") == (1, 4, 1)
-    _, header_alone = image_of({})
-    assert chunk_widths(header_alone.pieces, geometry(header_alone), what="x") == (1,)
-
-
 @pytest.mark.parametrize(
     "piece",
     [None, 7, "x", [], {}, {"start": 0, "end": 8}, {"start": 8, "end": 0, "dtype": "bool"}]
@@ -192,19 +177,3 @@ def test_a_hostile_piece_is_damage(piece: Any) -> None:
     manifest: Manifest = replace(MANIFEST, pieces=Spliced(documents.dumps([piece])))
     with pytest.raises(IntegrityError, match="disk: gpt"):
         chunk_widths(manifest.pieces, geometry(manifest), what="disk: gpt")
-
-
-def test_a_description_counts_its_chunks() -> None:
-    for lengths, widths in (([1] * 6, [1] * 7), ([1] * 7, [1] * 6), ([], [])):
-        with pytest.raises(ValueError, match="frames and"):
-            make_frame_table(MANIFEST, Codec.ZSTD, level=1, lengths=lengths, widths=widths)
-
-
-def test_a_description_says_where_the_frames_lie() -> None:
-    packed: FrameTable = make_frame_table(
-        MANIFEST, Codec.ZSTD, level=3, lengths=[5, 6, 7, 8, 9, 10, 11], widths=[4] * 7
-    )
-    assert packed.offsets == (0, 5, 11, 18, 26, 35, 45)
-    assert packed.chunk_range(6) == (45, 56)
-    assert packed.frames_bytes == 56
-    assert packed.stored_bytes == 56 + 8 + 7 * 8 + 9

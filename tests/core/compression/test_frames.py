@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import zstandard
 from compression_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,11 +96,6 @@ def test_planes_agree_with_slicing(width: int, extra: int) -> None:
     assert target == b"".join(raw[place:whole:width] for place in range(width)) + raw[whole:]
 
 
-def test_the_frame_of_planes_holds_the_planes() -> None:
-    frame = pack(Codec.PLANES, b"abcdABCDxyz", width=4)
-    assert zstandard.ZstdDecompressor().decompress(frame) == b"aAbBcCdDxyz"
-
-
 def test_planes_make_floats_smaller_than_zstd_alone() -> None:
     raw = like_floats(1 << 20, width=4)
     by_planes, alone = pack(Codec.PLANES, raw, width=4), pack(Codec.ZSTD, raw)
@@ -117,56 +108,11 @@ def test_bytes_that_do_not_compress_stay_within_the_bound() -> None:
         assert len(pack(Codec.ZSTD, raw, level=19)) <= frame_bytes_max(length)
 
 
-def test_a_chunk_without_write_access_is_packed() -> None:
-    assert memoryview(b"read-only").readonly
-    assert (
-        unpack(Codec.PLANES, pack(Codec.PLANES, b"read-only", width=4), 9, width=4) == b"read-only"
-    )
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("level", [-1, 0, 20, 23])
 def test_a_level_out_of_range_is_refused(codec: Codec, level: int) -> None:
     with pytest.raises(ConfigError, match="not within 1 to 19"):
         Packer(codec, level=level, scratch=scratch())
-
-
-def test_the_codec_none_packs_nothing() -> None:
-    with pytest.raises(ConfigError, match="none"):
-        Packer(Codec.NONE, level=1, scratch=scratch())
-    with pytest.raises(ConfigError, match="none"):
-        Unpacker(Codec.NONE, scratch=scratch())
-
-
-def test_packing_in_steady_state_takes_no_fresh_memory(tmp_path: Path) -> None:
-    """Measured in a process of its own: what is mapped after ten chunks is what was mapped after two."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    first, last = map(int, done.stdout.split())
-    assert last - first < 1 << 20
-
-
-STEADY = """
-import resource
-from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.compression.codec import Packer, Unpacker
-from tierfall.core.types.values import Codec
-
-SIZE = 8 << 20
-pool = BufferPool(bytes=SIZE, count=1)
-packer, unpacker = Packer(Codec.PLANES, level=1, scratch=pool), Unpacker(Codec.PLANES, scratch=pool)
-raw = memoryview(bytearray(range(256)) * (SIZE // 256))
-target, back = memoryview(bytearray(frame_bytes_max(SIZE))), memoryview(bytearray(SIZE))
-for turn in range(10):
-    length = packer.pack(raw, target, width=4)
-    unpacker.unpack(target[:length], back, width=4, what="x")
-    if turn in (1, 9):
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
-assert back == raw
-"""
 
 
 def test_a_pool_with_smaller_buffers_serves_a_larger_chunk() -> None:

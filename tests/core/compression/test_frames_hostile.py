@@ -103,13 +103,6 @@ def test_a_frame_with_a_dictionary_is_damage() -> None:
     refuse(MAGIC + b"\xe1\x07" + struct.pack("<Q", 100) + blocks, 100)
 
 
-def test_a_frame_by_hand_is_read() -> None:
-    frame = frame_of(run_of(b"a", 100, last=True), declared=100)
-    assert unpack(Codec.ZSTD, frame, 100) == b"a" * 100
-    wide = frame_of(run_of(b"a", 100, last=True), declared=100, window=True)
-    assert unpack(Codec.ZSTD, wide, 100) == b"a" * 100
-
-
 @pytest.mark.parametrize("window", [False, True])
 def test_a_bomb_that_declares_its_length_is_refused_unread(window: bool) -> None:
     blocks = run_of(b"a", BLOCK_BYTES) * 8191 + run_of(b"a", BLOCK_BYTES, last=True)

@@ -44,28 +44,6 @@ def copy(step: int, attempt: int = 1, **members: object) -> FoundCopy:
     return FoundCopy(**given)  # type: ignore[arg-type]
 
 
-def test_copies_of_one_checkpoint_on_several_tiers_are_one_checkpoint() -> None:
-    known = merge(
-        [
-            Listing(tier="nvme", copies=(copy(2), copy(3))),
-            Listing(tier="store", copies=(copy(2),)),
-        ]
-    )
-    assert [c.id.step for c in known] == [2, 3]
-    assert set(known[0].copies) == {"nvme", "store"}
-    assert set(known[1].copies) == {"nvme"}
-
-
-def test_the_same_step_of_two_attempts_are_two_checkpoints() -> None:
-    started = commit(3, 2, started_from=CheckpointId(2, 1))
-    known = merge([Listing(tier="nvme", copies=(copy(2), copy(3, 1), copy(3, 2, commit=started)))])
-    assert [(str(c.id), c.abandoned) for c in known] == [
-        ("2@1", False),
-        ("3@1", True),
-        ("3@2", False),
-    ]
-
-
 def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
     known = merge(
         [
@@ -78,34 +56,10 @@ def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
     assert known[0].marks == {"pin", "tag-best"}
 
 
-def test_a_damaged_record_is_there_and_another_tier_tells_what_it_reported() -> None:
-    bad = copy(1, commit=None, damage=IntegrityError("digest"))
-    alone = merge([Listing(tier="nvme", copies=(bad,))])
-    assert alone[0].commit is None
-    both = merge([Listing(tier="nvme", copies=(bad,)), Listing(tier="store", copies=(copy(1),))])
-    assert both[0].commit == commit(1)
-    assert both[0].copies["nvme"].damage is not None
-
-
 def test_a_damaged_record_abandons_nothing() -> None:
     bad = copy(2, 2, commit=None, damage=IntegrityError("digest"))
     known = merge([Listing(tier="nvme", copies=(copy(1), copy(3), bad))])
     assert [c.abandoned for c in known] == [False, False, False]
-
-
-def test_a_tier_that_did_not_answer_adds_nothing_and_keeps_its_error() -> None:
-    silent = Listing(tier="store", error=UnreachableError("timeout"))
-    assert [c.id.step for c in merge([Listing(tier="nvme", copies=(copy(1),)), silent])] == [1]
-    assert silent.error is not None
-    assert silent.copy(CheckpointId(1, 1)) is None
-
-
-def test_a_listing_finds_its_copies() -> None:
-    listing = Listing(tier="nvme", copies=(copy(1), copy(2)))
-    found = listing.copy(CheckpointId(2, 1))
-    assert found is not None
-    assert found.id.step == 2
-    assert listing.copy(CheckpointId(2, 2)) is None
 
 
 def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from image_help import deliver, header_of, load, make_image
+from image_help import header_of, make_image
 
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import PiecesNode
@@ -74,14 +73,6 @@ def test_blocks_of_all_ranks_are_one_tensor(own: int | None) -> None:
     assert [t.tolist() for t in result["l"]] == [[1, 1], [2, 2, 2]]
 
 
-def test_each_block_has_a_name_and_an_entry_in_the_table() -> None:
-    _, layout = make_image({**states()[0], "rng": None})
-    pieces = {p["name"]: p for p in json.loads(layout.pieces)}
-    assert pieces["m.w"]["offset"] == [0, 0]
-    assert pieces["m.w%p1"]["offset"] == [5, 0]
-    assert pieces["m.w%p1"]["shape"] == [6, 4]
-
-
 def test_one_image_alone_is_reported_to_be_a_part() -> None:
     for state in states():
         header = header_of(make_image({**state, "rng": None})[0])
@@ -98,23 +89,6 @@ def test_a_tensor_that_no_rank_has_is_named() -> None:
         plan_load(found.header)
     with pytest.raises(RestoreError, match="a: "):
         plan_fill({"a": WHOLE.clone(), "rng": None}, found.header)
-
-
-def test_tied_blocks_are_stored_each_for_itself() -> None:
-    part = rows(0, 2)
-    _, layout = make_image({"a": LocalBlocks((part,)), "b": LocalBlocks((part,)), "rng": None})
-    assert [placement.name for placement in layout.placements] == ["a", "b"]
-
-
-def test_a_whole_tensor_is_as_any_other() -> None:
-    image, _ = make_image({"a": whole(WHOLE), "b": whole(WHOLE), "rng": None})
-    loaded = load(image)
-    assert loaded["a"] is loaded["b"]
-    header = header_of(image)
-    target = {"a": torch.zeros(6, 4), "b": torch.zeros(6, 4)}
-    plan = plan_fill(target, header)
-    deliver(plan.fills, image, header.data_start)
-    assert torch.equal(target["b"], WHOLE)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

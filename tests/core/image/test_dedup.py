@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ from tierfall.core.image.layout import plan_layout
 from tierfall.core.image.merge import merge_headers
 from tierfall.core.state.item import OnResize, item
 from tierfall.core.state.walk import walk_state
-from tierfall.core.types.errors import IntegrityError
 
 
 def table(entries: dict[int, int], own_bytes: int = 0) -> ReplicaTable:
@@ -110,17 +108,6 @@ def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
     assert kept == {name for name in names if not name.startswith("optimizer.")}
 
 
-def test_equal_states_share_all_and_other_shapes_nothing() -> None:
-    one, other = shareable(training(1)), shareable(training(2))
-    division = assign_writers([one.table, other.table])
-    left = [one.written_by_others(division, 0), other.written_by_others(division, 1)]
-    assert set(left[0]) | set(left[1]) == set(one.numbers)
-    assert not set(left[0]) & set(left[1])
-    wide, narrow = (shareable({"model": nn.Linear(n, 8)}) for n in (9, 8))
-    both = assign_writers([wide.table, narrow.table])
-    assert [wide.names()[int(key)] for key in both.keys] == ["model.bias"]
-
-
 def test_what_is_not_alike_is_named_with_its_ranks() -> None:
     states = [training(1), training(1), training(1)]
     with torch.no_grad():
@@ -149,54 +136,12 @@ def test_what_lies_otherwise_in_memory_is_not_shared() -> None:
     assert [shares[0].names()[int(key)] for key in division.keys] == ["v"]
 
 
-def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
-    def rank(stage: int) -> dict[str, Any]:
-        return {"all": nn.Linear(4, 4), f"stage{stage}": nn.Linear(4, 4)}
-
-    torch.manual_seed(0)
-    states = [rank(0), rank(0), rank(1), rank(1)]
-    for state in states[1:]:
-        state["all"].load_state_dict(states[0]["all"].state_dict())
-    for one, other in ((0, 1), (2, 3)):
-        name = f"stage{one // 2}"
-        states[other][name].load_state_dict(states[one][name].state_dict())
-    shares = [shareable(state) for state in states]
-    division = ReplicaAssignment.from_json(
-        assign_writers([share.table for share in shares]).to_json(), rank=0
-    )
-    by_group = {r: share.digests(division).by_group() for r, share in enumerate(shares)}
-    assert [len(groups) for groups in by_group.values()] == [2, 2, 2, 2]
-    assert len(set().union(*by_group.values())) == 3
-    assert digests_agree(by_group)
-    with torch.no_grad():
-        states[3]["stage1"].bias.add_(1)
-    digests = {r: share.digests(division) for r, share in enumerate(shares)}
-    assert not digests_agree({r: one.by_group() for r, one in digests.items()})
-    found = find_difference(digests)
-    assert found is not None
-    assert (shares[3].names()[found.key], found.ranks, found.others) == ("stage1.bias", (2,), (3,))
-
-
 def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:
     view = walk_state(state)
     layout = plan_layout(view, left_out)
     header = layout.header(view)
     assert header is not None
     return layout, header_of(header + bytes(layout.data_bytes))
-
-
-def test_an_image_names_who_writes_what_it_leaves_out() -> None:
-    state = training()
-    view = walk_state(state)
-    number = view.names.index("model.2.weight")
-    layout, header = image_of(state, {number: 5})
-    whole, _ = image_of(state, {})
-    assert layout.image_bytes == whole.image_bytes - 64
-    assert layout.structure != whole.structure
-    (found,) = header.written_by_others
-    assert (found.name, found.shape, found.written_by) == ("model.2.weight", (2, 8), 5)
-    assert found.start == header.data_bytes
-    assert header.writers == {5}
 
 
 def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
@@ -217,14 +162,6 @@ def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
     own = merge_headers(headers, what="test", own=0)
     (block,) = own.blocks[[t.name for t in own.header.tensors].index("model.2.weight")]
     assert block.rank == 1
-
-
-def test_what_nobody_wrote_is_damage() -> None:
-    state = training()
-    weight = walk_state(state).names.index("model.2.weight")
-    headers = {rank: image_of(state, {weight: 1 - rank})[1] for rank in (0, 1)}
-    with pytest.raises(IntegrityError, match=r"model.2.weight is missing: rank 1 was to write"):
-        merge_headers(headers, what="test", own=None)
 
 
 def test_an_entry_that_all_take_from_rank_0_is_found_where_another_wrote_it() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +18,7 @@ from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.item import item
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.types.values import Changes
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+from tierfall.core.types.errors import ConfigError, RestoreError
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -43,52 +34,6 @@ def compiled_(module: nn.Module) -> nn.Module:
 
 def names_of(state: object) -> set[str]:
     return {source.name for source in walk_state(state).tensors}
-
-
-def test_module_comes_back_into_the_tensors_that_are_there() -> None:
-    source, target = net(0), net(1)
-    image, _ = make_image({"model": source, "rng": None})
-    kept = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
-    parameters = list(target.parameters())
-    restore({"model": target, "rng": None}, image)
-    assert equal(source, target)
-    assert {n: t.data_ptr() for n, t in target.state_dict().items()} == kept
-    assert all(a is b for a, b in zip(parameters, target.parameters(), strict=True))
-    loaded = load(image)["model"]
-    assert type(loaded) is OrderedDict
-    assert list(loaded) == list(source.state_dict())
-    net(2).load_state_dict(loaded)
-
-
-def test_parameters_change_on_step_and_all_else_at_any_time() -> None:
-    model = net()
-    model[0].bias.requires_grad_(False)
-    view = walk_state({"model": model, "loose": torch.ones(1), "rng": None})
-    on_step = {t.name for t in view.tensors if t.changes is Changes.ON_STEP}
-    assert on_step == {f"model.{name}" for name, _ in model.named_parameters()}
-    named = {id(p): (f"model.{n}", p) for n, p in model.named_parameters()}
-    assert list(view.parameters.items()) == list(named.items())
-    assert not any(t.tensor.requires_grad for t in view.tensors)
-
-
-def test_item_says_when_its_value_may_change() -> None:
-    model = net()
-    state = {
-        "model": item(model, changes="anytime"),
-        "ema": item({"w": torch.ones(1), "x": [torch.ones(2)]}, changes="on_step"),
-        "nested": item(
-            {"p": item(nn.Parameter(torch.ones(1)), changes="anytime")}, changes="on_step"
-        ),
-        "rng": None,
-    }
-    changes = {t.name: t.changes for t in walk_state(state).tensors}
-    assert changes["model.0.weight"] is Changes.ANYTIME
-    assert changes["ema.w"] is changes["ema.x.0"] is Changes.ON_STEP
-    assert changes["nested.p"] is Changes.ANYTIME
-    image, _ = make_image(state)
-    target = net(5)
-    restore({**state, "model": target}, image)
-    assert equal(target, model)
 
 
 def test_item_refuses_words_that_it_does_not_know() -> None:
@@ -167,7 +112,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("before", WRAPPED)
-@pytest.mark.parametrize("after", WRAPPED)
+@pytest.mark.parametrize("after", ["bare", "checkpointed", "inner compiled"])
 def test_activation_checkpointing_may_be_switched_on_and_off_between_runs(
     before: str, after: str
 ) -> None:
@@ -185,30 +130,6 @@ def test_activation_checkpointing_may_be_switched_on_and_off_between_runs(
     for one, two in ((model, optimizer), (other, target)):
         step(one, two)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-def test_distributed_data_parallel_is_stripped(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        inner = net(0)
-        wrapped = nn.parallel.DistributedDataParallel(inner)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-        wrapped(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        image, _ = make_image({"model": wrapped, "optimizer": optimizer, "rng": None})
-        # Its reducer holds the process group, and may hang where it is the last to let it go.
-        del wrapped
-        gc.collect()
-    finally:
-        dist.destroy_process_group()
-    model = net(1)
-    target = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    restore({"model": model, "optimizer": target, "rng": None}, image)
-    assert equal(model, inner)
-    moments = target.state[model[0].weight]["momentum_buffer"]
-    assert torch.equal(moments, optimizer.state[inner[0].weight]["momentum_buffer"])
 
 
 # ---- what state_dict may do
@@ -243,49 +164,6 @@ def test_extra_state_comes_back_through_the_module(note: object) -> None:
     else:
         assert back == note
     assert "0._orig_mod.0._extra_state" in load(image)["m"]
-
-
-def test_extra_state_without_a_codec_is_refused_with_its_path() -> None:
-    with pytest.raises(CaptureError, match=r'state\["m"\]\["0._extra_state"\]\["f"\]'):
-        walk_state({"m": nn.Sequential(Extra({"f": lambda: 1}))})
-
-
-def test_extra_state_that_only_one_side_has_is_named() -> None:
-    image, _ = make_image({"m": nn.Sequential(nn.Linear(1, 1)), "rng": None})
-    target = nn.Sequential(Extra("kept"))
-    with pytest.raises(
-        RestoreError, match=r"m\.0\._extra_state: in the state, not in the checkpoint"
-    ):
-        restore({"m": target, "rng": None}, image)
-    restore({"m": target, "rng": None}, image, strict=False)
-    assert target[0].note == "kept"
-
-
-class Halved(nn.Linear):
-    """Saves a copy in half the size, by hooks, and reads it back by them."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2, bias=False)
-        self.register_state_dict_post_hook(self._save)
-        self.register_load_state_dict_pre_hook(self._read)
-
-    @staticmethod
-    def _save(module: nn.Module, state: dict, prefix: str, metadata: object) -> None:
-        state[prefix + "half"] = state.pop(prefix + "weight").detach().clone() / 2
-
-    @staticmethod
-    def _read(module: nn.Module, state: dict, prefix: str, *args: object) -> None:
-        if prefix + "half" in state:
-            state[prefix + "weight"] = state.pop(prefix + "half") * 2
-
-
-def test_what_hooks_make_up_goes_back_through_load_state_dict() -> None:
-    source = nn.Sequential(nn.Linear(2, 2), Halved())
-    target = nn.Sequential(nn.Linear(2, 2), Halved())
-    image, _ = make_image({"m": source, "rng": None})
-    restore({"m": target, "rng": None}, image)
-    assert torch.equal(target[1].weight, source[1].weight)
-    assert torch.equal(target[0].weight, source[0].weight)
 
 
 class Fused(nn.Module):
@@ -401,56 +279,6 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
         restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
 
 
-class Renamed(nn.Module):
-    """Overrides state_dict and load_state_dict, with signatures of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2))
-        self.calls = 0
-
-    def state_dict(self) -> dict[str, object]:
-        return {"shared": self.weight.detach(), "copied": self.weight.detach().clone(), "calls": 3}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        assert sorted(state) == ["calls", "copied", "shared"]
-        self.calls = state["calls"]
-
-
-def test_overridden_state_dict_is_asked() -> None:
-    source, target = Renamed(), Renamed()
-    view = walk_state({"m": source, "rng": None})
-    assert {t.name: t.changes for t in view.tensors} == {
-        "m.shared": Changes.ON_STEP,
-        "m.copied": Changes.ON_STEP,  # nobody else holds the copy
-    }
-    image, _ = make_image({"m": source, "rng": None})
-    restore({"m": target, "rng": None}, image)
-    assert torch.equal(source.weight, target.weight)
-    assert target.calls == 3
-
-
-def test_module_that_stands_twice_is_stored_once() -> None:
-    model = net()
-    image, layout = make_image({"a": model, "b": {"again": model}, "rng": None})
-    assert len(layout.placements) == len(model.state_dict())
-    one, other = net(1), net(2)
-    restore({"a": one, "b": {"again": other}, "rng": None}, image)
-    assert equal(one, model)
-    assert equal(other, model)
-
-
-def test_keys_of_a_module_keep_dots_and_lose_slashes() -> None:
-    module = nn.Module()
-    module.register_parameter("a/b%c", nn.Parameter(torch.ones(1)))
-    module.add_module("x", nn.Linear(1, 1))
-    assert names_of({"m.n": module, "rng": None}) == {
-        "m%2En.a%2Fb%25c",
-        "m%2En.x.weight",
-        "m%2En.x.bias",
-    }
-
-
 def test_made_up_keys_that_meet_still_get_names_of_their_own() -> None:
     class Meeting(nn.Module):
         def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
@@ -478,52 +306,10 @@ def test_mismatches_are_named_before_anything_is_written() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
 
 
-def test_only_the_first_ten_mismatches_are_named() -> None:
-    image, _ = make_image({"m": nn.Sequential(*[nn.Linear(1, 1) for _ in range(8)]), "rng": None})
-    with pytest.raises(RestoreError) as caught:
-        restore({"m": nn.Sequential(), "rng": None}, image)
-    assert str(caught.value).count("in the checkpoint, not in the state") == 10
-    assert "16 places" in str(caught.value)
-    assert "and 6 more" in str(caught.value)
-
-
-def test_lenient_restore_takes_what_matches_and_never_another_shape() -> None:
-    source = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    image, _ = make_image({"m": source, "rng": None})
-    target = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1), nn.Linear(1, 1))
-    with pytest.raises(RestoreError, match=r"m\.2\.weight: in the state, not in the checkpoint"):
-        restore({"m": target, "rng": None}, image)
-    restore({"m": target, "rng": None}, image, strict=False)
-    assert torch.equal(target[0].weight, source[0].weight)
-    assert torch.equal(target[1].weight, source[1].weight)
-    other = nn.Sequential(nn.Linear(2, 4))
-    with pytest.raises(RestoreError, match=r"float32 \(3, 2\).*float32 \(4, 2\)"):
-        restore({"m": other, "rng": None}, image, strict=False)
-
-
 def test_meta_module_is_refused() -> None:
     image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
     with torch.device("meta"), pytest.raises(RestoreError, match="meta"):
         plan_fill({"m": nn.Linear(1, 1), "rng": None}, header_of(image))
-
-
-def test_module_does_not_go_into_something_else() -> None:
-    image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
-    with pytest.raises(RestoreError, match="m: the checkpoint has a module, the state has a dict"):
-        restore({"m": {"weight": torch.ones(1, 1), "bias": torch.ones(1)}, "rng": None}, image)
-
-
-def test_a_shared_parameter_has_its_first_name() -> None:
-    """Names of optimizer state follow it: they stand in every image."""
-    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    one.register_parameter("again", one.weight)
-    other.weight = one.weight
-    view = walk_state({"one": one, "other": other, "rng": None})
-    assert [name for name, _ in view.parameters.values()] == [
-        "one.weight",
-        "one.bias",
-        "other.bias",
-    ]
 
 
 class Cached(nn.Linear):
@@ -563,22 +349,3 @@ def test_what_a_module_does_when_it_is_loaded_is_done(kind: type[Cached]) -> Non
     restore({"model": (live := kind()), "rng": None}, image)
     assert torch.equal(live.weight, saved.weight)
     assert live.sum == saved.weight.sum()
-
-
-def test_a_tied_weight_that_is_to_stay_is_not_filled_under_its_other_name() -> None:
-    def tied() -> nn.ModuleDict:
-        model = nn.ModuleDict(
-            {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
-        )
-        model["head"].weight = model["embedding"].weight
-        return model
-
-    image, _ = make_image({"model": tied(), "rng": None})
-    live = tied()
-    before = live["head"].weight.clone()
-    with pytest.raises(
-        RestoreError, match=r"model\.head\.weight: shares its memory with model\.embedding\.weight"
-    ):
-        restore({"model": live, "rng": None}, image, skip=["model.head"])
-    restore({"model": live, "rng": None}, image, skip=["model.head", "model.embedding"])
-    assert torch.equal(live["head"].weight, before)

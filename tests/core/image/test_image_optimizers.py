@@ -12,7 +12,6 @@ from torch import nn
 
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import CaptureError, RestoreError
-from tierfall.core.types.values import Changes
 
 OPTIMIZERS: dict[str, Any] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p),
@@ -80,37 +79,6 @@ def test_next_step_after_a_restore_is_the_same(name: str, fresh: bool) -> None:
     assert same(optimizer.state_dict(), other.state_dict())
 
 
-def test_state_that_is_there_is_filled_in_place() -> None:
-    model, optimizer = make("AdamW", 0)
-    step(model, optimizer, 0)
-    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
-    state = optimizer.state[model[0].weight]
-    learning_rate = optimizer.param_groups[0]["lr"]
-    tensors = dict(state)
-    step(model, optimizer, 1)
-    learning_rate.fill_(5)
-    restore({"model": model, "optimizer": optimizer, "rng": None}, image)
-    assert optimizer.state[model[0].weight] is state
-    assert all(state[key] is tensor for key, tensor in tensors.items())
-    assert state["step"].item() == 1
-    assert optimizer.param_groups[0]["lr"] is learning_rate
-    assert learning_rate.item() == pytest.approx(0.01)
-
-
-def test_names_are_the_parameters_full_names() -> None:
-    model, optimizer = make("AdamW", 0)
-    step(model, optimizer, 0)
-    view = walk_state({"optimizer": optimizer, "deep": {"model": model}, "rng": None})
-    changes = {t.name: t.changes for t in view.tensors}
-    assert changes["optimizer.state.deep.model.0.weight.exp_avg"] is Changes.ON_STEP
-    assert changes["optimizer.state.deep.model.2.bias.step"] is Changes.ON_STEP
-    assert changes["optimizer.param_groups.0.lr"] is Changes.ANYTIME
-    assert view.optimizers == (optimizer,)
-    alone = {t.name for t in walk_state({"optimizer": optimizer, "rng": None}).tensors}
-    assert "optimizer.state.%i0.exp_avg" in alone
-    assert "optimizer.state.%i3.step" in alone
-
-
 def test_state_is_saved_in_its_dtype_and_missing_state_is_allocated() -> None:
     model = nn.Linear(2, 2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -164,19 +132,6 @@ def grouped(
     return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
 
 
-def test_groups_and_parameters_meet_by_name_in_any_order() -> None:
-    model, _ = make("SGD", 0)
-    optimizer = grouped(model)
-    step(model, optimizer, 0)
-    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
-    target, _ = make("SGD", 1)
-    other = grouped(target, turned=True)
-    restore({"model": target, "optimizer": other, "rng": None}, image)
-    assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
-    for here, there in zip(model.parameters(), target.parameters(), strict=True):
-        assert same(optimizer.state[here], other.state[there])
-
-
 def test_groups_in_another_order_are_refused_where_a_scheduler_goes_by_their_places() -> None:
     def state(*, turned: bool) -> dict[str, Any]:
         model, _ = make("SGD", 0)
@@ -188,21 +143,6 @@ def test_groups_in_another_order_are_refused_where_a_scheduler_goes_by_their_pla
     with pytest.raises(RestoreError, match=r"the groups are in another order, \[1, 0\]"):
         restore(state(turned=True), image)
     restore(state(turned=False), image)
-
-
-def test_the_names_in_a_group_stay_those_of_its_parameters() -> None:
-    def state(*, turned: bool) -> dict[str, Any]:
-        model, _ = make("SGD", 0)
-        named = [*model.named_parameters()]
-        return {"model": model, "optimizer": torch.optim.SGD(named[::-1] if turned else named)}
-
-    image, _ = make_image(state(turned=False))
-    live = state(turned=True)
-    restore(live, image)
-    assert (
-        live["optimizer"].param_groups[0]["param_names"]
-        == [name for name, _ in live["model"].named_parameters()][::-1]
-    )
 
 
 def test_groups_that_hold_other_parameters_are_refused() -> None:
@@ -227,15 +167,6 @@ def test_without_names_groups_meet_by_place() -> None:
     restore({"optimizer": other, "model": target, "rng": None}, image, only=["optimizer"])
     with pytest.raises(RestoreError, match=r"groups of \[4\].*groups of \[2, 2\]"):
         restore({"optimizer": grouped(target), "rng": None}, image)
-
-
-def test_state_of_another_shape_is_refused() -> None:
-    model, optimizer = make("SGD", 0)
-    step(model, optimizer, 0)
-    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
-    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7)
-    with pytest.raises(RestoreError, match=r"momentum_buffer: .*float32 \(4, 3\).*float32 \(7,\)"):
-        restore({"model": model, "optimizer": optimizer, "rng": None}, image)
 
 
 def test_a_part_of_an_optimizer_can_be_restored() -> None:
@@ -280,26 +211,6 @@ def test_optimizer_with_its_own_state_dict_is_asked() -> None:
     assert walk_state({"optimizer": source}).optimizers == (source,)
 
 
-def test_hooks_on_state_dict_are_run() -> None:
-    model, optimizer = make("SGD", 0)
-    calls: list[str] = []
-    optimizer.register_state_dict_post_hook(lambda *args: calls.append("saved"))
-    optimizer.register_load_state_dict_post_hook(lambda *args: calls.append("loaded"))
-    step(model, optimizer, 0)
-    state = {"model": model, "optimizer": optimizer, "rng": None}
-    image, _ = make_image(state)
-    restore(state, image)
-    assert calls[0] == "saved"
-    assert calls[-1] == "loaded"
-
-
-def test_state_of_a_parameter_in_no_group_is_refused() -> None:
-    _, optimizer = make("SGD", 0)
-    optimizer.state[torch.ones(1)] = {"momentum_buffer": torch.ones(1)}
-    with pytest.raises(CaptureError, match=r'state\["optimizer"\]\["state"\].*none of its groups'):
-        walk_state({"optimizer": optimizer})
-
-
 def test_state_under_other_keys_comes_back() -> None:
     model, optimizer = make("SGD", 0)
     optimizer.state["global"] = {"seen": 3, "mean": torch.ones(2)}
@@ -311,16 +222,6 @@ def test_state_under_other_keys_comes_back() -> None:
     other.state["stale"] = 1
     restore({"model": other_model, "optimizer": other, "rng": None}, image)
     assert same(dict(other.state), dict(optimizer.state))
-
-
-def test_bare_parameters_name_their_state() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], momentum=0.9)
-    weight.sum().backward()
-    optimizer.step()
-    view = walk_state({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
-    assert {t.name for t in view.tensors} == {"w.x", "optimizer.state.w.x.momentum_buffer"}
-    assert view.parameters == {id(weight): ("w.x", weight)}
 
 
 def test_an_optimizer_whose_ranks_keep_parts_without_names_is_refused_with_what_to_use() -> None:

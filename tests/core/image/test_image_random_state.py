@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from image_help import load, make_image, restore
+from image_help import make_image, restore
 
-from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import CaptureError, RestoreError
 
@@ -33,25 +32,6 @@ def draw() -> tuple[object, ...]:
     )
 
 
-def test_random_numbers_go_on_after_a_restore() -> None:
-    random.gauss(0, 1)
-    np.random.randn()
-    image, _ = make_image({"n": 1})
-    expected = [draw() for _ in range(3)]
-    restore({"n": 0}, image)
-    assert [draw() for _ in range(3)] == expected
-
-
-def test_random_state_moves_nothing_in_the_image() -> None:
-    state = {"w": torch.ones(2)}
-    layout = plan_layout(walk_state(state))
-    for _ in range(5):
-        draw()
-        view = walk_state(state)
-        assert layout.matches(view)
-        assert layout.header(view) is not None
-
-
 def test_a_part_leaves_the_random_state_alone_unless_named() -> None:
     image, _ = make_image({"n": 1})
     first = draw()
@@ -64,19 +44,6 @@ def test_a_part_leaves_the_random_state_alone_unless_named() -> None:
     assert draw() == other
     restore(state, image, only=["rng"])
     assert draw() == first
-
-
-def test_own_entry_replaces_it() -> None:
-    image, layout = make_image({"rng": {"mine": 5}})
-    assert layout.placements == ()
-    state = {"rng": {"mine": 0}}
-    before = torch.get_rng_state()
-    restore(state, image)
-    assert state["rng"] == {"mine": 5}
-    assert torch.equal(torch.get_rng_state(), before)
-    full, _ = make_image({"n": 1})
-    with pytest.raises(RestoreError, match="rng: the checkpoint has the random state"):
-        restore({"n": 0, "rng": None}, full)
 
 
 def test_generators_of_ones_own_are_saved_as_the_documentation_says() -> None:
@@ -102,12 +69,6 @@ def test_generators_of_ones_own_are_saved_as_the_documentation_says() -> None:
     python.setstate(state["mine"]["python"])
     numpy.bit_generator.state = state["mine"]["numpy"]
     assert three() == expected
-
-
-def test_load_returns_it() -> None:
-    loaded = load(make_image({"n": 1})[0])
-    assert set(loaded) == {"n", "rng"}
-    assert torch.equal(loaded["rng"]["torch"], torch.get_rng_state())
 
 
 def test_state_that_does_not_fit_is_an_error_of_ours() -> None:

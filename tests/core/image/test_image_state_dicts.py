@@ -70,20 +70,6 @@ def test_what_would_not_reach_the_module_is_refused_by_name(make: Any, key: str)
     assert f"'{key}'" in text
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize")
-def test_a_quantized_parameter_would_not_be_reached() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(2))
-            self.register_buffer("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
-
-    model = Packed()
-    image, _ = make_image({"model": model.state_dict()})
-    with pytest.raises(RestoreError, match=f"model.q: .*{LOST}"):
-        restore({"model": model.state_dict()}, image)
-
-
 @pytest.mark.parametrize("make", [tied, Hooked])
 def test_an_average_is_restored_into_the_copy_of_a_state_dict(make: Any) -> None:
     average = copy.deepcopy(make().state_dict())

@@ -122,20 +122,6 @@ def test_moments_follow_parameters_that_lie_otherwise_now(kind: str, plain: bool
     assert other.bits() == run.bits()
 
 
-def test_an_optimizer_that_is_alone_in_the_state_goes_on_too() -> None:
-    """Its parameters have no names then."""
-    run, other = trained("fused AdamW"), Run("fused AdamW")
-    for each in (run, other):
-        del each.state["model"]
-    image, _ = make_image(run.state)
-    header = header_of(image)
-    restored(other, image, header)
-    other.model.load_state_dict(run.model.state_dict())
-    for each in (run, other):
-        each.step(7)
-    assert other.bits() == run.bits()
-
-
 def test_state_that_lay_otherwise_than_its_parameter_lies_so_again() -> None:
     """As an optimizer of a user's own may keep it."""
     run = trained("SGD")
@@ -148,30 +134,3 @@ def test_state_that_lay_otherwise_than_its_parameter_lies_so_again() -> None:
     assert found["momentum_buffer"].stride() == (24, 1)
     assert found["turned"].stride() == (1, 5)
     assert other.bits() == run.bits()
-
-
-def test_moments_of_a_parameter_with_gaps_go_on() -> None:
-    """A view of every other column; a fused step of torch's own would write between them."""
-    run, other = (Run("SGD", seed) for seed in range(2))
-    for each in (run, other):
-        each.model.plain = nn.Parameter(torch.randn(7, 10)[:, ::2])
-        each.optimizer.param_groups[0]["params"][-1] = each.model.plain
-    for number in range(2):
-        run.step(number)
-    image, _ = make_image(run.state)
-    restored(other, image, header_of(image))
-    for each in (run, other):
-        each.step(7)
-    assert other.bits() == run.bits()
-
-
-def test_expanded_state_comes_back_with_its_values() -> None:
-    run = trained("SGD")
-    weight = run.model.plain
-    run.optimizer.state[weight]["momentum_buffer"] = torch.tensor(1.5).expand(7, 5)
-    image, _ = make_image(run.state)
-    other = restored(Run("SGD", 1), image, header_of(image))
-    found = other.optimizer.state[other.model.plain]["momentum_buffer"]
-    assert torch.equal(found, torch.full((7, 5), 1.5))
-    found[0, 0] = 0
-    assert found.sum() == 1.5 * 34

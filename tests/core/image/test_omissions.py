@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-import tierfall
-from tests.core.capture.lazy_help import MakeConfig
 from tierfall.core.state.item import item
 from tierfall.core.state.omissions import omissions
 
@@ -135,35 +133,3 @@ def test_the_generator_that_a_loader_draws_from_is_not_enough() -> None:
     assert texts({**trained(), "generator": generator})
     assert texts({**trained(), "generator": at_epoch_start}) == []
     del loader
-
-
-def test_a_save_says_it_once(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
-    state = trained()
-    state["optimizers"] = [state.pop("optimizer").state_dict()]
-    loader = DataLoader([1, 2, 3], shuffle=True)
-    with tierfall.open(make_config()) as ckpt:
-        ckpt.save(1, state)
-        ckpt.save(2, state)
-    del loader
-    output = [r.getMessage() for r in caplog.records if r.getMessage().startswith("save: ")]
-    assert len(output) == 2
-    assert 'state["optimizers"][0] is the state_dict() of an optimizer' in output[0]
-    assert "a DataLoader of this process shuffles" in output[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("optimizer", "an optimizer"), ("scheduler", "a learning rate scheduler")]
-)
-def test_a_state_dict_in_place_of_its_object_is_named(name: str, kind: str) -> None:
-    state = trained()
-    assert list(omissions(state)) == []
-    state[name] = state[name].state_dict()
-    (text,) = omissions(state)
-    assert text.startswith(f'save: state["{name}"] is the state_dict() of {kind}')
-    assert "restore() refuses" in text
-
-
-def test_a_modules_state_dict_can_be_restored_into() -> None:
-    state = trained()
-    state["model"] = state["model"].state_dict()
-    assert list(omissions(state)) == []

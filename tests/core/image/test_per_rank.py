@@ -11,17 +11,12 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import (
-    CodecNode,
     MapNode,
     ModuleNode,
     Node,
     ObjectNode,
-    OptimizerNode,
-    QuantizedNode,
-    SequenceNode,
     TensorNode,
     ValueNode,
-    WrapperNode,
 )
 from tierfall.core.tensors.dtensor import TensorPiece
 
@@ -72,55 +67,6 @@ def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
     assert isinstance(node, ObjectNode)
     position = dict(node.state.entries)["w"].position  # type: ignore[union-attr]
     assert [(block.rank, block.end) for block in merged.blocks[position]] == [(0, 8)]
-
-
-def test_blocks_of_one_tensor_are_no_difference() -> None:
-    pieces = [TensorPiece((4,), (2 * rank,), (2,)) for rank in range(2)]
-    headers = {r: header([floats("w", 0, p)], [], w=TensorNode(0)) for r, p in enumerate(pieces)}
-    aside, _ = separate_per_rank(headers, all_differ)
-    assert aside == headers
-
-
-def test_every_kind_of_node_is_set_aside_whole() -> None:
-    def tree(slots: Sequence[int]) -> dict[str, Node]:
-        a, b, c, d, e, f, g = slots
-        inner = MapNode(
-            "dict",
-            (
-                (
-                    "k",
-                    SequenceNode(True, (TensorNode(a), ValueNode(0, (b,)))),
-                ),
-            ),
-        )
-        module = ModuleNode((("w", "w", TensorNode(c)),))
-        optimizer = OptimizerNode(("w",), (((0,), ValueNode(1, ())),), ((0, TensorNode(d)),))
-        quantized = QuantizedNode(e, "torch.per_tensor_affine", 0, ValueNode(2, ()))
-        everything = MapNode(
-            "dict",
-            (("i", inner), ("m", module), ("o", optimizer), ("c", CodecNode("n", TensorNode(f)))),
-        )
-        wrapper = WrapperNode("m:C", ("codes",), (TensorNode(g),), ValueNode(3, ()))
-        return {"object": ObjectNode(everything), "quantized": quantized, "wrapper": wrapper}
-
-    names = [f"t{number}" for number in range(7)]
-    headers = {
-        rank: header(
-            [floats(name, 8 * n) for n, name in enumerate(names)],
-            [{"x": rank}, {}, [1.0, 0], [None, [2], [1]]],
-            **tree(range(7)),
-        )
-        for rank in range(2)
-    }
-    aside, name = separate_per_rank(headers, all_differ)
-    entries = dict(aside[1].tree.entries)
-    moved = tree(range(7))
-    assert [t.name for t in aside[1].tensors[7:]] == [f"{name}.1.t{n}" for n in range(7)]
-    expected = tree(range(7, 14))
-    assert dict(dict(entries[name].entries)["1"].entries) == expected  # type: ignore[union-attr]
-    assert {key: entries[key] for key in moved} == moved
-    same, _ = separate_per_rank({0: headers[0], 1: headers[0]}, nothing_differs)
-    assert same[1] == headers[0]
 
 
 def test_a_name_that_begins_another_keeps_its_own_place() -> None:

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.state.leaves import Leaves
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
-from tierfall.core.state.walk_cache import CachedPart, WalkCache
+from tierfall.core.state.walk_cache import WalkCache
 
 
 class Net(nn.Module):
@@ -281,27 +280,6 @@ def test_an_alias_that_goes_leaves_nothing(alias: Callable[[Run], None]) -> None
             assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
 
 
-@pytest.mark.parametrize("change", [nothing, values_only, rate, freeze])
-def test_what_did_not_move_is_recalled(
-    change: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The promise is speed: neither module nor optimizer is walked tensor by tensor."""
-    run, recall = Run(), WalkCache()
-    walk_state(run.state, recall)
-    change(run)
-    met: list[str] = []
-    tensor = Leaves.tensor
-
-    def watched(self: Any, value: torch.Tensor, name: str, *more: Any, **words: Any) -> Any:
-        met.append(name)
-        return tensor(self, value, name, *more, **words)
-
-    monkeypatch.setattr(Leaves, "tensor", watched)
-    walk_state(run.state, recall)
-    assert "loose" in met
-    assert not [name for name in met if name.startswith(("model", "optimizer"))]
-
-
 def test_an_alias_of_the_second_of_two_at_one_address_stays_one() -> None:
     module, recall = nn.Module(), WalkCache()
     memory = torch.arange(12.0)
@@ -310,34 +288,6 @@ def test_an_alias_of_the_second_of_two_at_one_address_stays_one() -> None:
     state = {"module": module, "again": module.square, "rng": None}
     for _ in range(3):
         assert seen(walk_state(state, recall)) == seen(walk_state(state))
-
-
-def test_state_dict_is_asked_each_time() -> None:
-    run, recall, asked = Run(), WalkCache(), []
-    run.model.register_state_dict_pre_hook(lambda *more: asked.append(1))
-    for _ in range(3):
-        walk_state(run.state, recall)
-    assert len(asked) == 3
-
-
-def test_tied_weights_are_recalled_as_one() -> None:
-    run, recall = Run(), WalkCache()
-    run.model.norm.bias = run.model.first.bias
-    walk_state(run.state, recall)
-    part = recall.find("model")
-    assert isinstance(part, CachedPart)
-    assert "model.norm.bias" not in part.columns.names
-    view = walk_state(run.state, recall)
-    assert recall.find("model") is part
-    assert seen(view) == seen(walk_state(run.state))
-
-
-def test_walks_that_find_the_same_share_what_they_wrote() -> None:
-    """To compare what is one object takes no time, whatever it holds."""
-    run, recall = Run(), WalkCache()
-    first, second = walk_state(run.state, recall), walk_state(run.state, recall)
-    assert first.names is second.names
-    assert first.trails is second.trails
 
 
 def test_nothing_is_kept_alive_between_walks() -> None:
@@ -350,15 +300,6 @@ def test_nothing_is_kept_alive_between_walks() -> None:
     del run
     gc.collect()
     assert [each() for each in held] == [None] * len(held)
-
-
-def test_what_left_the_state_is_forgotten() -> None:
-    run, recall = Run(), WalkCache()
-    walk_state(run.state, recall)
-    del run.state["optimizer"]
-    walk_state(run.state, recall)
-    assert recall.find("model") is not None
-    assert recall.find("optimizer.state") is None
 
 
 def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(

@@ -17,24 +17,11 @@ from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
-from tierfall.core.types.values import Changes
 
 
 def coded(seed: int, rows: int = 4, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return Coded.of(torch.randn(rows, 6, generator=generator), **options)
-
-
-def module_of(seed: int) -> nn.Module:
-    module = nn.Linear(3, 2)
-    module.weight = nn.Parameter(coded(seed), requires_grad=False)
-    module.register_buffer("table", coded(seed + 100))
-    return module
-
-
-def test_wrapper_is_stored_by_its_inner_tensors_under_names_of_its_own() -> None:
-    view = walk_state({"a": coded(1), "rng": None})
-    assert set(view.names) == {"a%codes", "a%scale%numbers"}
 
 
 @pytest.mark.parametrize("place", ["bare", "list", "dict"])
@@ -59,37 +46,6 @@ def test_wrapper_in_a_container_is_filled_in_place_and_rebuilt_by_load(place: st
     assert type(back.scale) is wrapped.Table
     assert is_same(back, coded(1))
     assert (back.shape, back.stride()) == (live.shape, live.stride())
-
-
-def test_parameters_and_buffers_of_a_module_are_filled_in_place() -> None:
-    image, _ = make_image({"m": module_of(1), "rng": None})
-    target = module_of(2)
-    weight, codes = target.weight, target.weight.codes
-    restore({"m": target, "rng": None}, image)
-    assert target.weight is weight
-    assert target.weight.codes is codes
-    assert isinstance(target.weight, nn.Parameter)
-    assert is_same(target.weight, coded(1))
-    assert is_same(target.table, coded(101))
-    loaded = load(image)["m"]
-    assert is_same(loaded["weight"], coded(1))
-    fresh = module_of(3)
-    fresh.load_state_dict(loaded)
-
-
-def test_module_whose_load_is_its_own_gets_wrappers_too() -> None:
-    class Own(nn.Module):
-        def __init__(self, seed: int) -> None:
-            super().__init__()
-            self.inner = module_of(seed)
-
-        def _load_from_state_dict(self, *arguments: Any) -> None:
-            super()._load_from_state_dict(*arguments)
-
-    image, _ = make_image({"m": Own(1), "rng": None})
-    target = Own(2)
-    restore({"m": target, "rng": None}, image)
-    assert is_same(target.inner.weight, coded(1))
 
 
 def trained(seed: int, steps: int) -> tuple[nn.Module, CodedMomentum]:
@@ -119,37 +75,6 @@ def test_training_with_wrapped_optimizer_state_continues_bit_for_bit(steps_befor
     assert is_same(optimizer.state[module.weight]["momentum"], its.state[other.weight]["momentum"])
 
 
-def test_existing_optimizer_state_keeps_its_wrapper() -> None:
-    module, optimizer = trained(0, 3)
-    image, _ = make_image({"m": module, "o": optimizer, "rng": None})
-    other, its = trained(1, 2)
-    before = its.state[other.weight]["momentum"]
-    codes = before.codes
-    restore({"m": other, "o": its, "rng": None}, image)
-    after = its.state[other.weight]["momentum"]
-    assert after is before
-    assert after.codes is codes
-    assert is_same(after, optimizer.state[module.weight]["momentum"])
-
-
-def test_inner_tensors_change_with_the_step_of_their_parameter_only() -> None:
-    module, optimizer = trained(0, 1)
-    weight = nn.Parameter(coded(1), requires_grad=False)
-    view = walk_state({"m": module, "o": optimizer, "p": weight, "loose": coded(2), "rng": None})
-    rules = {t.name: (t.changes, owner) for t, owner in zip(view.tensors, view.owners, strict=True)}
-    momentum = "o.state.m.weight.momentum"
-    assert rules[f"{momentum}%codes"] == (Changes.ON_STEP, id(module.weight))
-    assert rules[f"{momentum}%scale%numbers"] == (Changes.ON_STEP, id(module.weight))
-    assert rules["p%codes"] == (Changes.ON_STEP, id(weight))
-    assert rules["loose%codes"][0] is Changes.ANYTIME
-    assert id(weight) in view.parameters
-    of_module = module_of(1)
-    view = walk_state({"m": of_module, "rng": None})
-    owners = dict(zip(view.names, view.owners, strict=True))
-    assert owners["m.weight%codes"] == id(of_module.weight)
-    assert owners["m.table%codes"] != id(of_module.weight)
-
-
 @pytest.mark.parametrize(
     ("live", "message"),
     [
@@ -165,57 +90,6 @@ def test_other_wrapper_is_an_error_before_anything_is_written(live: Any, message
     with pytest.raises(RestoreError, match=message):
         restore(target, image)
     assert not target["a"].any()
-
-
-def test_inner_tensor_of_another_dtype_is_an_error() -> None:
-    image, _ = make_image({"w": coded(1), "rng": None})
-    live = coded(2)
-    live.codes = live.codes.to(torch.int16)
-    with pytest.raises(RestoreError, match=r"w%codes: the checkpoint has int8 .* int16"):
-        restore({"w": live, "rng": None}, image)
-
-
-def test_plain_tensor_does_not_go_into_a_wrapper() -> None:
-    image, _ = make_image({"w": torch.zeros(4, 6), "rng": None})
-    with pytest.raises(RestoreError, match=r"a plain tensor, the state has one of .*Coded"):
-        restore({"w": coded(1), "rng": None}, image)
-
-
-def test_skipped_wrapper_stays() -> None:
-    image, _ = make_image({"w": coded(1), "a": torch.ones(3), "rng": None})
-    state = {"w": coded(2), "a": torch.zeros(3), "rng": None}
-    restore(state, image, skip=["w"])
-    assert is_same(state["w"], coded(2))
-    assert state["a"].all()
-
-
-def test_tied_wrappers_stay_tied() -> None:
-    shared = coded(1)
-    image, layout = make_image({"a": shared, "b": shared.detach(), "rng": None})
-    assert len(layout.placements) == 2
-    loaded = load(image)
-    assert loaded["a"].codes.data_ptr() == loaded["b"].codes.data_ptr()
-
-
-def test_tied_parameters_of_a_module_stay_tied() -> None:
-    def tied(seed: int) -> nn.ModuleDict:
-        both = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
-        both["a"].weight = both["b"].weight = nn.Parameter(coded(seed), requires_grad=False)
-        return both
-
-    image, layout = make_image({"m": tied(1), "rng": None})
-    assert sum(placement.name.endswith("%codes") for placement in layout.placements) == 1
-    target = tied(2)
-    restore({"m": target, "rng": None}, image)
-    assert target["a"].weight is target["b"].weight
-    assert is_same(target["b"].weight, coded(1))
-
-
-def test_state_dict_of_a_module_is_filled_where_it_shares_the_memory_of_the_module() -> None:
-    image, _ = make_image({"m": module_of(1).state_dict(), "rng": None})
-    target = module_of(2)
-    restore({"m": target.state_dict(), "rng": None}, image)
-    assert is_same(target.weight, coded(1))
 
 
 @pytest.mark.parametrize("context", [object(), {"in": torch.zeros(1)}, lambda: None])
@@ -239,12 +113,6 @@ def test_load_names_the_module_to_import(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (type(found), found.name) == (UnknownValue, "tests.wrapped.Coded")
     assert "import tests.wrapped first" in found.reason
     assert [*found.value] == ["codes", "scale"]
-
-
-def test_ranges_of_a_restore_are_those_of_the_inner_tensors() -> None:
-    image, _ = make_image({"w": coded(1), "rng": None})
-    plan = plan_fill({"w": coded(2), "rng": None}, header_of(image))
-    assert {fill.name for fill in plan.fills} == {"w%codes", "w%scale%numbers"}
 
 
 def test_damaged_wrapper_is_damage() -> None:
@@ -282,14 +150,6 @@ def merged(*states: Any, own: int | None = None) -> Any:
     return merge_headers(headers, what="1@1 of several ranks", own=own)
 
 
-def test_ranks_with_equal_wrappers_have_one() -> None:
-    found = merged(*({"w": coded(1), "rng": None} for _ in range(2)))
-    plan = plan_fill({"w": coded(2), "rng": None}, found.header)
-    names = {found.header.tensors[target.position].name for target in plan.targets}
-    assert names == {"w%codes", "w%scale%numbers"}
-    assert len(found.replicas) == 2  # the ranks' bytes are compared
-
-
 @pytest.mark.parametrize(
     ("others", "message"),
     [
@@ -305,10 +165,3 @@ def test_ranks_with_other_wrappers_are_a_conflict_unless_one_has_precedence(
         plan_fill({"w": coded(2), "rng": None}, merged(*states).header)
     found = merged(*states, own=1)
     assert plan_fill({"w": coded(2, **others), "rng": None}, found.header).targets
-
-
-def test_ranks_with_wrappers_of_other_classes_are_a_conflict() -> None:
-    table = wrapped.Table({"numbers": torch.zeros(4, 6)}, None, (4, 6), (6, 1))
-    found = merged({"w": coded(1), "rng": None}, {"w": table, "rng": None})
-    with pytest.raises(RestoreError, match=r"w: is of other classes.*tests\.wrapped:Coded"):
-        plan_fill({"w": coded(2), "rng": None}, found.header)

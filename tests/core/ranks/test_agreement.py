@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -137,11 +136,6 @@ def test_every_rank_gets_what_rank_0_decides_of_what_all_brought(
         assert results == dict.fromkeys(all_but(world), value)
 
 
-def test_the_value_is_the_same_on_rank_0_as_on_the_others(world: World) -> None:
-    results = world.run({rank: agree(decide=lambda bodies: {1: (2, 3)}) for rank in all_but(world)})
-    assert [results[rank] for rank in all_but(world)] == [{"1": [2, 3]}] * len(world.ranks)
-
-
 @pytest.mark.parametrize("missing", [[1], [4], [2], [5], [6], [2, 6], [1, 2, 3, 4, 5, 6]], ids=str)
 def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: list[int]) -> None:
     """Also those below another leader, also where that leader is one of them."""
@@ -151,40 +145,6 @@ def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: l
     for rank in came:
         assert isinstance(results[rank], RanksError)
         assert f"{named} did not call open within {SHORT_S:g} s" in str(results[rank])
-
-
-def test_a_rank_that_comes_after_the_half_is_not_named(world: World) -> None:
-    def late(together: Agreement) -> Any:
-        time.sleep(0.7 * 2 * SHORT_S)
-        return agree(timeout_s=2 * SHORT_S)(together)
-
-    calls = {rank: agree(timeout_s=2 * SHORT_S) for rank in all_but(world, 3, 4)}
-    results = world.run({**calls, 4: late})
-    for rank in calls:
-        assert "open: rank 3 did not call open" in str(results[rank])
-
-
-def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last one arrives between the end of rank 0's patience and its look at who is missing."""
-    root = world.ranks[0].message_tree
-    missing = root.missing
-
-    def arrive_then_look(topic: Any) -> tuple[int, ...]:
-        last.start()
-        last.join(PATIENCE_S)
-        while missing(topic):
-            time.sleep(0.001)
-        return missing(topic)
-
-    monkeypatch.setattr(root, "missing", arrive_then_look)
-    results: dict[int, Any] = {}
-    last = threading.Thread(
-        target=lambda: world.ranks[6].message_tree.contribute(("agree", 0), ["open", 1])
-    )
-    results = world.run({rank: agree(timeout_s=SHORT_S) for rank in all_but(world, 6)})
-    assert results == dict.fromkeys(all_but(world, 6), 7)
 
 
 def test_a_rank_whose_message_is_malformed_is_named_everywhere(world: World) -> None:
@@ -239,26 +199,6 @@ def test_an_error_of_the_decision_is_raised_everywhere(
         assert str(results[rank]) == str(error)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), KeyboardInterrupt()], ids=repr)
-def test_a_foreign_error_is_a_ranks_error_on_the_others(world: World, error: BaseException) -> None:
-    def decide(bodies: Bodies) -> Any:
-        raise error
-
-    results = world.run({rank: agree(decide=decide) for rank in all_but(world)})
-    assert results[0] is error
-    for rank in all_but(world, 0):
-        assert type(results[rank]) is RanksError
-        assert str(results[rank]) == f"open: rank 0 failed: {error!r}"
-
-
-def test_a_decision_that_json_cannot_hold_is_an_error_everywhere(world: World) -> None:
-    results = world.run({rank: agree(decide=lambda bodies: {1, 2}) for rank in all_but(world)})
-    assert isinstance(results[0], TypeError)
-    for rank in all_but(world, 0):
-        assert isinstance(results[rank], RanksError)
-        assert "rank 0 failed: TypeError" in str(results[rank])
-
-
 def test_who_waits_when_the_others_are_lost_is_notified_at_once(world: World) -> None:
     gone = ConnectionError("hung up")
 
@@ -280,18 +220,6 @@ def test_who_waits_when_the_others_are_lost_is_notified_at_once(world: World) ->
     assert time.monotonic() - began < PATIENCE_S / 4
 
 
-def test_an_answer_that_came_before_the_loss_counts(world: World) -> None:
-    calls = {rank: agree() for rank in all_but(world, 6)}
-    root = world.ranks[0].together
-
-    def lose_then_decide(bodies: Bodies) -> Any:
-        root.fail_waiting(ConnectionError("hung up"))
-        return total(bodies)
-
-    results = world.run({**calls, 0: agree(decide=lose_then_decide), 6: agree()})
-    assert results == dict.fromkeys(all_but(world), 7)
-
-
 def test_a_rank_0_that_comes_after_the_others_gave_up_waits_for_their_next_call(
     world: World,
 ) -> None:
@@ -310,12 +238,6 @@ def test_what_ranks_say_last_counts_though_they_gave_up(world: World) -> None:
     first = world.run({r: agree("close", timeout_s=0.0, is_last=True) for r in all_but(world, 0)})
     assert all(isinstance(first[rank], RanksError) for rank in all_but(world, 0))
     assert world.run({0: agree("close", decide=lambda bodies: len(bodies))}) == {0: 7}
-
-
-def test_a_rank_that_comes_after_the_others_gave_up_is_part_of_the_next_call(world: World) -> None:
-    world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 6)})
-    results = world.run({rank: agree("restore") for rank in all_but(world)})
-    assert results == dict.fromkeys(all_but(world), 7)
 
 
 @pytest.mark.parametrize("alone", [0, 1, 4, 6])
@@ -352,27 +274,3 @@ def test_an_answer_that_comes_after_a_rank_gave_up_is_not_taken_for_one_to_its_n
 
     results = world.run({0: rank_0, **dict.fromkeys(all_but(world, 0), one_after_the_other)})
     assert results == dict.fromkeys(all_but(world), 7)
-
-
-def test_a_call_that_failed_by_what_a_rank_took_back_too_late_fails_on_that_rank_too(
-    make_world: Callable[..., World],
-) -> None:
-    world = make_world("ab")
-    with mock.patch.object(world.ranks[1].message_tree, "withdraw"):
-        world.run({1: agree("pin", timeout_s=0.0)})
-    for rank in (0, 1):
-        failed = world.run({rank: agree("unpin")})
-        assert "rank 1 called pin where rank 0 called unpin" in str(failed[rank])
-        wait_until(lambda: world.ranks[1].together._count == 1, "the answer is there")
-    assert world.run({rank: agree("pin") for rank in (0, 1)}) == {0: 2, 1: 2}
-
-
-def test_nothing_is_kept_of_what_is_over(world: World) -> None:
-    world.run({rank: agree() for rank in all_but(world)})
-    world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 3)})
-    world.run({3: agree(timeout_s=0.1)})
-    world.run({rank: agree() for rank in all_but(world)})
-    for rank in world.ranks:
-        kept = rank.together
-        everything = (kept._events, kept._gathered, kept._answers, rank.message_tree._gatherings)
-        assert not any(everything)

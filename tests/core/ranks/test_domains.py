@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierfall.core.ranks.domains import NodeDomain, find_domain
+from tierfall.core.ranks.domains import find_domain
 from tierfall.core.types.errors import ConfigError
 
 
@@ -27,10 +27,6 @@ def labels(tmp_path: Path) -> Path:
 def slurm(monkeypatch: pytest.MonkeyPatch, address: str, pattern: str) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", address)
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", pattern)
-
-
-def test_nothing_is_known() -> None:
-    assert find_domain(None) == NodeDomain()
 
 
 def test_the_variable_comes_first_then_the_file_then_slurm(
@@ -62,11 +58,6 @@ def test_slurm_names_the_switch_before_the_node(
     assert find_domain(None).name == domain
 
 
-def test_a_full_name_comes_before_a_short_one(labels: Path) -> None:
-    labels.write_text("tux1 r1\ntux1.example.org r2\n")
-    assert find_domain(labels).name == "r2"
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -85,9 +76,3 @@ def test_what_is_wrong_with_a_file_of_labels(labels: Path, text: str, says: str)
 def test_a_file_of_labels_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"racks.txt: cannot be read: .*No such file"):
         find_domain(tmp_path / "racks.txt")
-
-
-def test_a_file_of_labels_that_is_no_text(labels: Path) -> None:
-    labels.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        find_domain(labels)

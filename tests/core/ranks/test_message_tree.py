@@ -58,56 +58,6 @@ def test_what_all_say_comes_together_at_rank_0_once(network: Network) -> None:
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
 
 
-def test_each_other_leader_learns_what_passed_through_it(network: Network) -> None:
-    contribute(network, *shuffled(network))
-    network.deliver()
-    for message_tree in network.message_trees[1:]:
-        topology = message_tree.topology
-        passed = [(X, of(*topology.below))] if topology.is_leader else []
-        assert heard(network, topology.rank, "passed") == passed
-        assert not heard(network, topology.rank, "gathered")
-    assert not heard(network, 0, "passed")
-
-
-def test_of_every_node_only_the_leader_is_asked(network: Network) -> None:
-    leaders = network.message_trees[0].topology.leaders
-    contribute(network, *shuffled(network), leaders_only=True)  # the others are not heard
-    network.deliver()
-    assert heard(network, 0, "gathered") == [(X, of(*leaders))]
-    assert network.counts().messages == len(leaders) - 1
-    assert not any(message_tree._gatherings for message_tree in network.message_trees)
-
-
-def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(network: Network) -> None:
-    """Also where only leaders are asked: a leader far down speaks first."""
-    for topic, leaders_only in ((X, False), (("y",), True)):
-        last = [
-            message_tree.topology.rank
-            for message_tree in network.message_trees
-            if message_tree.topology.children
-        ]
-        first = [rank for rank in everybody(network) if rank not in last]
-        contribute(network, *first, topic=topic, leaders_only=leaders_only)
-        network.deliver()
-        for rank in reversed(last):
-            contribute(network, rank, topic=topic, leaders_only=leaders_only)
-            network.deliver()
-        (gathered,) = [what for what in heard(network, 0, "gathered") if what[0] == topic]
-        asked = network.message_trees[0].topology.leaders if leaders_only else everybody(network)
-        assert list(gathered[1]) == list(asked)
-
-
-def test_topics_are_gathered_apart(network: Network) -> None:
-    pairs = [(rank, n) for rank in everybody(network) for n in range(3)]
-    random.Random(1).shuffle(pairs)
-    for rank, n in pairs:
-        network.message_trees[rank].contribute(("x", n), [rank, n])
-        network.deliver(2)
-    network.deliver()
-    gathered = dict(heard(network, 0, "gathered"))
-    assert gathered == {("x", n): {r: [r, n] for r in everybody(network)} for n in range(3)}
-
-
 def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
     for number in range(20):
         network.message_trees[0].announce(("a", number % 3), {"number": number})
@@ -151,21 +101,6 @@ def test_rank_0_learns_who_has_sent_and_gets_the_rest_later(network: Network) ->
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
 
 
-def test_a_leader_can_hand_on_by_itself() -> None:
-    network = Network(["a", "b", "b", "b"])
-    contribute(network, 0, 1, 2)
-    network.deliver()
-    assert network.message_trees[0].missing(X) == (1, 2, 3)
-    assert network.message_trees[1].missing(X) == (3,)
-    network.message_trees[1].flush_partial(X)
-    network.deliver()
-    assert network.message_trees[0].missing(X) == (3,)
-    contribute(network, 3)
-    network.deliver()
-    assert heard(network, 0, "gathered") == [(X, of(0, 1, 2, 3))]
-    assert heard(network, 1, "passed") == [(X, of(1, 2, 3))]
-
-
 def test_what_is_forgotten_is_never_reported_of_nor_kept(network: Network) -> None:
     last = len(network.message_trees) - 1
     contribute(network, *range(last))
@@ -181,41 +116,6 @@ def test_what_is_forgotten_is_never_reported_of_nor_kept(network: Network) -> No
     contribute(network, *everybody(network), topic=("y",))
     network.deliver()
     assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")
-
-
-def test_the_memory_of_what_is_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierfall.core.ranks.message_tree._RECENT_MAX", 2)
-    network = Network(["a", "a"])
-    for number in range(3):
-        network.message_trees[0].forget(("x", number))
-    contribute(network, 0, topic=("x", 0))
-    contribute(network, 0, topic=("x", 1))
-    assert network.message_trees[0].missing(("x", 0)) == (1,)  # long ago
-    assert network.message_trees[0].missing(("x", 1)) == ()
-
-
-def test_a_callback_may_call_the_council_again() -> None:
-    """Rank 0 announces what was gathered; each rank answers what is announced by its next contribution."""
-    network = Network(["a", "b", "a", "b"], seed=5)
-    for message_tree in network.message_trees:
-
-        def next_round(topic: Topic, body: Any, message_tree: Any = message_tree) -> None:
-            if body < 3:
-                message_tree.contribute(("round", body + 1), body + 1)
-
-        message_tree.on_announced = next_round
-    root = network.message_trees[0]
-    decided: list[dict[int, int]] = []
-
-    def decide(topic: Topic, bodies: dict[int, int]) -> None:
-        decided.append(bodies)
-        root.announce(topic, bodies[3])
-
-    root.on_gathered = decide
-    for message_tree in network.message_trees:
-        message_tree.contribute(("round", 0), 0)
-    network.deliver()
-    assert decided == [dict.fromkeys(range(4), number) for number in range(4)]
 
 
 def test_ten_thousand_ranks_speak_without_flooding_anybody() -> None:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage, Message
+from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.types.errors import FencedError, KeyNotFoundError, RanksError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 
@@ -130,11 +130,6 @@ def test_a_column_may_be_declared_by_a_type_alias() -> None:
     assert found.keys.tolist() == column.keys.tolist()
 
 
-def test_what_a_message_cannot_hold_is_an_error_of_the_sender() -> None:
-    with pytest.raises(TypeError, match="cannot hold"):
-        Outer(rest=None, name=b"x").to_json()  # type: ignore[arg-type]
-
-
 class PluginError(RanksError):
     retryable = True
 
@@ -156,8 +151,3 @@ def test_an_error_of_another_rank_is_of_the_nearest_known_kind(
     assert type(found.error()) is kind
     assert str(found.error_of(2)).startswith("rank 2: ")
     assert "x" in str(found.error())
-
-
-def test_a_topic_is_read_as_it_was_written() -> None:
-    topic = CheckpointTopic(kind="sealed", id=CheckpointId(400, 7), tier="store", number=3)
-    assert CheckpointTopic.parse(topic.key) == topic

@@ -17,20 +17,6 @@ from tierfall.core.ranks.ranks import (
 PATIENCE_S = 20.0
 
 
-def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
-    ranks = Ranks.alone()
-    assert ranks.agree("open", 3, lambda bodies: sum(bodies.values()), int) == 3
-    assert (ranks.shard.rank, ranks.shard.world_size, ranks.local_index, ranks.many) == (
-        0,
-        1,
-        0,
-        False,
-    )
-    ranks.check()
-    ranks.close(1.0)
-    ranks.leave()
-
-
 def test_what_was_reported_before_anybody_listened_is_received_first() -> None:
     ranks = Ranks.alone()
     heard: list[RankMessage] = []
@@ -43,20 +29,6 @@ def test_what_was_reported_before_anybody_listened_is_received_first() -> None:
         RankReported(topic=("room",), body=5, rank=0),
         DecisionAnnounced(topic=("save", 1), body="go"),
     ]
-
-
-def test_a_listener_may_answer_and_receives_what_it_causes_afterwards() -> None:
-    ranks = Ranks.alone()
-    heard: list[RankMessage] = []
-
-    def listen(news: RankMessage) -> None:
-        if isinstance(news, MessagesGathered):
-            ranks.message_tree.announce(news.topic, "go")
-        heard.append(news)
-
-    ranks.set_listener(listen)
-    ranks.message_tree.contribute(("save", 1), "a")
-    assert [type(news) for news in heard] == [MessagesGathered, DecisionAnnounced]
 
 
 def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +12,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests import forked
-from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
-from tests.core.ranks.threads import on_all
+from tests.core.ranks.processes import PATIENCE_S, Process, serve
 from tierfall.core.ranks import rendezvous
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.rendezvous import RankPlacement, connect, join
 from tierfall.core.types.errors import RanksError
 
@@ -143,70 +139,12 @@ def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
     assert agreed(ranks)
 
 
-@pytest.mark.parametrize("how", ["gone", "mute"])
-def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door(
-    bootstrap: TCPStore, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Rank 1 opens again while the store of the time before goes; torch would try for ``STORE_S`` to reach it."""
-    monkeypatch.setattr(rendezvous, "LOOK_AGAIN_S", 0.2)
-    monkeypatch.setattr(rendezvous, "STORE_S", 12.0)
-    old = socket.create_server(("127.0.0.1", 0))
-    port = old.getsockname()[1]
-    reached = threading.Event()
-    connects = socket.create_connection
-
-    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
-        connection = connects(address, timeout)
-        if address[1] == port:
-            if how == "gone":
-                old.close()
-            reached.set()
-        return connection
-
-    monkeypatch.setattr(rendezvous.socket, "create_connection", create_connection)
-    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
-
-    def open_again(rank: int) -> Ranks:
-        place = RankPlacement(rank=rank, world_size=2, node="a", address="127.0.0.1", settings={})
-        if rank == 0:
-            assert reached.wait(PATIENCE_S)
-        return Ranks.join(place, bootstrap, run="run", timeout_s=10.0)
-
-    with old:
-        both = on_all([lambda r=rank: open_again(r) for rank in range(2)])  # type: ignore[misc]
-    assert [one.topology.nodes for one in both] == [((0, 1),)] * 2
-    assert on_all([lambda r=ranks: r.close(PATIENCE_S) for ranks in both]) == [None] * 2  # type: ignore[misc]
-
-
 def test_ranks_that_never_come_are_named_by_all_that_came(ranks: list[Process]) -> None:
     began = time.monotonic()
     for error in all_do([ranks[0], ranks[2]], "join", 3.0):
         assert isinstance(error, RanksError)
         assert str(error) == "open: ranks 1, 3 did not call open within 3 s"
     assert time.monotonic() - began < PATIENCE_S / 2
-    see_gone(ranks)
-
-
-def test_settings_that_differ_are_named_by_all(make_rank: MakeRank) -> None:
-    ranks = [make_rank(rank, chunk=str(rank // 3)) for rank in range(4)]
-    for error in all_do(ranks, "join", PATIENCE_S):
-        assert isinstance(error, RanksError)
-        assert "chunk differs: rank 0 has '0', rank 3 has '1'" in str(error)
-    see_gone(ranks)
-
-
-def test_rank_0_that_never_comes(bootstrap: TCPStore, ranks: list[Process]) -> None:
-    for number, error in enumerate(all_do(ranks[1:3], "join", 0.5), start=1):
-        assert isinstance(error, RanksError)
-        assert str(error) == (
-            f"open: rank {number} met no rank 0 within 0.5 s: rank 0 did not call open"
-        )
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
-    error = ranks[3].do("join", 0.5)
-    assert isinstance(error, RanksError)
-    assert f"did not call open, or cannot be reached at 127.0.0.1:{port}" in str(error)
     see_gone(ranks)
 
 
@@ -292,26 +230,3 @@ def test_a_meeting_place_that_is_gone_is_a_ranks_error() -> None:
     place = RankPlacement(rank=1, world_size=2, node="a", address="127.0.0.1", settings={})
     with pytest.raises(RanksError, match="the store where the ranks of this job look for each oth"):
         join(place, store, run="run", timeout_s=1.0)
-
-
-def test_what_listens_and_is_no_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "STORE_S", 0.5)
-    mute = socket.create_server(("127.0.0.1", 0))
-    with mute, pytest.raises(TimeoutError, match="does not answer as a store"):
-        connect("127.0.0.1", mute.getsockname()[1])
-    for thread in threading.enumerate():
-        if thread.name == "tierfall-connect":
-            thread.join(PATIENCE_S)
-
-
-def test_a_store_is_reached_at_every_address_of_its_host() -> None:
-    """Though rank 0 makes it as that of localhost."""
-    store = rendezvous._store("127.0.0.1", 0, is_master=True)
-    with open("/proc/self/net/tcp6") as six, open("/proc/self/net/tcp") as four:
-        words = [line.split() for line in [*six, *four]]
-    bound = [
-        w[1].split(":")[0] for w in words if w[1].endswith(f":{store.port:04X}") and w[3] == "0A"
-    ]
-    assert bound
-    assert all(set(address) == {"0"} for address in bound)
-    assert store.port in listening(os.getpid())

@@ -101,18 +101,6 @@ def test_a_guest_that_never_leaves_is_not_waited_for_longer_than_asked(
     assert guest.lost.empty()  # said once
 
 
-def test_after_close_nothing_is_sent(both: tuple[Inbox, Inbox]) -> None:
-    root, guest = both
-    with pytest.raises(ValueError, match="rank 1 has no way to send to rank 7"):
-        guest.post.send(7, b"x")
-    guest.post.close(PATIENCE_S)
-    guest.post.send(0, b"x")
-    guest.post.close(PATIENCE_S)
-    root.post.send(1, b"x")
-    root.post.close(PATIENCE_S)
-    assert root.messages.empty()
-
-
 def test_a_message_that_cannot_be_taken_is_reported_of_and_the_next_one_is_taken(
     both: tuple[Inbox, Inbox],
     caplog: pytest.LogCaptureFixture,

@@ -183,11 +183,6 @@ def start_of(image: DictImage, chunk: int) -> int:
     return 0 if chunk == 0 else image.made.manifest.data_start + (chunk - 1) * CHUNK
 
 
-def chunks_read(image: DictImage) -> set[int]:
-    data = image.made.manifest.data_start
-    return {0 if start == 0 else (start - data) // CHUNK + 1 for start in image.reads}
-
-
 def holds(state: dict[str, Any], step: int) -> bool:
     return state["epoch"] == step and bool((state["w"] == float(step)).all())
 

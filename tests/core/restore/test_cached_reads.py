@@ -6,7 +6,7 @@ import ctypes
 import os
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import xxhash
 from restore_help import (
     CHUNK,
-    ELEMENTS,
     SHARD,
     Made,
     Tiers,
@@ -25,7 +24,6 @@ from restore_help import (
     state_of,
 )
 
-from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
 from tierfall.core.copies.cached_reads import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
@@ -33,13 +31,9 @@ from tierfall.core.copies.cached_reads import (
     WrittenTargets,
     copy_bytes,
 )
-from tierfall.core.copies.chunk_reader import BufferRing
 from tierfall.core.copies.images import StoredImage
-from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
-from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.restore.restore import RestoreRequest, restore
-from tierfall.core.types.errors import BackendError, RestoreError, UnreachableError
+from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 ONE = CheckpointId(5, 1)
@@ -108,17 +102,6 @@ def bring_by_hand(target: torch.Tensor, image: bytes, fill: Fill, low: int, high
     if high > low:
         wanted = torch.frombuffer(bytearray(image[low:high]), dtype=torch.uint8)
         target[low - fill.start : high - fill.start] = wanted
-
-
-def test_a_large_tensor_is_read_straight_into_its_memory() -> None:
-    target = torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)
-    landing = TargetWriter(
-        [Fill(name="w", start=0, end=len(target), targets=(target,))], WrittenTargets()
-    )
-    views = bring(landing, os.urandom(len(target)), 0, len(target))
-    first, last = target.data_ptr(), target.data_ptr() + target.nbytes
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
-    assert all(first <= address < last for address in addresses)
 
 
 def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
@@ -218,25 +201,6 @@ class CachedTiers(Tiers):
         self.images["disk", ONE] = image
 
 
-def test_what_is_cached_is_read_from_there_and_not_from_the_disk() -> None:
-    tiers, state = CachedTiers("far"), state_of(-1)
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 5)
-    assert tiers.store.from_disk == []
-    assert restored.tally.bytes == {"disk": len(tiers.store.cache)}
-    assert restored.tally.fallbacks == []
-
-
-def test_what_is_not_cached_is_read_from_the_disk() -> None:
-    tiers, state = CachedTiers(), state_of(-1)
-    tiers.store.cache.clear()
-    restored = tiers.restore(state)
-    assert restored is not None
-    assert holds(state, 5)
-    assert sum(count for _, count in tiers.store.from_disk) == len(tiers.store.made.image)
-
-
 @pytest.mark.parametrize("chunk", range(6))
 def test_a_chunk_that_is_damaged_in_the_cache_alone_is_read_again_from_the_disk(chunk: int) -> None:
     tiers, state = CachedTiers("far"), state_of(-1)
@@ -274,13 +238,6 @@ def test_a_cache_that_cannot_be_read_gives_way_to_the_disk() -> None:
     assert set(restored.tally.bytes) == {"disk"}
 
 
-def test_with_no_good_copy_of_a_cached_chunk_the_state_is_reported_to_be_half_filled() -> None:
-    tiers = CachedTiers()
-    tiers.store.flip(2, disk=True)
-    with pytest.raises(RestoreError, match="HALF FILLED"):
-        tiers.restore(state_of(-1))
-
-
 @pytest.mark.parametrize("chunk", range(6))
 def test_a_chunk_that_came_damaged_from_the_disk_is_read_once_more(chunk: int) -> None:
     """Something on the way may have been at fault, once."""
@@ -295,29 +252,3 @@ def test_a_chunk_that_came_damaged_from_the_disk_is_read_once_more(chunk: int) -
     assert holds(state, 5)
     assert set(restored.tally.bytes) == {"disk"}
     assert any(f"chunk {chunk} of {ONE} on disk" in each for each in passed_over(restored))
-
-
-def test_what_is_cached_goes_onto_a_device_by_its_stream() -> None:
-    tiers, state, stream = CachedTiers(), state_of(-1), FakeStream()
-    ring = BufferRing(CHUNK, count_max=8, streams=FakeStreams(stream))  # type: ignore[arg-type]
-
-    def plan(header: ImageHeader) -> FillPlan:
-        made = plan_fill(state, header)
-        fills = tuple(replace(f, targets=(*f.targets, beside)) for f in made.fills)
-        return replace(made, fills=fills)
-
-    beside = torch.zeros(4 * ELEMENTS, dtype=torch.uint8).as_subclass(OnDevice)
-    restored = restore(
-        tiers.listings(),
-        RestoreRequest(),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=plan,
-        shard=SHARD,
-        ring=ring,
-    )
-    ring.release()
-    stream.close()
-    assert restored is not None
-    assert bool((state["w"] == 5.0).all())
-    assert beside.as_subclass(torch.Tensor).numpy().tobytes() == state["w"].numpy().tobytes()
-    assert len(stream.enqueued) == 5  # chunks, of which none came by the host alone

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from exchange_help import Job, Peer, part
+from exchange_help import Job, part
 from restore_help import DictImage, flip
 from several_help import network, on_all
 
-from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.exchange.rounds import ChunkPayload, _RoundRunner, run_all
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -99,60 +95,6 @@ def test_what_all_want_is_read_once_in_equal_shares(job: Job) -> None:
     assert job.wires.boxes == {}
 
 
-def test_without_an_exchange_each_reads_for_itself(job: Job) -> None:
-    put_shares(job, 5)
-    want_all(job)
-    restored(job, exchanges=False)
-    assert hold(job, 5)
-    assert all(peer.read() > data_bytes(job, 5) for peer in job.peers)
-
-
-@pytest.mark.parametrize("on_disk", [[], [0, 2], [*range(RANKS)]])
-def test_ranks_that_read_their_own_images_alone_agree_once_and_connect_to_nobody(
-    job: Job, on_disk: list[int]
-) -> None:
-    put_shares(job, 5)
-    for rank in on_disk:
-        job.peers[rank].put("nvme", part(5, rank, RANKS, share(5, rank)))
-    want_own(job)
-    restored(job)
-    assert hold(job, 5)
-    assert job.wires.connected == 0
-    assert [peer.agreements for peer in job.peers] == [1] * RANKS
-
-
-def test_an_image_that_only_another_rank_can_read_comes_from_there(job: Job) -> None:
-    """Ranks have changed places: each sees its neighbour's image, and no other."""
-    put_shares(job, 5, seen_by=lambda rank, image: image == (rank + 1) % RANKS)
-    want_own(job)
-    outcomes = restored(job)
-    assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
-    assert hold(job, 5)
-    for rank, peer in enumerate(job.peers):
-        assert set(peer.tally.received) == {("store", (rank - 1) % RANKS)}
-
-
-def test_a_rank_that_sees_nothing_gets_all_from_others(job: Job) -> None:
-    put_shares(job, 5, seen_by=lambda rank, image: rank != 2)
-    want_all(job)
-    outcomes = restored(job)
-    assert hold(job, 5)
-    assert job.peers[2].read() == 0
-    assert outcomes[2].checkpoint.commit.lineage == outcomes[0].checkpoint.commit.lineage
-
-
-def test_the_fastest_tier_of_any_rank_is_read(job: Job) -> None:
-    """Rank 1's disk has rank 0's image, which rank 0 would have to take from the store."""
-    put_shares(job, 5)
-    job.peers[1].put("nvme", part(5, 0, RANKS, share(5, 0)))
-    want_own(job)
-    restored(job)
-    assert hold(job, 5)
-    assert set(job.peers[0].tally.received) == {("nvme", 1)}
-    assert job.peers[0].read() == 0, "nor the header from the store"
-    assert job.peers[1].tally.bytes["nvme"] >= 4 * ELEMENTS
-
-
 def test_a_header_that_cannot_be_read_on_the_fastest_tier_comes_from_the_next(job: Job) -> None:
     """Rank 1's disk has rank 0's image, whose header is damaged there."""
     put_shares(job, 5)
@@ -185,22 +127,6 @@ def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
     assert any("does not match its digest" in reason for reason in output)
 
 
-def test_a_chunk_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> None:
-    copies = put_shares(job, 4, 5)
-    for reader in range(RANKS):
-        flip(copies[5, 2, reader], 3)
-    want_all(job)
-    outcomes = restored(job)
-    assert [outcome.checkpoint.id for outcome in outcomes] == [CheckpointId(4, 1)] * RANKS
-    assert hold(job, 4)
-    for peer in job.peers:
-        output = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
-        assert len(output) == 1
-        assert "chunk 3 of rank 2's image" in output[0]
-        assert "rank 0: " in output[0]
-        assert "rank 3: " in output[0]
-
-
 def test_what_is_damaged_on_a_shared_tier_is_not_read_by_every_rank_of_a_large_job() -> None:
     """Two ranks on each of five nodes: what four nodes could not read is taken for damaged."""
     with network("aabbccddee") as joined:
@@ -218,23 +144,6 @@ def test_what_is_damaged_on_a_shared_tier_is_not_read_by_every_rank_of_a_large_j
             assert peer.agreements <= 2 * 8
 
 
-def test_a_header_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> None:
-    for step in (4, 5):
-        parts = [part(step, rank, 2, share(step, rank)) for rank in range(2)]
-        for peer in job.peers:
-            images = peer.put("store", *parts)
-            peer.state = {f"w{rank}": torch.zeros(ELEMENTS) for rank in range(2)}
-            peer.state |= {"epoch": 0, "rng": None}
-            if step == 5:
-                flip(images[1], 0)
-    restored(job)
-    assert hold(job, 4)
-    for peer in job.peers:
-        (output,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
-        assert output.startswith("no rank can read the header of rank 1's image: ")
-        assert all(f"rank {rank}: chunk 0 is damaged" in output for rank in range(RANKS))
-
-
 def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:
     copies = put_shares(job, 4, 5)
     for reader in range(RANKS):
@@ -245,104 +154,6 @@ def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:
         assert isinstance(outcome, RestoreError)
         assert "a copy could not be read" in str(outcome)
         assert "timeout" in str(outcome)
-
-
-def test_a_state_that_does_not_fit_on_one_rank_touches_nobody_s(job: Job) -> None:
-    put_shares(job, 5)
-    want_all(job)
-    job.peers[1].state["w0"] = torch.zeros(7)
-    outcomes = restored(job)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert "w0" in str(outcomes[1])
-    assert str(outcomes[2]).startswith("restore of 5@1: rank 1: ")
-    assert not any("HALF FILLED" in str(outcome) for outcome in outcomes)
-    assert all((peer.state["w3"] == 0).all() for peer in job.peers)
-
-
-@pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()])
-@pytest.mark.parametrize("phase", ["plan", "load", "on_read", "on_received"])
-def test_whatever_ends_one_rank_ends_all_by_its_name_and_soon(
-    job: Job, monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
-) -> None:
-    put_shares(job, 4, 5)
-    want_all(job)
-    victim = job.peers[2]
-    if phase == "plan":
-
-        def refuse(header: Any) -> Any:
-            if header.merged:
-                raise error
-            return plan_fill(victim.state, header)
-
-        victim.make_plan = refuse
-    else:
-        fail_once(monkeypatch, phase, victim, error)
-    outcomes = restored(job)
-    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
-        assert isinstance(outcome, RestoreError), outcome
-        assert "rank 2: " in str(outcome)
-        assert type(error).__name__ in str(outcome)
-    if isinstance(error, KeyboardInterrupt):
-        assert outcomes[2] is error
-    assert job.wires.connected == RANKS, "no second checkpoint was tried"
-
-
-def fail_once(patch: pytest.MonkeyPatch, phase: str, victim: Peer, error: BaseException) -> None:
-    real = getattr(ChunkPayload, phase)
-    left = threading.Semaphore(1)
-
-    def stand_in(self: ChunkPayload, *args: Any) -> Any:
-        if self._tally is victim.tally and left.acquire(blocking=False):
-            raise error
-        return real(self, *args)
-
-    patch.setattr(ChunkPayload, phase, stand_in)
-
-
-def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_shares(job, 4, 5)
-    want_all(job)
-    real = _RoundRunner.receive
-
-    def receive(self: _RoundRunner, get: Any) -> None:
-        if self._rank == 1 and get.item.reader == 3 and get.item.chunk:
-            self._transport.cut()
-        real(self, get)
-
-    monkeypatch.setattr(_RoundRunner, "receive", receive)
-    for outcome in restored(job):
-        assert isinstance(outcome, RestoreError), outcome
-        assert "from rank 3: " in str(outcome) or "is gone" in str(outcome)
-        assert "HALF FILLED" in str(outcome)
-
-
-def test_an_interrupt_stops_what_waits() -> None:
-    """The caller is interrupted while its threads wait for bytes that never come."""
-    ended = threading.Event()
-
-    def wait(thing: int) -> None:
-        assert ended.wait(20)
-        raise LostError("cut")
-
-    started = threading.Thread.start
-    calls: list[threading.Thread] = []
-
-    def start(self: threading.Thread) -> None:
-        started(self)
-        calls.append(self)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(threading.Thread, "start", start)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_all([(1, wait, [1]), (1, wait, [2])], ended.set)
-    finally:
-        patch.undo()
-    assert not any(thread.is_alive() for thread in calls)
 
 
 def test_images_of_another_number_of_ranks_are_read_once(job: Job) -> None:

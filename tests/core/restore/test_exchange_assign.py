@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from tierfall.core.load.build import Fill
 from tierfall.core.restore.exchange.assign import (
-    HEADER,
     ChunkAssignment,
     RankGroup,
     RequestedRanges,
@@ -22,7 +20,6 @@ from tierfall.core.restore.exchange.assign import (
     deliveries_to,
     reads_of,
     receivers_of,
-    remaining_ranges,
     requested_ranges,
 )
 
@@ -43,43 +40,6 @@ def group(*ranks: int, **requested: tuple[int, ...]) -> RankGroup:
 
 def readers(items: list[ChunkAssignment]) -> dict[tuple[int, int], int]:
     return {(item.image, item.chunk): item.reader for item in items}
-
-
-def test_wants_are_runs_and_close_gaps_within_a_chunk_only() -> None:
-    assert requested_ranges([fill(0, 7), fill(7, 12)], CHUNK) == RequestedRanges(CHUNK, (0, 12))
-    assert requested_ranges([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK).edges == (0, 12)
-    assert requested_ranges([fill(2, 9), fill(10, 14)], CHUNK).edges == (2, 9, 10, 14)
-    assert requested_ranges([], CHUNK) == RequestedRanges(CHUNK, ())
-    assert remaining_ranges([(0, 10), (10, 20), (40, 45)], CHUNK).edges == (0, 20, 40, 45)
-
-
-def test_what_one_rank_wants_and_has_it_reads_itself() -> None:
-    groups = [group(rank, **{f"i{rank}": (0, 30)}) for rank in range(3)]
-    items = assign(groups, {image: [(0, (0, 1, 2))] for image in range(3)})
-    assert readers(items) == {(image, c): image for image in range(3) for c in (1, 2, 3)}
-    assert [deliveries_to(items, groups, rank, 3) for rank in range(3)] == [[], [], []]
-
-
-def test_what_all_want_is_read_in_equal_shares() -> None:
-    groups = [group(0, 1, 2, 3, i0=(0, 400))]
-    items = assign(groups, {0: [(1, (0, 1, 2, 3))]})
-    assert [len(reads_of(items, rank)) for rank in range(4)] == [10] * 4
-    assert len(deliveries_to(items, groups, 0, 4)) == 30
-
-
-def test_headers_are_read_in_equal_shares_too() -> None:
-    groups = [RankGroup(ranks=(0, 1), requested={image: RequestedRanges(0) for image in range(6)})]
-    items = assign(groups, {image: [(1, (0, 1))] for image in range(6)})
-    assert [item.chunk for item in items] == [HEADER] * 6
-    assert [len(reads_of(items, rank)) for rank in range(2)] == [3, 3]
-
-
-def test_the_fastest_tier_of_any_rank_goes_before_a_rank_that_wants_it() -> None:
-    holders = {0: [(1, (2, 3)), (2, (0, 1, 2, 3))]}
-    items = assign([group(0, i0=(0, 40))], holders)
-    assert sorted({item.reader for item in items}) == [2, 3]
-    items = assign([group(0, 3, i0=(0, 40))], holders)
-    assert {item.reader for item in items} == {3}, "of those that have it, one that requested it"
 
 
 def test_what_a_rank_failed_to_read_another_one_reads_and_then_the_slower_tier() -> None:
@@ -192,14 +152,3 @@ def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
         for g in groups
     ]
     assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
-
-
-def test_ten_thousand_chunks_for_a_thousand_ranks_are_assigned_soon() -> None:
-    ranks = tuple(range(1000))
-    groups = [
-        RankGroup(ranks=ranks, requested={i: RequestedRanges(CHUNK, (0, 100)) for i in range(1000)})
-    ]
-    began = time.thread_time()
-    items = assign(groups, {image: [(1, ranks)] for image in range(1000)})
-    assert time.thread_time() - began < 5.0
-    assert {len(reads_of(items, rank)) for rank in (0, 500, 999)} == {10}

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tierfall.core.restore.exchange.assign import RequestedRanges
 from tierfall.core.restore.exchange.messages import (
     ExchangeDecision,
     ExchangeRequest,
     NextPhase,
     NumberRanges,
-    UnreadChunks,
     decide,
     holders_of,
 )
@@ -47,14 +43,6 @@ def own(rank: int, sees: Mapping[int, Iterable[int]] | None) -> ExchangeRequest:
 
 def ranges(sees: Mapping[int, Iterable[int]]) -> dict[int, NumberRanges]:
     return {tier: NumberRanges.of(images) for tier, images in sees.items()}
-
-
-@given(st.sets(st.integers(0, 50)))
-def test_runs_say_numbers_and_nothing_else(numbers: set[int]) -> None:
-    found = NumberRanges.of(numbers)
-    assert list(found) == sorted(numbers)
-    assert {number for number in range(-1, 53) if number in found} == numbers
-    assert len(found.edges) <= 2 * len(numbers)
 
 
 def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
@@ -92,34 +80,3 @@ def test_headers_come_before_what_others_have_planned_already() -> None:
     assert [(g.ranks, dict(g.requested)) for g in output.rank_groups()] == [
         ((1,), {0: RequestedRanges(0), 1: RequestedRanges(0)})
     ]
-
-
-def test_what_many_want_alike_is_reported_once() -> None:
-    requested = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
-    asks = [
-        ExchangeRequest(requested=requested, readable=ranges({2: range(512)})) for _ in range(512)
-    ]
-    decision = decide(carried(asks), place_of, "name")
-    assert len(json.dumps(decision.to_json())) < 30_000
-    (group,) = decision.rank_groups()
-    assert group.ranks == tuple(range(512))
-    assert group.requested == requested
-
-
-def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
-    assert answer(ExchangeRequest(), ExchangeRequest()).next is NextPhase.DONE
-
-
-def test_what_one_rank_failed_at_all_hear() -> None:
-    failed = UnreadChunks(
-        rank=1, image=3, chunks=NumberRanges((1, 3, 5, 6)), damaged=False, text="timeout"
-    )
-    output = answer(own(0, None), ExchangeRequest(failed=(failed,)))
-    assert output.failed == (failed,)
-    assert output.next is NextPhase.CHUNKS
-
-
-def test_a_rank_that_stops_ends_it_for_all() -> None:
-    output = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", readable=ranges(SEES_ALL)))
-    assert output.next is NextPhase.DONE
-    assert output.stopped == (1, "no more")

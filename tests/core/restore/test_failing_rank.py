@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import Tiers, flip, holds, start_of, state_of
+from restore_help import Tiers, flip, holds, state_of
 from several_help import Rank, network, on_all, put_shared
 
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.restore import (
     RankFailure,
@@ -25,16 +24,13 @@ from tierfall.core.restore.restore import (
     fill_first,
 )
 from tierfall.core.types.errors import (
-    IntegrityError,
     RanksError,
     RestoreError,
     TierfallError,
-    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
 
 HALF = "HALF FILLED"
-HALF_WORDS = "; THE STATE IS HALF FILLED: do not train on it"
 
 
 @pytest.fixture
@@ -65,28 +61,6 @@ def words(error: BaseException) -> str:
 # Over the message_tree ------------------------------------------------------------------------------------
 
 
-def test_all_ranks_restore_the_newest_step(ranks: list[Rank]) -> None:
-    for outcome, rank in zip(restored(ranks), ranks, strict=True):
-        assert isinstance(outcome, RestoreResult)
-        assert holds(rank.state, 5)
-        assert rank.tally.fallbacks == []
-        assert rank.tried == [CheckpointId(5, 1)]
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_one_damaged_shard_takes_all_ranks_to_the_older_step(
-    ranks: list[Rank], number: int
-) -> None:
-    damage(ranks[number], 5)
-    for outcome, rank in zip(restored(ranks), ranks, strict=True):
-        assert isinstance(outcome, RestoreResult)
-        assert outcome.checkpoint.id == CheckpointId(4, 1)
-        assert holds(rank.state, 4)
-        (output,) = [f for f in rank.tally.fallbacks if f.what == "step 5@1"]
-        assert "chunk 5 is damaged" in output.reason
-        assert output.reason.startswith(f"rank {number}: ") == (rank is not ranks[number])
-
-
 def test_different_ranks_may_fail_at_different_steps(ranks: list[Rank]) -> None:
     damage(ranks[0], 5)
     damage(ranks[2], 4, chunk=0)
@@ -102,58 +76,6 @@ def test_a_checkpoint_that_one_rank_does_not_find_is_passed_over_by_all(ranks: l
     assert "rank 1: no copy of 5@1 has good records: no tier that answered on this rank has it" in [
         f.reason for f in ranks[2].tally.fallbacks
     ]
-
-
-def test_with_no_step_left_every_rank_says_what_was_tried(ranks: list[Rank]) -> None:
-    for step, rank in zip((3, 4, 5), ranks, strict=True):
-        damage(rank, step)
-    for number, outcome in enumerate(restored(ranks)):
-        assert isinstance(outcome, RestoreError)
-        assert "none of the checkpoints can be read whole" in str(outcome)
-        assert HALF in str(outcome)
-        assert ("rank 2: chunk 5 is damaged" in str(outcome)) == (number != 2)
-
-
-def test_a_step_that_was_named_is_never_another_one_on_any_rank(ranks: list[Rank]) -> None:
-    damage(ranks[2], 4)
-    outcomes = restored(ranks, step=4)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert str(outcomes[2]).startswith("restore of 4@1: chunk 5 is damaged")
-    assert str(outcomes[0]).startswith("restore of 4@1: rank 2: restore of 4@1: chunk 5 is damaged")
-    for outcome, rank in zip(outcomes, ranks, strict=True):
-        assert str(outcome).count(HALF) == 1
-        assert rank.tried == [CheckpointId(4, 1)]
-
-
-def test_a_copy_that_does_not_answer_on_one_rank_ends_the_restore_on_all(ranks: list[Rank]) -> None:
-    image = ranks[1].tiers.images["store", CheckpointId(5, 1)]
-    image.errors[start_of(image, 2)] = UnreachableError("timeout")
-    outcomes = restored(ranks)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    assert "rank 1: restore of 5@1: a copy could not be read" in str(outcomes[0])
-    assert "Try again" in str(outcomes[2])
-    assert isinstance(outcomes[1].__cause__, UnreachableError)
-
-
-def test_one_that_does_not_answer_is_passed_over_by_all_where_that_was_asked_for(
-    ranks: list[Rank],
-) -> None:
-    image = ranks[1].tiers.images["store", CheckpointId(5, 1)]
-    image.errors[start_of(image, 2)] = UnreachableError("timeout")
-    restored(ranks, ignore_unreachable=True)
-    assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
-
-
-def test_a_state_that_does_not_fit_on_one_rank_is_reported_on_all(ranks: list[Rank]) -> None:
-    ranks[1].state["w"] = torch.zeros(7)
-    outcomes = restored(ranks)
-    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert str(outcome).startswith("restore of 5@1: rank 1: ")
-        assert str(outcome).endswith(HALF_WORDS), "here every tensor was filled"
-    assert HALF not in str(outcomes[1]), "its own state was not touched"
-    assert torch.equal(ranks[1].state["w"], torch.zeros(7))
-    assert {len(rank.tried) for rank in ranks} == {1}
 
 
 def test_a_state_that_does_not_fit_ends_all_though_an_earlier_rank_would_go_on(
@@ -233,16 +155,6 @@ def test_a_rank_that_went_on_after_its_error_is_not_taken_for_one_that_restores(
         assert "rank 2 filled 4@1 where rank 0 filled 5@1" in str(outcome)
 
 
-def test_one_rank_alone_restores_the_same_way() -> None:
-    rank = Rank(Ranks.alone(), Tiers("store"), mine=["store"])
-    assert rank.restore() is None
-    for step in (4, 5):
-        put_shared([rank.tiers], "store", step)
-    damage(rank, 5)
-    assert rank.restore() is not None
-    assert holds(rank.state, 4)
-
-
 # What is told, and what is done where that fails -------------------------------------------------------
 
 
@@ -285,14 +197,6 @@ def raising(error: BaseException) -> Callable[[], RankFailure | None]:
     return answer
 
 
-def test_each_candidate_is_reported_of_once() -> None:
-    alone = Alone()
-    alone.damage(5)
-    answers = iter([RankFailure(rank=0, message="x", permanent=False), None])
-    alone.fill(lambda: next(answers))
-    assert alone.told == [("5@1", IntegrityError), ("4@1", None)]
-
-
 def test_own_damage_is_not_restored_though_no_rank_is_reported_to_have_failed() -> None:
     alone = Alone()
     alone.damage(5)
@@ -314,45 +218,3 @@ def test_where_the_others_cannot_be_reported_the_restore_ends(
         caught.value
     )
     assert len(alone.told) == 1
-
-
-def test_an_older_step_that_does_not_fit_says_so_in_the_plan_s_own_words() -> None:
-    alone = Alone()
-    put_shared([alone.tiers], "store", 4, state={"w": torch.zeros(7), "epoch": 4, "rng": None})
-    alone.damage(5)
-    with pytest.raises(RestoreError) as caught:
-        alone.fill(
-            lambda: (
-                None if len(alone.told) == 2 else RankFailure(rank=0, message="x", permanent=False)
-            )
-        )
-    assert isinstance(caught.value.__cause__, RestoreError)
-    assert str(caught.value) == str(caught.value.__cause__) + HALF_WORDS
-    assert alone.told == [("5@1", IntegrityError), ("4@1", RestoreError)]
-
-
-def test_where_nothing_was_filled_yet_the_ranks_error_names_the_checkpoint_and_no_more() -> None:
-    alone = Alone()
-    flip(alone.tiers.images["store", CheckpointId(5, 1)], 0)
-    error = RanksError("rank 3 is gone")
-    with pytest.raises(RanksError) as caught:
-        alone.fill(raising(error))
-    assert str(caught.value) == "restore of 5@1: rank 3 is gone"
-    assert caught.value.__cause__ is error
-
-
-def test_an_interrupt_while_the_others_are_waited_for_goes_through() -> None:
-    alone = Alone()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        alone.fill(raising(KeyboardInterrupt()))
-    assert HALF in words(caught.value)
-
-
-def test_an_own_error_is_raised_though_the_others_cannot_be_reported() -> None:
-    alone = Alone()
-    alone.state["w"] = torch.zeros(7)
-    with pytest.raises(RestoreError, match="w") as caught:
-        alone.fill(raising(RanksError("rank 3 is gone")))
-    assert "the other ranks may not know of it: rank 3 is gone" in words(caught.value)
-    with pytest.raises(KeyboardInterrupt):
-        alone.fill(raising(KeyboardInterrupt()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from several_help import all_named, sharded
+from several_help import sharded
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit
@@ -17,12 +17,10 @@ from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     IntegrityError,
-    NotSupportedError,
     RanksError,
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState
 
 ID = CheckpointId(5, 1)
@@ -70,44 +68,6 @@ def test_a_tier_lags_if_its_listing_does_on_any_rank() -> None:
     assert listing.lags
 
 
-def test_one_rank_that_speaks_for_everything_is_received_as_it_spoke() -> None:
-    listings = (
-        Listing(
-            tier="host",
-            copies=(found(part(0), state=CopyState.SEALED, marks=frozenset({"pin", "tag-a"})),),
-            damaged=(IntegrityError("block 3"),),
-        ),
-        Listing(
-            tier="nvme",
-            copies=(
-                found(None, id=CheckpointId(4, 1), damage=NotSupportedError("format 2")),
-                found(part(1)),
-            ),
-            starts=(
-                AttemptStart(attempt=1, attempt_id="a", started_from=None, began_s=1.5),
-                AttemptStart(
-                    attempt=2,
-                    attempt_id="b",
-                    started_from=CheckpointId(4, 1),
-                    began_s=2.0,
-                    passed_over=True,
-                ),
-            ),
-        ),
-        Listing(tier="store", error=UnreachableError("timeout")),
-    )
-    messages = carried({0: describe(listings, mine=["host", "nvme", "store"])})
-    host, nvme, store = merge_ranks(messages, ["host", "nvme", "store"])
-    assert host.copies == listings[0].copies
-    assert [str(damage) for damage in host.damaged] == ["rank 0: block 3"]
-    assert nvme.copies[1] == listings[1].copies[1]
-    assert nvme.starts == listings[1].starts
-    assert isinstance(nvme.copies[0].damage, NotSupportedError)
-    assert str(nvme.copies[0].damage) == "rank 0: format 2"
-    assert isinstance(store.error, UnreachableError)
-    assert str(store.error) == "rank 0: timeout"
-
-
 def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_record() -> None:
     damage = IntegrityError("nvme: rank-00001: it is missing")
     copy = only(merged(found(part(0)), found(part(1), damage=damage)))
@@ -117,17 +77,6 @@ def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_re
     listing = Listing(tier="nvme", copies=(copy,))
     assert not whole_on(listing, ID)
     assert whole_on(Listing(tier="nvme", copies=(replace(copy, damage=None),)), ID)
-
-
-def test_a_rank_speaks_only_for_the_tiers_that_are_its_own() -> None:
-    listings = [Listing(tier="nvme", copies=(found(part(0)),)), Listing(tier="store")]
-    assert list(describe(listings, mine=["store"])) == ["store"]
-
-
-def test_the_order_of_tiers_is_the_chain_s_whoever_speaks_first() -> None:
-    described = {0: describe([Listing(tier="store")], mine=["store"])}
-    described[1] = describe([Listing(tier="host")], mine=["host"])
-    assert [x.tier for x in merge_ranks(described, ["host", "store"])] == ["host", "store"]
 
 
 def test_a_tier_that_nobody_has_looked_at_is_not_taken_for_empty() -> None:
@@ -146,13 +95,6 @@ def test_records_of_several_nodes_become_one_that_names_all_shards() -> None:
     assert copy.damage is None
 
 
-def test_one_copy_that_several_ranks_see_is_counted_once() -> None:
-    record = all_named([sharded(5, 0, 2), sharded(5, 1, 2)])
-    copy = only(merged(found(record), found(record)))
-    assert copy.bytes == 100
-    assert copy.commit == record
-
-
 def test_two_records_that_name_different_files_of_one_name_are_damage() -> None:
     record = part(0)
     image = replace(record.files[0], bytes=record.files[0].bytes + 1)
@@ -163,18 +105,6 @@ def test_two_records_that_name_different_files_of_one_name_are_damage() -> None:
     assert "rank-00000-of-00002.safetensors is another than that on nvme of rank 0" in str(
         copy.damage
     )
-
-
-@pytest.mark.parametrize("change", ["ordinal", "world_size"])
-def test_two_records_of_one_life_that_contradict_each_other_are_damage(change: str) -> None:
-    record = part(1)
-    if change == "ordinal":
-        record = replace(record, lineage=replace(record.lineage, ordinal=99))
-    else:
-        record = replace(record, world_size=3)
-    copy = only(merged(found(part(0)), found(record)))
-    assert copy.commit is None
-    assert "contradicts that on nvme of rank 0" in str(copy.damage)
 
 
 def test_of_two_lives_under_one_name_the_one_that_was_saved_last_is_kept() -> None:

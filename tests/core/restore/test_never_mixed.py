@@ -68,15 +68,6 @@ def test_what_a_damaged_step_has_not_written_to_stays_as_it_was() -> None:
     assert (state["later"] == -0.5).all()
 
 
-def test_all_that_several_damaged_steps_have_written_to_is_refused() -> None:
-    tiers = Tiers("nvme")
-    tiers.put("nvme", checkpoint(3, state=only_base(3)))
-    flip(tiers.put("nvme", checkpoint(4, state=base_and_adapter(4))), 2)
-    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 10)
-    with pytest.raises(RestoreError, match=r"it does not have later, .* 5@1"):
-        refill(tiers, base_and_adapter(-1))
-
-
 def test_memory_that_the_older_step_fills_by_another_name_is_filled() -> None:
     tied = torch.full((COUNT,), 4.0)
     tiers = Tiers("nvme")
@@ -88,26 +79,6 @@ def test_memory_that_the_older_step_fills_by_another_name_is_filled() -> None:
     state["tied"] = state["later"]
     assert refill(tiers, state) is not None
     assert (state["later"] == 4).all()
-
-
-def test_optimizer_state_that_came_later_is_removed_again() -> None:
-    """State that the optimizer has is filled in place; the older step has none of that parameter's."""
-
-    def trained(both: bool) -> dict[str, Any]:
-        model = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.ones(COUNT)) for n in "ab"})
-        optimizer = torch.optim.Adam(model.parameters())
-        for name, parameter in model.items():
-            parameter.grad = torch.ones(COUNT) if both or name == "a" else None
-        optimizer.step()
-        return {"model": model, "optimizer": optimizer}
-
-    tiers = Tiers("nvme")
-    tiers.put("nvme", checkpoint(4, state=trained(both=False)))
-    newest = tiers.put("nvme", checkpoint(5, state=trained(both=True)))
-    flip(newest, newest.made.manifest.chunk_count - 1)
-    state = trained(both=True)
-    assert refill(tiers, state) is not None
-    assert len(state["optimizer"].state) == 1
 
 
 def test_one_rank_that_would_keep_bytes_of_another_step_ends_the_restore_on_all() -> None:

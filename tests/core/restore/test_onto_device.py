@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import CHUNK, ELEMENTS, SHARD, DictImage, Tiers, checkpoint, flip, holds, state_of
+from restore_help import CHUNK, ELEMENTS, SHARD, Tiers, checkpoint, flip, holds, state_of
 
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
@@ -151,13 +151,6 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
     assert all(torch.equal(state[name], t) for name, t in saved.items())
 
 
-def test_a_caller_in_inference_mode_gets_its_tensors_too(tiers: Tiers, stream: FakeStream) -> None:
-    state = {**state_of(-1), "w": torch.nn.Parameter(torch.full((ELEMENTS,), UNTOUCHED))}
-    with torch.inference_mode():
-        bring(tiers, state, ring_of(stream))
-    assert holds(state, 1)
-
-
 def test_a_device_without_streams_is_copied_to_at_once(tiers: Tiers) -> None:
     state = blank()
     bring(tiers, state, ring_of(None))
@@ -178,19 +171,6 @@ def test_a_buffer_is_read_into_again_only_when_its_copies_are_done(
     (image,) = tiers.images.values()
     assert len(stream.enqueued) == 2
     assert len(image.reads) == 1 + 2  # the header too
-    stream.free.set()
-    bringing.end()
-    assert holds(state, 1)
-
-
-def test_reading_goes_on_while_the_device_has_copied_nothing(
-    tiers: Tiers, stream: FakeStream
-) -> None:
-    stream.free.clear()
-    state = blank()
-    bringing = Bringing(tiers, state, ring_of(stream))
-    wait_until(lambda: len(stream.enqueued) == CHUNKS, "all is read, hashed and queued")
-    assert not any(mark.is_done() for mark in stream.enqueued)
     stream.free.set()
     bringing.end()
     assert holds(state, 1)
@@ -259,63 +239,6 @@ def test_no_byte_of_a_damaged_chunk_reaches_a_device(tiers: Tiers, stream: FakeS
     assert bool((state["w"][start : start + CHUNK // 4] == UNTOUCHED).all())
 
 
-def test_a_damaged_chunk_comes_from_the_next_copy(stream: FakeStream) -> None:
-    tiers = Tiers("host", "disk")
-    images = [tiers.put(tier, checkpoint(1)) for tier in tiers.names]
-    flip(images[0], DAMAGED)
-    state = blank()
-    restored = bring(tiers, state, ring_of(stream))
-    assert holds(state, 1)
-    assert restored is not None
-    assert restored.tally.fallbacks
-
-
-def test_an_older_step_is_restored_over_what_a_damaged_one_left(stream: FakeStream) -> None:
-    tiers = Tiers("disk")
-    tiers.put("disk", checkpoint(1))
-    flip(tiers.put("disk", checkpoint(2)), DAMAGED)
-    stream.free.clear()
-    state = blank()
-    bringing = Bringing(tiers, state, ring_of(stream))
-    wait_until(lambda: stream.finishes == 1, "the copies of the newer one end before")
-    stream.free.set()
-    bringing.end()
-    assert holds(state, 1)
-
-
-def test_a_launch_that_is_refused_fails_the_restore_and_not_the_next(
-    tiers: Tiers, stream: FakeStream
-) -> None:
-    state, ring = blank(), ring_of(stream, 2)
-    stream.refuses = RuntimeError("CUDA error: launch")
-    with pytest.raises(RestoreError, match="CUDA error: launch") as caught:
-        bring(tiers, state, ring)
-    assert caught.value.__cause__ is stream.refuses
-    stream.refuses = None
-    bring(tiers, state, ring)
-    assert holds(state, 1)
-
-
-def test_before_a_refused_launch_is_reported_what_it_queued_has_ended(
-    tiers: Tiers, stream: FakeStream
-) -> None:
-    """A part may be on its way from the buffer, which has no mark of it."""
-
-    def queue_and_refuse(work: Any) -> Any:
-        FakeStream.enqueue(stream, work)
-        raise RuntimeError("CUDA error: launch")
-
-    stream.free.clear()
-    stream.enqueue = queue_and_refuse  # type: ignore[method-assign]
-    state, ring = blank(), ring_of(stream, 1)
-    bringing = Bringing(tiers, state, ring)
-    wait_until(lambda: stream.finishes >= 1, "it waits before the buffer goes back")
-    assert ring.pool._free == type(ring.pool._free)()
-    stream.free.set()
-    with pytest.raises(RestoreError, match="CUDA error: launch"):
-        bringing.end()
-
-
 def test_what_the_device_reports_fails_the_restore(tiers: Tiers, stream: FakeStream) -> None:
     state = blank()
     stream.fails = RuntimeError("an illegal memory access")
@@ -325,58 +248,6 @@ def test_what_the_device_reports_fails_the_restore(tiers: Tiers, stream: FakeStr
 
 
 # Page-locked buffers ---------------------------------------------------------------------------------
-
-
-def test_buffers_are_locked_once_and_kept_for_the_next_restore(
-    tiers: Tiers, stream: FakeStream, locks: FakeLocks
-) -> None:
-    ring = ring_of(stream, 2)
-    for _ in range(3):
-        state = blank()
-        bring(tiers, state, ring)
-        assert holds(state, 1)
-    assert 1 <= len(locks.made) <= 2
-    assert locks.unlocked == []
-    ring.release()
-    assert len(locks.unlocked) == len(locks.made)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_ring_of_a_restores_own_is_unlocked_when_no_copy_is_under_way(
-    damaged: bool,
-    tiers: Tiers,
-    stream: FakeStream,
-    locks: FakeLocks,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (image,) = tiers.images.values()
-    if damaged:
-        flip(image, CHUNKS)
-    monkeypatch.setattr("tierfall.core.copies.chunk_reader.Streams", lambda: FakeStreams(stream))
-    under_way: list[bool] = []
-    locks.on_unlock = lambda: under_way.append(not all(m.is_done() for m in stream.enqueued))
-    state = blank()
-    if damaged:
-        with pytest.raises(RestoreError):
-            bring(tiers, state, None)
-    else:
-        bring(tiers, state, None)
-        assert holds(state, 1)
-    assert len(locks.unlocked) == len(locks.made) > 0
-    assert not any(under_way)
-
-
-def test_nothing_is_locked_for_host_memory_nor_for_what_lies_there(
-    tiers: Tiers, stream: FakeStream, locks: FakeLocks
-) -> None:
-    state = blank()
-    assert tiers.restore(state) is not None
-    assert holds(state, 1)
-    memory = Tiers("host")
-    memory.put("host", checkpoint(2))
-    bring(memory, state, ring_of(stream))
-    assert holds(state, 2)
-    assert locks.made == []
 
 
 def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
@@ -392,24 +263,3 @@ def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
     assert "page-locked" in output.getMessage()
     ring.release()
     assert locks.unlocked == []
-
-
-def test_chunks_longer_than_the_rings_buffers_come_too(
-    tiers: Tiers, stream: FakeStream, locks: FakeLocks
-) -> None:
-    """The checkpoint was written with longer chunks than are configured now."""
-    state = blank()
-    ring = ring_of(stream, 1, chunk_bytes=512)
-    assert ring.pool.bytes == CHUNK
-    ring.pool.bytes = 1024
-    bring(tiers, state, ring)
-    assert holds(state, 1)
-    assert locks.made == []
-
-
-def test_the_image_that_is_read_is_not_written(tiers: Tiers, stream: FakeStream) -> None:
-    memory = Tiers("host")
-    image: DictImage = memory.put("host", checkpoint(1))
-    before = bytes(image.made.image)
-    bring(memory, blank(), ring_of(stream))
-    assert bytes(image.made.image) == before

@@ -109,32 +109,6 @@ def test_every_cut_goes_into_every_other(shape: list[int], stored: Cuts, wanted:
         assert torch.equal(target, take(whole, offset, lengths))
 
 
-def test_rows_are_read_to_where_they_belong_and_nothing_else_is_read() -> None:
-    whole = torch.arange(96, dtype=torch.float32).view(12, 8)
-    images = Images(whole, ((3, 6, 9), ()))
-    target = torch.empty(4, 8)
-    want = BlockTarget(position=0, target=flat(target), offset=(4, 0), lengths=(4, 8))
-    reads = plan_block_reads(images.merged, [want], same=())
-    assert {
-        fill.targets[0].untyped_storage().data_ptr() for f in reads.fills.values() for fill in f
-    } == {target.untyped_storage().data_ptr()}
-    assert images.read(reads) == target.nbytes
-    assert torch.equal(target, whole[4:8])
-
-
-def test_ranges_that_overlap_are_read_once() -> None:
-    whole = torch.arange(20, dtype=torch.int64)
-    images = Images(whole, ((),))
-    one, other = torch.empty(12, dtype=torch.int64), torch.empty(15, dtype=torch.int64)
-    requested = [
-        BlockTarget(position=0, target=flat(one), offset=(0,), lengths=(12,)),
-        BlockTarget(position=0, target=flat(other), offset=(5,), lengths=(15,)),
-    ]
-    assert images.read(plan_block_reads(images.merged, requested, same=())) == whole.nbytes
-    assert torch.equal(one, whole[:12])
-    assert torch.equal(other, whole[5:])
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) -> None:
     whole = torch.arange(6, dtype=torch.int64)

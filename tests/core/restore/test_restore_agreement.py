@@ -19,9 +19,7 @@ from several_help import (
     sharded,
 )
 
-from tierfall.core.copies.chunk_reader import Fallback
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.records import parse_commit
+from tierfall.core.format.catalog import Listing
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
@@ -32,7 +30,7 @@ from tierfall.core.restore.agreement import (
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.restore.restore import RestoreRequest
-from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
+from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.keys import ON_PEERS_MARK, PIN_MARK, TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId
 
@@ -99,15 +97,6 @@ def test_shards_may_lie_on_different_tiers() -> None:
     assert [whole_on(listing, CheckpointId(5, 1)) for listing in merged] == [False, False, False]
 
 
-def test_what_is_whole_on_one_tier_is_distinguished_from_what_is_not() -> None:
-    ranks = several(2)
-    put_shared(ranks, "store", 5)
-    put_parts(ranks, "nvme", 5)
-    lost(ranks[1])
-    host, nvme, store = seen(ranks)
-    assert [whole_on(x, CheckpointId(5, 1)) for x in (host, nvme, store)] == [False, False, True]
-
-
 @pytest.mark.parametrize("kept", [2, 1, 0])
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
@@ -160,47 +149,12 @@ def test_what_too_few_nodes_have_counts_if_it_may_have_been_reported(
     assert few_of(ranks) == {CheckpointId(5, 1): counts}
 
 
-def test_what_too_few_nodes_have_of_an_abandoned_step_does_not_count() -> None:
-    ranks = several(2)
-    put_parts(ranks, "nvme", 5)
-    put_parts(ranks, "nvme", 9)
-    put_parts(ranks, "nvme", 6, attempt=2, started_from=CheckpointId(5, 1))
-    assert few_of(ranks) == {
-        CheckpointId(5, 1): True,
-        CheckpointId(9, 1): False,
-        CheckpointId(6, 2): True,
-    }
-
-
 def test_an_image_of_a_start_that_has_nothing_whole_abandons_no_other_step() -> None:
     ranks = several(2)
     put_parts(ranks, "nvme", 5)
     put_parts(ranks, "nvme", 9)
     ranks[0].put("host", sharded(6, 0, 2, attempt=2, started_from=CheckpointId(5, 1)))
     assert few_of(ranks) == {CheckpointId(5, 1): True, CheckpointId(9, 1): True}
-
-
-def test_a_damaged_copy_is_none_of_those_that_are_to_be_there() -> None:
-    ranks = several(3)
-    parts = [sharded(5, rank, 3) for rank in range(3)]
-    for tiers in ranks:
-        tiers.put("nvme", replace(parts[0], commit=all_named(parts)))
-    assert few_of(ranks) == {}
-    for tiers in ranks[:2]:
-        commit, damage = all_named(parts), IntegrityError("on purpose")
-        tiers.put("nvme", replace(parts[0], commit=commit), damage=damage)
-    put_parts(ranks, "host", 5)
-    assert set(few_of(ranks)) == {CheckpointId(5, 1)}
-
-
-def test_the_ranks_that_are_nowhere_are_named() -> None:
-    ranks = several(16)
-    put_parts(ranks, "nvme", 5)
-    for tiers in ranks[8:10]:
-        lost(tiers)
-    assert list(complete(seen(ranks))[1].values()) == [
-        "ranks 8, 9 of 16 are on no tier that answered"
-    ]
 
 
 def test_a_record_that_claims_a_thousand_million_ranks_costs_no_memory() -> None:
@@ -236,34 +190,7 @@ def test_what_only_some_ranks_had_sealed_in_memory_is_no_checkpoint() -> None:
     assert "only some ranks had sealed it" in decision.fallbacks[0].reason
 
 
-def test_what_memory_and_another_tier_hold_together_is_whole() -> None:
-    ranks = several(2)
-    ranks[0].put("host", sharded(5, 0, 2))
-    ranks[1].put("nvme", sharded(5, 1, 2))
-    assert complete(seen(ranks)) == ({CheckpointId(5, 1)}, {})
-
-
-def test_records_that_are_damaged_everywhere_are_lacking_and_say_why() -> None:
-    ranks = several(1)
-    ranks[0].put("nvme", sharded(5, 0, 1), commit=None, damage=IntegrityError("digest"))
-    assert complete(seen(ranks)) == (frozenset(), {CheckpointId(5, 1): "rank 0: digest"})
-
-
 # What rank 0 chooses ---------------------------------------------------------------------------------
-
-
-def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by_name() -> None:
-    ranks = several(2)
-    for step in (3, 4):
-        put_shared(ranks, "store", step)
-    put_parts(ranks, "nvme", 5)
-    lost(ranks[1])
-    decision = chosen(ranks)
-    assert steps(decision) == ["4@1", "3@1"]
-    records = [parse_commit(output.encode(), what="said") for output in decision.commits]
-    assert [record.lineage.attempt_id for record in records] == [f"{1:032x}"] * 2
-    reason = "rank 1 of 2 is on no tier that answered"
-    assert decision.fallbacks == (Fallback(what="step 5@1", reason=reason, id=CheckpointId(5, 1)),)
 
 
 def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_start() -> None:
@@ -289,10 +216,6 @@ def test_a_step_that_peer_memory_had_committed_is_not_passed_over_for_a_first_st
     assert [fallback.what for fallback in decision.fallbacks] == ["step 5@1"]
 
 
-def test_nothing_is_reported_where_there_is_nothing() -> None:
-    assert chosen(several(3)) == Candidates()
-
-
 def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
     ranks = several(2)
     put_shared(ranks, "store", 4)
@@ -300,17 +223,6 @@ def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
     with pytest.raises(RestoreError, match=r"nvme could not be read .* rank 1: timeout"):
         chosen(ranks)
     assert steps(chosen(ranks, ignore_unreachable=True)) == ["4@1"]
-
-
-def test_a_tier_that_is_named_must_hold_every_shard_itself() -> None:
-    ranks = several(2)
-    put_shared(ranks, "store", 4)
-    put_shared(ranks, "store", 5)
-    put_parts(ranks, "nvme", 5)
-    lost(ranks[1])
-    assert steps(chosen(ranks, tier="store")) == ["5@1", "4@1"]
-    with pytest.raises(RestoreError, match="step 5@1: rank 1 of 2 is not on tier nvme"):
-        chosen(ranks, tier="nvme")
 
 
 def test_a_line_that_went_back_stays_where_it_is_though_its_newest_is_not_whole() -> None:
@@ -346,59 +258,6 @@ def agreed(ranks: list[Rank], **request: Any) -> list[Any]:
     )
 
 
-def ids(known: list[KnownCheckpoint]) -> list[str]:
-    return [str(one.id) for one in known]
-
-
-def test_all_ranks_agree_on_one_order_and_each_knows_its_own_copies(two: list[Rank]) -> None:
-    tiers = [rank.tiers for rank in two]
-    put_shared(tiers, "store", 3)
-    put_shared(tiers, "store", 4)
-    put_parts(tiers, "nvme", 4)
-    del tiers[1].found["nvme", CheckpointId(4, 1)]
-    first, second = agreed(two)
-    assert ids(first) == ids(second) == ["4@1", "3@1"]
-    assert list(first[0].copies) == ["nvme", "store"]
-    assert list(second[0].copies) == ["store"]
-    assert first[0].commit is not None
-
-
-def test_each_rank_learns_the_fastest_tier_that_any_node_has_its_image_on(two: list[Rank]) -> None:
-    tiers = [rank.tiers for rank in two]
-    put_shared(tiers, "store", 3)
-    put_shared(tiers, "store", 4)
-    tiers[0].put("nvme", sharded(4, 1, 2))
-    first, second = agreed(two)
-    assert [known.fastest_tier for known in first] == ["store", "store"]
-    assert [known.fastest_tier for known in second] == ["nvme", "store"]
-    assert [known.fastest_tier for known in agreed(two, tier="store")[1]] == ["store", "store"]
-
-
-def test_what_was_passed_over_stands_in_the_report_of_every_rank(two: list[Rank]) -> None:
-    tiers = [rank.tiers for rank in two]
-    put_shared(tiers, "store", 3)
-    tiers[0].put("nvme", sharded(5, 0, 2))
-    agreed(two)
-    for rank in two:
-        (output,) = rank.tally.fallbacks
-        assert (output.what, output.reason) == (
-            "step 5@1",
-            "rank 1 of 2 is on no tier that answered",
-        )
-
-
-def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(
-    two: list[Rank],
-) -> None:
-    put_shared([rank.tiers for rank in two], "store", 5)
-    two[1].tiers.found.clear()
-    (known,) = agreed(two)[1]
-    assert (known.id, known.copies) == (CheckpointId(5, 1), {})
-    assert known.commit is not None
-    assert known.commit.lineage == sharded(5, 0, 2).commit.lineage
-    assert known.commit.world_size == 2
-
-
 def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> None:
     """Rank 1's disk holds an older start's checkpoint of the very same name."""
     tiers = [rank.tiers for rank in two]
@@ -416,26 +275,3 @@ def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> 
     assert second[0].commit.lineage == parts[0].commit.lineage
     assert second[0].copies["nvme"].commit is None
     assert "another life" in str(second[0].copies["nvme"].damage)
-
-
-def test_a_first_start_is_one_for_all(two: list[Rank]) -> None:
-    assert agreed(two) == [[], []]
-
-
-def test_what_rank_0_refuses_is_refused_on_every_rank(two: list[Rank]) -> None:
-    two[1].tiers.errors["nvme"] = UnreachableError("timeout")
-    outcomes = agreed(two)
-    assert [type(outcome) for outcome in outcomes] == [RestoreError, RestoreError]
-    assert all("rank 1: timeout" in str(outcome) for outcome in outcomes)
-
-
-@pytest.mark.parametrize("request_", [{"step": 5}, {"tier": "nvme"}, {"ignore_unreachable": True}])
-def test_ranks_that_ask_for_different_things_are_notified(
-    two: list[Rank], request_: dict[str, Any]
-) -> None:
-    outcomes = on_all(
-        [two[0].restore, lambda: two[1].restore(**request_)],
-    )
-    for outcome in outcomes:
-        assert isinstance(outcome, RanksError)
-        assert f"rank 1 asked for {next(iter(request_))}=" in str(outcome)

@@ -11,7 +11,6 @@ import torch
 
 import tierfall
 from tests.conftest import SHARED
-from tierfall.core.runtime.buffers import BufferPool
 from tierfall.errors import RestoreError
 
 pytestmark = [
@@ -129,29 +128,6 @@ def test_a_damaged_chunk_fails_the_restore_and_the_next_one_is_whole(
             ckpt.restore(state, step=1, tier="disk")
         ckpt.restore(state, tier="host")
         assert_same(state, saved)
-
-
-def test_buffers_are_page_locked_and_unlocked_at_close(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned: list[bool] = []
-    lock_pages = BufferPool.lock_pages
-
-    def lock_and_look(pool: BufferPool, buffer: Any, on: torch.device) -> None:
-        lock_pages(pool, buffer, on)
-        pinned.append(torch.frombuffer(buffer.view, dtype=torch.uint8).is_pinned())
-
-    monkeypatch.setattr(BufferPool, "lock_pages", lock_and_look)
-    state = state_on("cuda", 1)
-    with tierfall.open(config) as ckpt:
-        ckpt.save(1, state, block=True)
-        ckpt.restore(state, tier="disk")
-        pool = ckpt._session.ring.pool
-        views = [torch.frombuffer(buffer.view, dtype=torch.uint8) for buffer in pool._free]
-        assert views
-    assert pinned
-    assert all(pinned)
-    assert not any(view.is_pinned() for view in views)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no memory that outlives a process")

@@ -12,25 +12,6 @@ from tierfall.core.runtime.threads import run_in_threads
 PATIENCE_S = 20.0
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_number_is_done_once(threads: int) -> None:
-    done: list[int] = []
-    run_in_threads(threads, done.append, range(50))
-    assert sorted(done) == list(range(50))
-
-
-def test_one_thread_keeps_the_order() -> None:
-    done: list[int] = []
-    run_in_threads(1, done.append, [3, 1, 2])
-    assert done == [3, 1, 2]
-
-
-def test_threads_work_at_the_same_time() -> None:
-    together = threading.Barrier(3)
-    run_in_threads(3, lambda number: together.wait(PATIENCE_S) and None, range(3))
-    assert not together.broken
-
-
 def test_after_a_failure_nothing_more_is_begun() -> None:
     begun: list[int] = []
 

@@ -31,22 +31,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_answers_come_in_the_order_of_the_calls_and_errors_as_they_are() -> None:
-    error = ValueError("no")
-
-    def fail() -> str:
-        raise error
-
-    found = BoundedCalls().call_all(
-        {"a": lambda: "A", "b": fail}, {"a": LONG_S, "b": LONG_S}, doing="open"
-    )
-    assert list(found) == ["a", "b"]
-    assert found["a"].get() == "A"
-    with pytest.raises(ValueError) as caught:
-        found["b"].get()
-    assert caught.value is error
-
-
 def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.Event) -> None:
     calls = {"dead": gate.wait, "slow": lambda: True, "dead too": gate.wait}
     began_s = time.monotonic()
@@ -56,14 +40,6 @@ def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.E
     for name in ("dead", "dead too"):
         with pytest.raises(UnreachableError, match=f"open: tier {name} has not answered"):
             found[name].get()
-
-
-def test_the_bounds_run_side_by_side(gate: threading.Event) -> None:
-    calls = {str(number): gate.wait for number in range(40)}
-    began_s = time.monotonic()
-    found = BoundedCalls().call_all(calls, dict.fromkeys(calls, 0.25), doing="open")
-    assert time.monotonic() - began_s < 40 * 0.25 / 2
-    assert all(isinstance(answer.error, UnreachableError) for answer in found.values())
 
 
 def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
@@ -106,27 +82,6 @@ def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
     assert found["a"].get() == "new"
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_call_that_an_interrupt_kept_from_starting_does_not_count_as_under_way(
-    begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C within Thread.start, before there is a thread, and after."""
-    calls, start, asked = BoundedCalls(), threading.Thread.start, []
-
-    def interrupt(thread: threading.Thread) -> None:
-        monkeypatch.undo()
-        if begun:
-            start(thread)
-        raise KeyboardInterrupt
-
-    until(lambda: not _Thread.idle)
-    monkeypatch.setattr(threading.Thread, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        calls.call_all({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
-    found = calls.call_all({"a": lambda: "new"}, {"a": 1.0}, doing="list")
-    assert found["a"].get() == "new"
-
-
 def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
     let_go: list[str] = []
 
@@ -162,32 +117,9 @@ def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
     assert found["t"].get() == 12
 
 
-def test_threads_that_are_left_behind_do_not_hold_up_the_end(gate: threading.Event) -> None:
-    BoundedCalls().call_all({"t": gate.wait}, {"t": SHORT_S}, doing="open")
-    left = [t for t in threading.enumerate() if t.name == "tierfall-call"]
-    assert left
-    assert all(thread.daemon for thread in left)
-
-
 def thread_of_a_call() -> int:
     calls = BoundedCalls()
     return calls.call_all({"t": threading.get_ident}, {"t": LONG_S}, doing="open")["t"].get()
-
-
-def live_threads() -> int:
-    return [thread.name for thread in threading.enumerate()].count("tierfall-call")
-
-
-def test_calls_in_a_row_share_a_thread_which_ends_when_it_is_idle() -> None:
-    until(lambda: live_threads() == 0)
-    used = []
-    for _ in range(5):
-        used.append(thread_of_a_call())
-        until(lambda: bool(_Thread.idle))
-    assert len(set(used)) == 1
-    until(lambda: live_threads() == 0)
-    thread_of_a_call()
-    assert live_threads() == 1
 
 
 def test_a_forked_child_makes_calls_on_threads_of_its_own() -> None:

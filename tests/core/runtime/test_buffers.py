@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import threading
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.core.fake_device import FakeLocks, FakeMark
-from tests.steps import wait_until
 from tierfall.core.runtime.buffers import BufferPool
 
 PATIENCE_S = 20.0
@@ -31,21 +29,6 @@ def test_a_buffer_is_large_enough_aligned_and_writable(bytes: int) -> None:
         assert address(buffer) % mmap.PAGESIZE == 0
         buffer[bytes - 1] = 7
         assert buffer[bytes - 1] == 7
-
-
-def test_a_buffer_is_used_again() -> None:
-    pool = BufferPool(bytes=4096, count=2)
-    with pool.lend_view(10) as first:
-        place = address(first)
-    for _ in range(3):
-        with pool.lend_view(4096) as again:
-            assert address(again) == place
-
-
-def test_two_takers_get_two_buffers() -> None:
-    pool = BufferPool(bytes=4096, count=2)
-    with pool.lend_view(1) as first, pool.lend_view(1) as second:
-        assert abs(address(first) - address(second)) >= 4096
 
 
 def test_with_all_out_the_next_taker_waits_for_one_to_come_back() -> None:
@@ -112,17 +95,6 @@ def test_a_buffer_that_a_device_reads_is_lent_again_only_once_that_is_over() -> 
     assert got == [place]
 
 
-def test_while_a_device_reads_one_buffer_the_others_are_lent() -> None:
-    pool = BufferPool(bytes=4096, count=2)
-    place, mark = lend_to_a_device(pool)
-    with pool.lend_view(1) as other:
-        assert address(other) != place
-    assert not mark.awaited.is_set()
-    mark.done.set()
-    with pool.lend_view(1) as first:
-        assert address(first) == place
-
-
 def test_a_failure_on_the_device_is_raised_once_to_whoever_waits_for_it_and_the_buffer_comes_back() -> (
     None
 ):
@@ -134,38 +106,6 @@ def test_a_failure_on_the_device_is_raised_once_to_whoever_waits_for_it_and_the_
         raise AssertionError("it was lent")
     with pool.lend_view(1) as again:
         assert address(again) == place
-
-
-def test_every_mark_is_waited_for_though_one_reports_a_failure() -> None:
-    pool = BufferPool(bytes=4096, count=1)
-    first, second = FakeMark(), FakeMark()
-    first.error = RuntimeError("an illegal memory access")
-    first.done.set()
-    threading.Timer(0.05, second.done.set).start()
-    with pool.lend(1) as buffer:
-        buffer.events += [first, second]
-    with pytest.raises(RuntimeError, match="illegal"), pool.lend_view(1):
-        raise AssertionError("it was lent")
-    assert second.done.is_set()
-
-
-def test_what_was_allocated_for_once_is_there_until_the_device_has_read_it() -> None:
-    pool = BufferPool(bytes=4096, count=1)
-    mark = FakeMark()
-    left = threading.Event()
-
-    def lend() -> None:
-        with pool.lend(100_000) as buffer:
-            buffer.events.append(mark)
-        left.set()
-
-    thread = threading.Thread(target=lend, daemon=True)
-    thread.start()
-    assert mark.awaited.wait(PATIENCE_S)
-    assert not left.is_set()
-    mark.done.set()
-    assert left.wait(PATIENCE_S)
-    thread.join(PATIENCE_S)
 
 
 def test_pages_of_a_buffer_are_locked_once_and_unlocked_when_the_device_has_read_it(
@@ -195,77 +135,3 @@ def test_pages_of_a_buffer_are_locked_once_and_unlocked_when_the_device_has_read
         pool.lock_pages(buffer, DEVICE)
     assert len(locks.made) == 2
     pool.release()
-
-
-def test_release_unlocks_though_the_device_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    locks = FakeLocks(monkeypatch)
-    pool = BufferPool(bytes=4096, count=1)
-    mark = FakeMark()
-    mark.error = RuntimeError("an illegal memory access")
-    mark.done.set()
-    with pool.lend(1) as buffer:
-        pool.lock_pages(buffer, DEVICE)
-        buffer.events.append(mark)
-    pool.release()
-    assert len(locks.unlocked) == 1
-    assert "an illegal memory access" in caplog.text
-
-
-def test_a_refused_lock_is_reported_once_and_not_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")
-    pool = BufferPool(bytes=4096, count=2)
-    with caplog.at_level(logging.WARNING), pool.lend(1) as first, pool.lend(1) as second:
-        pool.lock_pages(first, DEVICE)
-        pool.lock_pages(second, DEVICE)
-    (output,) = caplog.records
-    assert "out of memory" in output.getMessage()
-    assert "ulimit -l" in output.getMessage()
-    assert len(locks.made) == 1
-    pool.release()
-    assert locks.unlocked == []
-
-
-def test_what_was_allocated_for_once_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    locks = FakeLocks(monkeypatch)
-    pool = BufferPool(bytes=4096, count=1)
-    with pool.lend(100_000) as buffer:
-        pool.lock_pages(buffer, DEVICE)
-    assert locks.made == []
-
-
-def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = BufferPool(bytes=4096, count=1)
-    allocating, fail = threading.Event(), threading.Event()
-    failures: list[BaseException] = []
-
-    def no_memory(bytes: int) -> memoryview:
-        allocating.set()
-        assert fail.wait(PATIENCE_S)
-        raise MemoryError
-
-    def take() -> None:
-        try:
-            with pool.lend_view(1):
-                raise AssertionError("it was lent")
-        except MemoryError as error:
-            failures.append(error)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tierfall.core.runtime.buffers.allocate", no_memory)
-        threads = [threading.Thread(target=take, daemon=True) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        assert allocating.wait(PATIENCE_S)
-        wait_until(lambda: bool(pool._changed._waiters), "the other waits")  # type: ignore[attr-defined]
-        fail.set()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert len(failures) == 2
-    with pool.lend_view(1) as buffer:
-        assert len(buffer) == 4096

@@ -43,18 +43,6 @@ def test_close_makes_the_waiting_calls_but_waits_no_longer_than_it_may() -> None
     assert made.wait(PATIENCE_S), "what was late is called while the process lives"
 
 
-def test_after_close_calls_are_made_and_the_thread_ends_again() -> None:
-    thread = CallbackThread("late")
-    thread.start()
-    assert thread.close(PATIENCE_S)
-    for _ in range(20):
-        made = threading.Event()
-        thread.put(made.set)
-        assert made.wait(PATIENCE_S)
-    assert thread.close(PATIENCE_S)
-    assert all(one.name != "late" for one in threading.enumerate())
-
-
 def test_a_callback_that_closes_does_not_wait_for_itself() -> None:
     thread, closed = CallbackThread("itself"), threading.Event()
 

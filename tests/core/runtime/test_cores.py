@@ -23,10 +23,6 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "groups"
 
 
-def test_at_most_eight_threads(groups: Path) -> None:
-    assert cores.hash_threads() == 8
-
-
 def test_as_many_as_the_process_may_run_on(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7, 11})
     assert cores.hash_threads() == 3
@@ -61,11 +57,6 @@ def test_groups_of_the_first_version(groups: Path) -> None:
     (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert cores.hash_threads() == 6
     (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    assert cores.hash_threads() == 8
-
-
-def test_without_control_groups(groups: Path) -> None:
-    (groups.parent / "own").unlink()
     assert cores.hash_threads() == 8
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import tierfall
 from tierfall.core.runtime.gc_pause import gc_paused
@@ -41,49 +40,6 @@ def test_who_has_it_off_keeps_it_off() -> None:
     with gc_paused():
         assert not gc.isenabled()
     assert not gc.isenabled()
-
-
-def test_a_save_of_many_tensors_has_no_collection_in_it(
-    make_config: Callable[..., dict[str, Any]],
-) -> None:
-    model = nn.ParameterList(torch.zeros(1) for _ in range(3000))
-    collections: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            collections.append(info["generation"])
-
-    class Watched(nn.Module):
-        """Its state_dict runs inside a save: what is collected between there and its last call counts."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def state_dict(self, *more: object, **words: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
-            gc.callbacks.append(note)
-            return super().state_dict()
-
-    state = {"model": Watched(), "last": Last(note)}
-    with tierfall.open(make_config()) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state).wait()
-    assert gc.isenabled()
-    assert collections == []
-
-
-class Last:
-    """Ends the watch."""
-
-    def __init__(self, note: object) -> None:
-        self.note = note
-
-    def state_dict(self) -> dict[str, int]:
-        gc.callbacks.remove(self.note)  # type: ignore[arg-type]
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        raise AssertionError("nothing is restored here")
 
 
 def test_what_a_loop_leaves_in_cycles_is_collected_though_it_saves_at_every_step(

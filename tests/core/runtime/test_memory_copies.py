@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.utils import cpp_extension
 
-from tierfall.core.runtime import driver, memory_copies, pinned
-from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy, compile_kernel
-from tierfall.core.runtime.pinned import cut_at, lock_pages
+from tierfall.core.runtime import driver
+from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy
+from tierfall.core.runtime.pinned import lock_pages
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.sampling.device_sums import sum_words
@@ -98,13 +95,6 @@ def test_the_host_does_not_wait_for_sums() -> None:
     assert not torch.cuda.current_stream().query(), "the device still sleeps"
 
 
-def test_without_a_range_or_a_kernel_there_are_no_sums() -> None:
-    nothing = np.array([], dtype=np.uint64), np.array([], dtype=np.int64)
-    assert sum_kernel.add_up(*nothing, torch.device("cuda", 0)) is None
-    one = np.array([8], dtype=np.uint64), np.array([1], dtype=np.int64)
-    assert sum_kernel.add_up(*one, torch.device("cpu")) is None
-
-
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 4099])
 def test_the_sum_of_bytes_is_that_of_their_words_wherever_they_begin(size: int) -> None:
     data = bytes(range(1, 256)) * 33
@@ -112,46 +102,6 @@ def test_the_sum_of_bytes_is_that_of_their_words_wherever_they_begin(size: int) 
         part = data[start : start + size]
         words = [int.from_bytes(part[at : at + 8], "little") for at in range(0, size, 8)]
         assert sum_words(memoryview(data)[start : start + size]) == sum(words) % (1 << 64)
-
-
-def test_a_copy_is_cut_where_locked_memory_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver refuses a copy to memory of which a part is locked."""
-    monkeypatch.setattr(pinned, "_ends", {100: 200, 200: 300, 400: 500})
-    rows = [(50, 0, 10), (120, 1000, 20), (180, 2000, 50), (0, 3000, 1000), (400, 4000, 100)]
-    columns = np.array(rows, dtype=np.uint64).T
-    cut, locked = memory_copies._cut_at_locks(MemoryCopies(*columns))
-    found = sorted((*row, is_locked) for row, is_locked in zip(cut.T.tolist(), locked, strict=True))
-    assert sorted((target, source, size) for target, source, size, _ in found) == sorted(
-        [
-            *[(50, 0, 10), (120, 1000, 20), (180, 2000, 20), (200, 2020, 30), (400, 4000, 100)],
-            *[(0, 3000, 100), (100, 3100, 100), (200, 3200, 100), (300, 3300, 100)],
-            *[(400, 3400, 100), (500, 3500, 500)],
-        ]
-    )
-    assert {target for target, _, _, is_locked in found if is_locked} == {100, 120, 180, 200, 400}
-
-
-def test_a_copy_by_torch_is_cut_there_too() -> None:
-    bounds = np.array([100, 200, 200, 300], dtype=np.uint64)
-    assert [*cut_at(bounds, 50, 300)] == [(0, 50), (50, 150), (150, 250), (250, 300)]
-    assert [*cut_at(bounds, 100, 100)] == [(0, 100)]
-    assert [*cut_at(bounds, 300, 8)] == [(0, 8)]
-    assert [*cut_at(bounds[:0], 300, 8)] == [(0, 8)]
-
-
-def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose torch comes from pip has the driver and the compiler, and no headers."""
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=bool))
-
-    def compiled(source: str, name: str) -> list[str]:
-        """As torch's does, it asks for the folders of headers first."""
-        return cpp_extension.include_paths("cuda", torch_include_dirs=False)
-
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
-    assert compile_kernel("", "kernel", torch.device("cuda", 0)) == []
-    assert cpp_extension.CUDA_HOME is None
 
 
 def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(
@@ -164,29 +114,3 @@ def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(
         monkeypatch.setattr(torch.version, "cuda", version)
         assert can_copy(torch.device("cuda", 0), on_device=False) is there
     driver.driver_call.cache_clear()
-
-
-@pytest.mark.parametrize("has_batch", [True, False])
-def test_an_older_driver_and_unlocked_memory_take_a_call_for_each_copy(
-    has_batch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    def batch(*arguments: Any) -> int:
-        calls.append(("batch", arguments[3]))
-        return 0
-
-    def one(target: int, source: int, size: int, stream: int) -> int:
-        calls.append(("one", (target, source, size)))
-        return 0
-
-    known = {"cuMemcpyBatchAsync": batch if has_batch else None, "cuMemcpyDtoHAsync_v2": one}
-    monkeypatch.setattr(memory_copies, "driver_call", known.get)
-    monkeypatch.setattr(pinned, "_ends", {100: 200})
-    copies = MemoryCopies(*np.array([(100, 1, 50), (300, 2, 8)], dtype=np.uint64).T)
-    memory_copies.enqueue_copies(copies, torch.device("cuda", 0), 7)
-    locked = ("batch", 1) if has_batch else ("one", (100, 1, 50))
-    assert calls == [locked, ("one", (300, 2, 8))]
-    monkeypatch.setitem(known, "cuMemcpyDtoHAsync_v2", lambda *_: 1)
-    with pytest.raises(RuntimeError, match="CUDA error 1"):
-        memory_copies.enqueue_copies(copies, torch.device("cuda", 0), 7)

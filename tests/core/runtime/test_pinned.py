@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -63,61 +60,6 @@ def test_without_cuda_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) ->
     lock.release()
 
 
-def test_synchronize_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waited.append(True))
-    pinned.synchronize()
-    assert not waited
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: True)
-    pinned.synchronize()
-    assert waited
-
-
-def test_range_is_registered_for_all_devices_and_unregistered_once(
-    monkeypatch: pytest.MonkeyPatch, cleared: list[str]
-) -> None:
-    runtime = FakeRuntime()
-    use(monkeypatch, runtime)
-    lock = pinned.lock_pages(8192, SIZE)
-    assert lock.locked
-    assert lock.length_bytes == SIZE
-    lock.release()
-    lock.release()
-    assert not lock.locked
-    assert runtime.calls == [("register", 8192, SIZE, 1), ("unregister", 8192)]
-    assert not cleared
-
-
-def test_the_device_that_is_asked_is_the_current_one_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A worker thread's own is device 0, where it would open a context."""
-    current: list[object] = []
-
-    @contextmanager
-    def use_device(on: torch.device) -> Iterator[None]:
-        current.append(on)
-        yield
-        current.pop()
-
-    class Runtime(FakeRuntime):
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            self.calls.append(("register", *current))
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            self.calls.append(("unregister", *current))
-            return 0
-
-    runtime, here = Runtime(), torch.device("cuda", 3)
-    use(monkeypatch, runtime)
-    monkeypatch.setattr(torch.cuda, "device", use_device)
-    pinned.lock_pages(8192, SIZE, here).release()
-    assert runtime.calls == [("register", here), ("unregister", here)]
-
-
 def test_refused_lock_says_why_and_leaves_no_error_behind(
     monkeypatch: pytest.MonkeyPatch, cleared: list[str]
 ) -> None:
@@ -130,17 +72,6 @@ def test_refused_lock_says_why_and_leaves_no_error_behind(
     assert cleared == ["cleared"]
     lock.release()
     assert [call[0] for call in runtime.calls] == ["register"]
-
-
-def test_refused_unlock_is_logged(
-    monkeypatch: pytest.MonkeyPatch, cleared: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    use(monkeypatch, FakeRuntime(unregister=1))
-    lock = pinned.lock_pages(8192, SIZE)
-    with caplog.at_level(logging.WARNING):
-        lock.release()
-    assert "CUDA error 1 (invalid argument)" in caplog.text
-    assert cleared == ["cleared"]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 import pytest
@@ -51,19 +50,6 @@ def test_a_tier_that_falls_behind_is_reported_once_and_early(
     assert f"store is {behind:.1f} checkpoints behind in an hour" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_run_that_keeps_up_is_never_warned_whatever_its_noise(
-    seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    draw = random.Random(seed)
-    world = world_of(copy_s=8.5)
-    for step in range(1, 80):
-        world.save_soon(step)
-        world.bytes_per_s["store"] = IMAGE / draw.gauss(8.5, 0.6)
-        world.go_on(draw.gauss(EVERY_S, 1.5) if step > 3 else 1.0)  # it begins in a hurry
-    assert warnings(caplog) == []
-
-
 def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
     world = world_of(copy_s=30.0, images=2)
     for step in range(1, 10):
@@ -74,32 +60,6 @@ def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
 
 
 # In time ---------------------------------------------------------------------------------------------
-
-
-def test_a_tier_that_is_too_far_behind_is_reported_once_for_as_long_as_it_lasts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    world = world_of(copy_s=40.0, within_s=60.0)
-    for step in (1, 2, 3):
-        world.save_soon(step)
-        world.go_on(1.0)
-    world.go_on(56.5)  # the second, saved at 1 s, is there at 80 s
-    assert warnings(caplog) == []
-    world.go_on(2.0)
-    (output,) = warnings(caplog)
-    assert output.startswith("store is 1 min 00 s behind, more than the 1 min 00 s of")
-    pressure = world.coordinator.backlog
-    assert pressure.late == {"store": 1}
-    assert pressure.behind_s("store", world.now_s) == pytest.approx(world.now_s - 1.0)
-    world.go_on(100.0)
-    assert world.steps_on("store") == [1, 2, 3]
-    assert pressure.behind_s("store", world.now_s) == 0.0
-    assert warnings(caplog) == [output, "store has caught up: it is 0 s behind"]
-    world.bytes_per_s["store"] /= 10
-    world.save_soon(4)
-    world.go_on(61.0)
-    assert pressure.late == {"store": 2}, "another time it is said again"
-    assert len(warnings(caplog)) == 3
 
 
 def test_with_the_newest_first_what_is_older_does_not_make_a_tier_late() -> None:

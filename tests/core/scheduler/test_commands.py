@@ -20,8 +20,8 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.types import events, keys
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import AccessDeniedError, CapacityError, FlushError, StepError
-from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.types.errors import FlushError, StepError
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 Answer = list[dict[str, BaseException]]
@@ -70,23 +70,6 @@ def test_a_pin_is_not_lost_to_marks_that_were_read_before_it_was_written() -> No
     assert world.stores["nvme"].marks(FIRST) == {"pin"}
 
 
-def test_a_pin_that_is_written_while_marks_are_read_is_not_forgotten() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, lambda: waiting(world, ReadMarks))
-    task = next(t for t in world.tasks if isinstance(t, ReadMarks))
-    world.tasks.remove(task)
-    stale = world.runner.run(task)  # read, and its answer takes long
-    answer = give(world, CommandKind.PIN, FIRST)
-    world.settle()
-    assert answer == [{}]
-    world.coordinator.post(stale)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-
-
 def test_a_pin_that_comes_too_late_is_refused() -> None:
     world = World([file_rules("nvme", retain_last=1)], memory_images=1)
     world.save(1)
@@ -100,50 +83,6 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     assert "just being dropped" in str(failed["tierfall"])
     world.settle()
     assert world.steps_on("nvme") == [2]
-
-
-def test_a_pin_after_a_deletion_is_refused_and_the_deletion_goes_on() -> None:
-    world = World([file_rules("nvme")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    deletion = give(world, CommandKind.DELETE, FIRST)
-    pin = give(world, CommandKind.PIN, FIRST)
-    world.settle()
-    assert deletion == [{}]
-    assert isinstance(pin[0]["tierfall"], StepError)
-    assert world.steps_on("nvme") == [2]
-
-
-def test_two_deletions_of_one_step_end_both() -> None:
-    world = World([file_rules("nvme"), file_rules("store")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    first = give(world, CommandKind.DELETE, FIRST)
-    second = give(world, CommandKind.DELETE, FIRST)
-    world.settle()
-    assert first == [{}]
-    assert len(second) == 1
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    world.save(3)
-    world.settle()
-    assert world.steps_on("nvme") == [2, 3]  # the coordinator lives
-
-
-def test_a_deletion_and_retention_of_one_step_at_once() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, lambda: waiting(world, ReadMarks))
-    answer = give(world, CommandKind.DELETE, FIRST)
-    assert waiting(world, ChangeMark)
-    carry_out(world, ReadMarks)
-    world.settle()
-    assert answer == [{}]
-    assert world.steps_on("nvme") == [2]
-    assert world.stores["nvme"].files(FIRST) == ()
 
 
 def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peace() -> None:
@@ -161,54 +100,6 @@ def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peac
     world.save(4)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [4]
-
-
-def faulty_world(*faults: Fault, **rules: object) -> World:
-    def wrap(name: str, inner: Backend) -> Backend:
-        return Faulty(inner, seed=0, plan=faults)
-
-    return World([file_rules("nvme", **rules)], wrap=wrap)  # type: ignore[arg-type]
-
-
-def test_a_drop_whose_answer_was_lost_counts_for_nothing_and_is_repeated() -> None:
-    """The commit record is gone, though the deletion is said to have failed."""
-    fault = Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.DELETE, keys="*/commit.json")
-    world = faulty_world(fault, retain_last=1)
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, lambda: world.steps_on("nvme") == [2])
-    world.step()
-    entry = world.coordinator.ledger.entries[FIRST]
-    assert entry.state("nvme") is CopyState.LEAVING
-    world.settle()
-    assert world.stores["nvme"].files(FIRST) == ()
-    assert not world.coordinator.busy()
-
-
-def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
-    commit = Fault(
-        kind=FaultKind.FAIL_BEFORE,
-        operation=Operation.CREATE,
-        keys="*commit.json",
-        error=AccessDeniedError,
-    )
-    tidying = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*.safetensors")
-    world = faulty_world(commit, tidying)
-    world.save(1)
-    until(world, lambda: bool(world.coordinator.ledger.unfinished))
-    assert world.stores["nvme"].files(FIRST) != ()
-    world.settle()
-    assert world.steps_on("nvme") == [1]
-    assert world.coordinator.ledger.unfinished == {}
-    world = faulty_world(commit, tidying)
-    world.save(1)
-    until(world, lambda: bool(world.coordinator.ledger.unfinished))
-    assert world.stores["nvme"].files(FIRST) != ()
-    give(world, CommandKind.DELETE, FIRST)
-    world.settle()
-    assert world.stores["nvme"].files(FIRST) == ()
-    assert world.coordinator.ledger.unfinished == {}
 
 
 @pytest.mark.parametrize("how", ["deleted", "abandoned"])
@@ -239,54 +130,6 @@ def test_whoever_waits_for_a_copy_that_is_given_up_is_notified(how: str) -> None
 def leave_tombstone(world: World, tier: str, id: CheckpointId = FIRST) -> None:
     """What ``tierfall rm`` does beside a living trainer."""
     world.stores[tier].add_mark(Mark(name="tombstone", checkpoint=id, wall_time_s=0.0))
-
-
-def test_a_tombstone_from_outside_empties_memory_and_the_other_tiers_too() -> None:
-    world = World([file_rules("nvme"), file_rules("store")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    leave_tombstone(world, "nvme")
-    world.coordinator.deleter.plan_all_tiers()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [id.step for id, _ in images_of(world.memory)] == [2]
-    assert FIRST not in world.coordinator.ledger.entries
-    world.crash()
-    world.start()
-    world.settle()
-    assert FIRST not in world.coordinator.ledger.entries
-
-
-def test_a_tombstone_stops_a_copy_that_is_on_its_way() -> None:
-    world = World([file_rules("nvme"), file_rules("store")])
-    world.save(1)
-    until(world, lambda: world.steps_on("nvme") == [1])
-    leave_tombstone(world, "nvme")
-    world.save(2)
-    world.settle()
-    world.coordinator.deleter.plan_all_tiers()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert not world.coordinator.busy()
-
-
-def test_a_deletion_that_a_crash_cut_short_is_finished_by_the_next_start() -> None:
-    """The copy that had the tombstone is gone first."""
-    world = World([file_rules("nvme"), file_rules("store")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    leave_tombstone(world, "nvme")
-    world.crash()
-    world.start()
-    world.step()
-    until(world, lambda: 1 not in world.steps_on("nvme"))
-    world.crash()
-    world.start()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> None:
@@ -332,115 +175,6 @@ def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> No
 # Marks in memory, and drops that had failed ----------------------------------------------------------
 
 
-def test_memory_whose_marks_are_full_is_reported_and_the_tiers_are_pinned_all_the_same() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
-    region = world.memory.regions[0]
-
-    def full(data: bytes) -> None:
-        raise CapacityError("the marks take all their room")
-
-    region.add_mark = full  # type: ignore[method-assign]
-    failed = world.order(CommandKind.PIN, FIRST)
-    assert list(failed) == ["host"]
-    assert isinstance(failed["host"], CapacityError)
-    assert world.stores["nvme"].marks(FIRST) == {"pin"}
-    world.save(2)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]  # the coordinator lives
-
-
-def test_a_pin_that_is_there_is_not_written_again() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
-    for _ in range(3):
-        assert world.order(CommandKind.UNPIN, FIRST) == {}
-    assert world.memory.regions[0].marks() == ()
-    for _ in range(3):
-        assert world.order(CommandKind.PIN, FIRST) == {}
-    assert len(world.memory.regions[0].marks()) == 2  # the pin, and that nvme has it
-
-
-def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
-    """It does not wait for its pause to end; and what fails again is answered, not waited for."""
-    fault = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=2
-    )
-    world = faulty_world(fault, retain_last=1)
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    assert world.steps_on("nvme") == [1, 2]
-    first = give(world, CommandKind.DELETE, FIRST)
-    world.run_all()
-    assert list(first[0]) == ["nvme"]
-    second = give(world, CommandKind.DELETE, FIRST)
-    world.run_all()
-    assert second == [{}]
-    assert world.now_s == 0.0
-    assert world.steps_on("nvme") == [2]
-
-
-def test_a_drop_that_had_failed_is_not_tried_again_once_what_it_relied_on_has_gone() -> None:
-    fault = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*a0001/commit.json", times=1
-    )
-    world = faulty_world(fault, retain_last=1)
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    assert world.steps_on("nvme") == [1, 2]
-    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
-    world.run_all()
-    world.memory.regions.clear()
-    assert deleted == [{}]
-    world.settle()
-    assert world.steps_on("nvme") == [1]
-
-
-def test_a_drop_that_failed_half_way_ends_although_the_copy_must_stay_by_now() -> None:
-    """Its commit record has gone: nothing is left that could stay, and the tier has room for others."""
-    fault = Fault(
-        kind=FaultKind.FAIL_AFTER, operation=Operation.DELETE, keys="*1-a0001/commit.json", times=1
-    )
-    world = faulty_world(fault, retain_last=1)
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    assert world.steps_on("nvme") == [2]
-    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
-    world.run_all()
-    assert deleted == [{}]
-    world.settle()
-    assert not any("/step-" in stored.key for stored in world.disks["nvme"].scan("run/"))
-    assert [event.unfinished for event in dropped(world)] == [False, False]
-    assert not world.coordinator.busy()
-
-
-def test_what_a_drop_that_failed_has_left_whole_is_kept_by_a_rule_that_wants_it_by_now() -> None:
-    """A person has deleted another one meanwhile: two are there again for the two that are to stay."""
-    fault = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*1-a0001/commit.json", times=1
-    )
-    world = faulty_world(fault, retain_last=2)
-    for step in (1, 2, 3):
-        world.save(step)
-        world.run_all()
-    assert world.steps_on("nvme") == [1, 2, 3]
-    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
-    world.run_all()
-    assert deleted == [{}]
-    world.settle()
-    assert world.steps_on("nvme") == [1, 3]
-    assert not world.coordinator.busy()
-    world.save(4)
-    world.settle()
-    assert world.steps_on("nvme") == [3, 4]
-    world.check("nvme")
-
-
 def dropped(world: World) -> list[events.Dropped]:
     return [event for event in world.lives[-1].events if isinstance(event, events.Dropped)]
 
@@ -459,23 +193,6 @@ def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and
     assert isinstance(answer[0]["nvme"], StepError)
     assert "is pinned on nvme" in str(answer[0]["nvme"])
     assert world.steps_on("nvme") == [1, 2]
-
-
-def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_run() -> None:
-    fault = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=1
-    )
-    world = faulty_world(fault, retain_last=1)
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    world.coordinator.deleter.set_paused(True)
-    assert world.step() is None
-    world.now_s = 100.0
-    assert world.step() is None
-    world.coordinator.deleter.set_paused(False)
-    world.settle()
-    assert world.steps_on("nvme") == [2]
 
 
 # Two things at once ----------------------------------------------------------------------------------
@@ -504,40 +221,6 @@ def test_no_copy_goes_before_every_copy_bears_the_tombstone() -> None:
     world.settle()
     assert answer == []
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-
-
-def test_a_found_deletion_that_a_pin_held_back_goes_on_whole_after_the_unpin() -> None:
-    world = World([file_rules("nvme"), file_rules("store")], memory_images=4)
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    leave_tombstone(world, "nvme")
-    world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
-    world.coordinator.deleter.plan_all_tiers()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [1, 2]
-    world.stores["nvme"].remove_mark(FIRST, "pin")
-    world.coordinator.deleter.plan_all_tiers()
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [id.step for id, _ in images_of(world.memory)] == [2]
-
-
-def test_an_unpin_is_not_undone_by_a_copy_that_ends_meanwhile() -> None:
-    world = World([file_rules("nvme"), file_rules("store", shared=True)])
-    world.save(1)
-    work_on(world, "nvme")
-    answer = give(world, CommandKind.PIN, FIRST)
-    work_on(world, "nvme")
-    assert answer == [{}]
-    answer = give(world, CommandKind.UNPIN, FIRST)
-    work_on(world, "store")
-    assert answer == []
-    assert world.steps_on("store") == [1]  # committed, without the pin that is being taken away
-    world.settle()
-    assert answer == [{}]
-    assert world.stores["store"].marks(FIRST) == frozenset()
-    assert not world.coordinator.ledger.entries[FIRST].pinned
 
 
 def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
@@ -575,20 +258,6 @@ def test_a_deletion_waits_for_what_leaves_because_of_the_checkpoint_that_it_take
     assert world.steps_on("nvme") == [3]
 
 
-def test_what_was_deleted_by_a_found_tombstone_is_deleted_for_whoever_asks_again() -> None:
-    world = World([file_rules("nvme")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    leave_tombstone(world, "nvme")
-    world.crash()
-    world.start()
-    assert world.order(CommandKind.DELETE, FIRST) == {}
-    assert world.order(CommandKind.DELETE, FIRST) == {}
-    failed = world.order(CommandKind.DELETE, CheckpointId(9, 1))
-    assert isinstance(failed["tierfall"], StepError)
-
-
 def test_a_deletion_is_not_finished_while_a_tier_could_not_be_read() -> None:
     """It may have a copy without the mark: with the last tombstone gone, the checkpoint would come back from there."""
     world = World([file_rules("nvme"), file_rules("store")])
@@ -606,16 +275,6 @@ def test_a_deletion_is_not_finished_while_a_tier_could_not_be_read() -> None:
     world.start()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-
-
-def test_a_save_that_failed_before_it_was_announced_gives_its_region_back() -> None:
-    world = World([file_rules("nvme")], memory_images=1)
-    region, _ = world.ask_for_region(1)
-    snapshot = world.begin(1, region)
-    world.coordinator.inbox._arrived.get_nowait()  # its announcement is lost
-    world.fail_capture(snapshot, FlushError("interrupted"))
-    world.step()
-    assert world.memory.regions == []
 
 
 def test_a_pin_found_in_memory_alone_is_written_to_the_tier_by_the_next_start() -> None:
@@ -636,26 +295,6 @@ def test_a_pin_found_in_memory_alone_is_written_to_the_tier_by_the_next_start() 
         world.save(step)
         world.settle()
     assert world.steps_on("nvme") == [1, 4]
-
-
-def test_a_pin_found_in_the_memory_of_several_ranks_is_written_on_every_node() -> None:
-    run = Many((0, 1), [file_rules(NODE_TIER)])
-    for rank in run.ranks:
-        rank.save(1)
-    run.settle()
-    run.crash()
-    for is_down in (True, False):
-        for rank in run.ranks:
-            rank.troubles[NODE_TIER].down = is_down
-        run.start()
-        if is_down:
-            answer = run.ranks[0].order(CommandKind.PIN, FIRST)
-            run.settle()
-            assert answer == [{}]
-            run.crash()
-    run.settle()
-    for disk in run.disks(NODE_TIER).values():
-        assert [key for key in disk._objects if key.endswith(f"/{keys.PIN_MARK}")]
 
 
 def unpin_from_outside(world: World, *tiers: str) -> None:
@@ -683,40 +322,6 @@ def test_an_unpin_from_outside_is_not_undone_by_the_pin_that_memory_kept() -> No
     assert world.stores["nvme"].marks(FIRST) == world.stores["store"].marks(FIRST) == frozenset()
     save_three_more(world)
     assert world.steps_on("nvme") == world.steps_on("store") == [4]
-
-
-def test_a_running_trainer_unpins_what_a_person_has_unpinned_on_the_tiers() -> None:
-    world = World([file_rules("nvme", retain_last=1)], memory_images=4)
-    world.save(1)
-    answer = give(world, CommandKind.PIN, FIRST)  # before its flush, which takes the pin along
-    world.settle()
-    assert answer == [{}]
-    unpin_from_outside(world, "nvme")
-    world.save(2)
-    world.settle()
-    assert not world.coordinator.ledger.entries[FIRST].pinned
-    save_three_more(world)
-    assert world.steps_on("nvme") == [4]
-
-
-def test_a_pin_that_a_kill_came_between_can_be_removed_from_outside() -> None:
-    """The tier has the pin, but memory does not know it yet."""
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    give(world, CommandKind.PIN, FIRST)
-    task = next(task for task in world.tasks if isinstance(task, ChangeMark))
-    world.runner.run(task)
-    world.crash()
-    world.start()
-    world.settle()
-    assert world.stores["nvme"].marks(FIRST) == {keys.PIN_MARK}
-    unpin_from_outside(world, "nvme")
-    world.crash()
-    world.start()
-    world.settle()
-    save_three_more(world)
-    assert world.steps_on("nvme") == [4]
 
 
 def test_a_pin_on_one_tier_holds_while_a_person_has_removed_it_from_the_other() -> None:

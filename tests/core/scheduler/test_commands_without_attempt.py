@@ -6,7 +6,6 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.values import CheckpointId
 
 ID = CheckpointId(1, 1)
@@ -24,23 +23,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(Coordinator, "start", Coordinator.start_for_commands)
     world.start()
     return world
-
-
-def test_nothing_is_copied_though_it_is_owed(world: World) -> None:
-    world.settle()
-    assert (world.steps_on("nvme"), world.steps_on("store")) == ([1], [])
-    assert not world.coordinator.busy()
-    owed = {(id.step, tier) for id, tier in world.coordinator.owed_copies()}
-    assert owed == {(1, "store"), (2, "nvme"), (2, "store")}
-    assert world.coordinator.counters.flush_failures == 0
-
-
-def test_orders_are_carried_out_and_nothing_else(world: World) -> None:
-    assert world.order(CommandKind.PIN, ID) == {}
-    assert world.stores["nvme"].marks(ID) == {"pin"}
-    assert world.order(CommandKind.UNPIN, ID) == {}
-    assert world.order(CommandKind.DELETE, ID) == {}
-    assert (world.steps_on("nvme"), world.steps_on("store")) == ([], [])
 
 
 def test_what_looks_unfinished_is_left_alone(world: World) -> None:

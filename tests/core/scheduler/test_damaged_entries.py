@@ -15,14 +15,10 @@ from tests.simulation.rank import Troubled
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.format.records import parse_manifest
 from tierfall.core.scheduler.ledger.tasks import (
-    ChangeMark,
     CheckChunk,
-    Command,
     CommandKind,
     DeleteCopy,
-    FinishCopy,
     OpenCheck,
-    Task,
 )
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import BackendError, StorageFullError
@@ -139,32 +135,6 @@ def test_an_image_that_was_purged_is_written_anew_from_another_tier(codec: Codec
     assert not world.coordinator.busy()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_damaged_commit_record_is_written_anew(codec: Codec) -> None:
-    world = saved((1,), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": codec})
-    flip(world.disks["pfs"], at=40, name="commit.json")
-    world.start()
-    assert damage(world, "pfs") is not None
-    world.settle()
-    world.check("pfs")
-
-
-def test_what_was_purged_is_no_reason_to_evict_the_good_copy() -> None:
-    world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
-    purge(world.disks["pfs"])
-    world.stores["pfs"].create_shard = _full  # type: ignore[method-assign]
-    world.start()
-    world.settle()
-    world.stores["pfs"].__dict__.pop("create_shard")
-    world.save(3)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 3], "step 1 is good nowhere else; step 2 is"
-
-
-def _full(*args: object) -> None:
-    raise StorageFullError("no space")
-
-
 def test_only_damaged_copies_are_left_as_they_are_and_can_still_be_read_in_part() -> None:
     world = saved((1,), file_rules("nvme"), file_rules("pfs"))
     for disk in world.disks.values():
@@ -181,66 +151,6 @@ def test_only_damaged_copies_are_left_as_they_are_and_can_still_be_read_in_part(
 # Found by readers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_what_a_reader_finds_damaged_counts_for_nothing_and_is_written_anew(codec: Codec) -> None:
-    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"), codecs={"nvme": codec})
-    world.start()
-    world.settle()
-    flip(world.disks["nvme"], at=200)
-    world.coordinator.damage_reports.report("nvme", FIRST, "chunk 0 does not match its digest")
-    world.step()
-    assert state(world, "nvme") is CopyState.ARRIVING, "it is written anew"
-    assert damage(world, "nvme") == "chunk 0 does not match its digest"
-    view = world.coordinator.ledger.view()
-    copy = next(c for c in view.checkpoints if c.id == FIRST).copies["nvme"]
-    assert copy.state is CopyState.ARRIVING
-    world.settle()
-    assert damage(world, "nvme") is None
-    world.check("nvme")
-
-
-def find_and_mark_last(world: World) -> None:
-    """The first step on nvme is found damaged: whatever is waited for, its mark is written after all else."""
-    world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
-    world.step()
-
-    def others() -> list[Task]:
-        return [
-            t for t in world.tasks if not (isinstance(t, ChangeMark) and "damage" in t.mark.name)
-        ]
-
-    while ready := others():
-        world.run(ready[0])
-    assert len(world.tasks) == 1
-    world.settle()
-
-
-def test_a_mark_that_is_written_late_speaks_of_no_copy_that_was_written_anew() -> None:
-    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"))
-    world.start()
-    world.settle()
-    flip(world.disks["nvme"], at=200)
-    find_and_mark_last(world)
-    assert state(world, "nvme") is CopyState.COMMITTED
-    world.check("nvme")
-    world.crash()
-    world.start()
-    assert damage(world, "nvme") is None
-
-
-def test_a_mark_that_is_written_late_is_not_left_over_where_the_copy_has_gone() -> None:
-    world = saved((1, 2), file_rules("nvme"))
-    world.start()
-    world.settle()
-    answer: list[dict[str, BaseException]] = []
-    world.coordinator.post(
-        Command(kind=CommandKind.DELETE, id=FIRST, wall_time_s=0.0, on_answer=answer.append)
-    )
-    find_and_mark_last(world)
-    assert answer == [{}]
-    assert not [key for key in world.disks["nvme"]._objects if "step-00000001" in key]
-
-
 def test_what_a_flush_reads_damaged_is_written_anew_from_the_next_tier() -> None:
     """A tier that was away gets an older step; the fastest source turns out to be damaged."""
     world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
@@ -253,62 +163,7 @@ def test_what_a_flush_reads_damaged_is_written_anew_from_the_next_tier() -> None
         world.check(tier)
 
 
-def test_a_source_whose_image_was_purged_is_damage_too() -> None:
-    world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
-    world.disks["pfs"]._objects.clear()
-    world.start()
-    purge(world.disks["nvme"])
-    world.settle()
-    for tier in ("nvme", "disk", "pfs"):
-        assert state(world, tier) is CopyState.COMMITTED
-        world.check(tier)
-
-
-def test_a_copy_that_is_repaired_later_when_another_tier_has_it() -> None:
-    world = World([file_rules("nvme"), file_rules("pfs")])
-    world.save(1)
-    while state(world, "nvme") is not CopyState.COMMITTED:
-        assert world.run_one()
-    flip(world.disks["nvme"], at=200)
-    world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
-    world.settle()
-    world.check("nvme")
-    assert damage(world, "nvme") is None
-
-
-def test_damage_that_is_reported_twice_is_repaired_once_and_a_copy_that_left_is_none() -> None:
-    world = saved((1, 2, 3), file_rules("nvme"), file_rules("pfs", retain_last=1))
-    world.start()
-    world.settle()
-    for _ in range(2):
-        world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
-    world.coordinator.damage_reports.report("pfs", FIRST, "retention took it")
-    world.coordinator.damage_reports.report("pfs", CheckpointId(9, 9), "nobody knows it")
-    assert damage(world, "pfs") is None
-    assert len(world.coordinator.ledger.entries) == 3
-
-
 # What a repair does not do -----------------------------------------------------------------------
-
-
-def test_a_repair_evicts_nothing() -> None:
-    """A purged image gives its room to newer ones: none of them goes for it."""
-    world = saved((1,), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
-    purge(world.disks["nvme"])
-    world.start()
-    world.coordinator.damage_reports._tried.add(("nvme", FIRST))  # until the room is taken
-    list(world.coordinator.inbox.take())  # and the repair that is announced is not begun
-    for step in (2, 3):
-        world.save(step)
-        world.settle()
-    world.coordinator.damage_reports._tried.clear()
-    asked = drops(world)
-    world.coordinator.damage_reports.plan_repairs()
-    world.settle()
-    assert not asked
-    assert damage(world, "nvme") is not None
-    assert not world.coordinator.errors, "it is no failure of a flush"
-    assert not world.coordinator.busy()
 
 
 def test_a_full_tier_takes_a_repair_in_the_room_of_the_damaged_copy() -> None:
@@ -322,24 +177,6 @@ def test_a_full_tier_takes_a_repair_in_the_room_of_the_damaged_copy() -> None:
     assert world.steps_on("nvme") == [1, 2]
     world.check("nvme")
     assert not asked
-
-
-def test_newer_copies_come_before_repairs() -> None:
-    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
-    world.start()
-    world.settle()
-    finished: list[CheckpointId] = []
-
-    def note(task: Task) -> None:
-        if isinstance(task, FinishCopy) and task.tier == "pfs":
-            finished.append(task.id)
-
-    world.sees = note
-    for step in (2, 3):
-        world.save(step)
-    world.coordinator.damage_reports.report("pfs", FIRST, "does not match")
-    world.settle()
-    assert finished == [CheckpointId(2, 2), CheckpointId(3, 2), FIRST]
 
 
 def test_another_checkpoint_of_that_name_is_never_written_over() -> None:
@@ -363,9 +200,8 @@ def test_another_checkpoint_of_that_name_is_never_written_over() -> None:
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
 @pytest.mark.parametrize("operation", [Operation.CREATE, Operation.WRITE, Operation.PUBLISH])
 @pytest.mark.parametrize("error", [BackendError, StorageFullError])
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
 def test_a_repair_that_fails_leaves_the_copy_damaged_and_the_next_start_repairs_it(
-    kind: FaultKind, operation: Operation, error: type[BackendError], codec: Codec
+    kind: FaultKind, operation: Operation, error: type[BackendError]
 ) -> None:
     backends: dict[str, Troubled] = {}
 
@@ -373,7 +209,9 @@ def test_a_repair_that_fails_leaves_the_copy_damaged_and_the_next_start_repairs_
         backends[name] = Troubled(inner, seed=0)
         return backends[name]
 
-    world = saved((1,), file_rules("nvme"), file_rules("pfs"), wrap=wrap, codecs={"pfs": codec})
+    world = saved(
+        (1,), file_rules("nvme"), file_rules("pfs"), wrap=wrap, codecs={"pfs": Codec.ZSTD}
+    )
     purge(world.disks["pfs"])
     fault = Fault(kind=kind, operation=operation, keys="run/step-*", times=None, error=error)
     backends["pfs"].strike([fault])
@@ -406,59 +244,6 @@ def test_a_start_that_is_killed_in_a_repair_is_followed_by_one_that_repairs() ->
         world.settle()
         world.check("pfs")
         assert world.steps_on("pfs") == [1]
-
-
-# Leaving -----------------------------------------------------------------------------------------
-
-
-def test_a_damaged_copy_leaves_when_a_whole_one_in_its_place_would() -> None:
-    world = saved((1, 2), file_rules("pfs", retain_last=2))
-    purge(world.disks["pfs"])
-    world.start()
-    world.settle()
-    assert world.steps_on("pfs") == [1, 2], "two are kept, whatever they are"
-    world.save(3)
-    world.settle()
-    assert world.steps_on("pfs") == [2, 3]
-    assert FIRST not in world.coordinator.ledger.entries
-
-
-def test_a_damaged_copy_stays_while_it_is_pinned() -> None:
-    world = saved((1, 2), file_rules("pfs", retain_last=1))
-    world.start()
-    for step in (1, 2):
-        if CheckpointId(step, 1) in world.coordinator.ledger.entries:
-            world.order(CommandKind.PIN, CheckpointId(step, 1))
-    pinned = CheckpointId(2, 1)
-    world.coordinator.damage_reports.report("pfs", pinned, "does not match")
-    for step in (3, 4):
-        world.save(step)
-        world.settle()
-    assert 2 in world.steps_on("pfs")
-    assert world.order(CommandKind.UNPIN, pinned) == {}
-    world.settle()
-    assert 2 not in world.steps_on("pfs")
-
-
-def test_a_damaged_copy_that_a_person_deletes_goes() -> None:
-    world = saved((1, 2), file_rules("pfs"))
-    world.take_other_memory()
-    world.start()
-    world.coordinator.damage_reports.report("pfs", CheckpointId(2, 1), "does not match")
-    world.settle()
-    assert world.steps_on("pfs") == [1, 2]
-    assert world.order(CommandKind.DELETE, CheckpointId(2, 1)) == {}
-    assert world.steps_on("pfs") == [1]
-
-
-def test_a_damaged_copy_does_not_stand_for_a_good_one_in_retention() -> None:
-    """Of the last two one is damaged: the two that are good stay."""
-    world = saved((1, 2), file_rules("pfs", retain_last=2))
-    world.start()
-    world.coordinator.damage_reports.report("pfs", CheckpointId(2, 1), "does not match")
-    world.save(3)
-    world.settle()
-    assert world.steps_on("pfs") == [1, 2, 3]
 
 
 # Removed in mid-run, and nobody said so -----------------------------------------------------------
@@ -574,38 +359,6 @@ def test_a_damaged_copy_goes_first_where_room_is_needed() -> None:
     assert not world.coordinator.errors
 
 
-def test_a_full_disk_gives_up_the_damaged_copy_first() -> None:
-    world = saved((1, 2), file_rules("pfs"))
-    flip(world.disks["pfs"], 2)
-    world.started_from = FIRST
-    world.start()
-    ledger = world.coordinator.ledger
-    ledger.continue_from(FIRST, attempt=2)
-    ledger.entries[FIRST].verified.add("pfs")
-    world.coordinator.damage_reports.report("pfs", SECOND, "does not match")
-    world.coordinator.lanes["pfs"].full = True
-    world.save(3)
-    world.settle()
-    assert world.steps_on("pfs") == [1, 3]
-
-
-def test_a_capacity_that_was_lowered_is_kept_with_damaged_copies_there() -> None:
-    world = saved((1, 2, 3, 4), file_rules("pfs"))
-    for step in (3, 4):
-        flip(world.disks["pfs"], step)
-    world.rules = (world.rules[0], file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)))
-    world.started_from = SECOND
-    world.start()
-    ledger = world.coordinator.ledger
-    ledger.continue_from(SECOND, attempt=2)
-    ledger.entries[SECOND].verified.add("pfs")
-    for step in (3, 4):
-        world.coordinator.damage_reports.report("pfs", CheckpointId(step, 1), "does not match")
-    world.save(5)
-    world.settle()
-    assert world.steps_on("pfs") == [2, 5]
-
-
 @pytest.mark.parametrize("why", ["pinned", "restored", "nothing good", "another half"])
 def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(why: str) -> None:
     world = two_with_damage(SECOND if why == "restored" else FIRST)
@@ -629,20 +382,6 @@ def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(
     assert "2@1" in str(error)
 
 
-def test_a_copy_that_is_being_written_anew_does_not_go_for_room() -> None:
-    world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
-    flip(world.disks["nvme"], 2)
-    world.start()
-    world.coordinator.ledger.continue_from(SECOND, attempt=2)
-    asked = drops(world)
-    world.coordinator.damage_reports.report("nvme", SECOND, "does not match")
-    world.save(3)
-    world.settle()
-    assert SECOND not in [task.id for task in asked]
-    assert world.steps_on("nvme") == [2, 3]
-    world.check("nvme")
-
-
 # Several ranks -----------------------------------------------------------------------------------
 
 
@@ -658,49 +397,6 @@ def damaged_on(run: Many, tier: str) -> list[str | None]:
     return [r.coordinator.ledger.entries[FIRST].damage.get(tier) for r in run.ranks]
 
 
-def intact(run: Many, tier: str) -> None:
-    for rank in run.ranks:
-        (copy,) = rank.stores[tier].list().copies
-        assert copy.damage is None
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-def test_what_one_rank_finds_damaged_counts_for_nothing_on_all_and_is_written_anew(
-    tier: str,
-) -> None:
-    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
-    for key in images(run.disk(tier, 1)):
-        if "rank-00001" in key:
-            del run.disk(tier, 1)._objects[key]
-    run.ranks[1].coordinator.damage_reports.report(tier, FIRST, "chunk 3")
-    heard: list[list[str | None]] = []
-
-    def note() -> None:
-        heard.append(damaged_on(run, tier))
-
-    run.settle(after_each=note)
-    assert ["rank 1: chunk 3"] * 2 in heard
-    assert damaged_on(run, tier) == [None, None]
-    intact(run, tier)
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-def test_what_a_start_of_several_ranks_finds_purged_is_written_anew_by_all(tier: str) -> None:
-    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
-    run.crash(nodes_lost=(0, 1))
-    disk = run.disk(tier, 1)
-    for key in images(disk):
-        if "rank-00001" in key:
-            del disk._objects[key]
-    run.start()
-    assert all("it is missing" in str(why) for why in damaged_on(run, tier))
-    run.settle()
-    assert damaged_on(run, tier) == [None, None]
-    intact(run, tier)
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
 def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_away() -> None:
     run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
     run.crash(nodes_lost=(0, 1))
@@ -714,74 +410,4 @@ def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_a
     assert all(damaged_on(run, SHARED_TIER))
     assert any("rank-00000" in key for key in images(run.disk(SHARED_TIER, 0)))
     assert FIRST in run.committed(SHARED_TIER)
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-def test_a_deletion_ends_a_repair_that_some_ranks_have_uploaded(tier: str) -> None:
-    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
-    run.crash(nodes_lost=(0, 1))
-    purge(run.disk(tier, 1))
-    run.start()
-    first = run.ranks[0]
-    while tier not in first.coordinator.ledger.entries[FIRST].uploaded_to:
-        run.deliver()
-        run.hear()
-        first.run_one(run.random)
-    answer = first.order(CommandKind.DELETE, FIRST)
-    run.settle()
-    assert answer == [{}]
-    for rank in run.ranks:
-        assert FIRST not in rank.coordinator.ledger.entries
-        assert not rank.coordinator.busy()
-    assert not any(images(run.disk(name, node)) for name in run.stored for node in (0, 1))
-
-
-@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
-@pytest.mark.parametrize("name", ["", "rank-00001"])
-def test_what_was_removed_on_one_node_is_no_reason_for_any_to_drop_an_older_one(
-    tier: str, name: str
-) -> None:
-    run = Many(
-        (0, 1),
-        (file_rules(NODE_TIER, retain_last=2), file_rules(SHARED_TIER, shared=True, retain_last=2)),
-        max_wait_s=10.0,
-    )
-    for step in (1, 2, 3):
-        for rank in run.ranks:
-            rank.save(step)
-        run.settle()
-    remove(run.disk(tier, 1), 3, name)
-    for rank in run.ranks:
-        rank.save(4)
-    run.settle()
-    whole = [
-        {copy.id.step for copy in rank.stores[tier].list().copies if copy.damage is None}
-        for rank in run.ranks
-    ]
-    assert len(set.intersection(*whole)) == 2
-    assert not any(rank.coordinator.busy() for rank in run.ranks)
-
-
-@pytest.mark.parametrize("node", [1, 2])
-def test_what_is_left_on_some_nodes_of_a_damaged_copy_goes_once_a_newer_one_is_whole(
-    node: int,
-) -> None:
-    """The disk of one node is lost, an image was removed on another, and no tier has the whole checkpoint."""
-    run = Many((0, 1, 2), [file_rules(NODE_TIER)], max_wait_s=10.0)
-    for rank in run.ranks:
-        rank.save(1)
-    run.settle()
-    run.crash(nodes_lost=(0, 1, 2))
-    purge(run.disk(NODE_TIER, node))
-    run.disk(NODE_TIER, 0)._objects.clear()
-    run.start()
-    for rank in run.ranks:
-        rank.save(2)
-    run.settle()
-    assert run.committed(NODE_TIER) == {CheckpointId(2, run.attempt.number)}
-    left = [
-        key for n in (1, 2) for key in run.disk(NODE_TIER, n)._objects if "00000001-a0001" in key
-    ]
-    assert not left
     assert not any(rank.coordinator.busy() for rank in run.ranks)

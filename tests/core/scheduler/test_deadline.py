@@ -13,7 +13,6 @@ from tests.simulation.throttled import Throttled
 from tests.simulation.world import CHUNK, IMAGE, World, file_rules
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, LedgerQuery
-from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import ArrivalOutlook
 from tierfall.policies.drain import describe_drain
 
@@ -75,21 +74,6 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
     assert world.steps_on("store") == [1, 2, 3, 4, 5]
 
 
-def test_nothing_is_waited_for_once_all_that_can_arrive_has() -> None:
-    world = throttled("store")
-    for step in (2, 3):
-        world.save(step)
-    drained(world, 15.0)
-    assert world.coordinator.busy()
-    world.go_on(10.5)
-    assert world.steps_on("store") == [1, 2], "it was begun before the drain"
-    assert not world.coordinator.busy()
-    assert world.coordinator.owed_copies() == ((CheckpointId(3, 1), "store"),)
-    world.go_on(5.0)
-    assert world.coordinator.busy()
-    assert world.coordinator.drain_schedule.next_s() is None
-
-
 def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -116,23 +100,6 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
     world.check("store")
 
 
-def test_a_copy_that_was_begun_goes_on_where_nothing_else_could_arrive() -> None:
-    world = throttled("store")
-    for step in (2, 3):
-        world.save(step)
-    world.go_on(1.0)
-    forecast = drained(world, 5.0)
-    assert [(d.checkpoint.step, d.outlook, d.proceeds) for d in forecast] == [
-        (2, ArrivalOutlook.TOO_LATE, True),
-        (3, ArrivalOutlook.TOO_LATE, False),
-    ]
-    world.go_on(4.5)
-    lane = world.coordinator.lanes["store"]
-    assert lane.active is not None
-    assert lane.active.entry.id.step == 2
-    assert lane.active.done_bytes > 0
-
-
 def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
     world = throttled("store")
     for step in (2, 3, 4, 5):
@@ -144,17 +111,6 @@ def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
     late = [d.checkpoint.step for d in world.coordinator.drain_schedule.plan if not d.proceeds]
     assert late == [5, 4, 3]
     world.bytes_per_s["store"] = RATE * 100
-
-
-def test_what_is_saved_during_a_drain_is_planned_for_too() -> None:
-    world = throttled("store")
-    world.save(2)
-    world.save(3)
-    drained(world, 25.0)
-    world.go_on(2.0)
-    world.save(4)
-    world.go_on(19.0)
-    assert world.steps_on("store") == [1, 2, 4], "the newest goes before what waited"
 
 
 def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_known() -> None:
@@ -171,31 +127,6 @@ def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_kno
     ]
     world.go_on(13.0)
     assert world.steps_on("store") == [1, 3]
-
-
-def test_tiers_are_planned_side_by_side_and_the_slow_one_tells_what_it_will_lack() -> None:
-    world = throttled("nvme", "store")
-    world.bytes_per_s["store"] = RATE / 3
-    world.save(2)
-    world.settle()
-    for step in (3, 4):
-        world.save(step)
-    world.go_on(2.0)
-    forecast = drained(world, 30.0)
-    world.go_on(29.9)
-    there = {(d.checkpoint.step, d.tier) for d in forecast if d.outlook is ArrivalOutlook.ARRIVES}
-    arrived = {(s, t) for t in ("nvme", "store") for s in world.steps_on(t) if s > 2}
-    assert arrived == there == {(3, "nvme"), (4, "nvme"), (3, "store")}
-    assert describe_drain(forecast)[0].startswith("step 4@1 will be on nvme, not on store: ")
-
-
-def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() -> None:
-    world = throttled("store")
-    world.save(2)
-    world.coordinator.ledger.failing["store"] = OSError("away")
-    forecast = drained(world, 30.0)
-    assert [d.outlook for d in forecast] == [ArrivalOutlook.UNKNOWN]
-    assert "store does not accept copies at present" in forecast[0].reason
 
 
 def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
@@ -230,15 +161,6 @@ def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobo
     assert [rank.coordinator.is_urgent() for rank in run.ranks] == [False, False]
 
 
-def test_a_rank_that_does_not_decide_hurries_until_its_drain_has_ended() -> None:
-    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
-    follower = run.ranks[1].coordinator
-    assert follower.begin_drain("test", run.now_s + 30.0) == ()
-    assert follower.is_urgent()
-    follower.drain_schedule.end("test")
-    assert not follower.is_urgent()
-
-
 def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
     rules = [file_rules("store", capacity_bytes=2 * IMAGE + CHUNK)]
     world = throttled("store", rules=rules)
@@ -247,34 +169,6 @@ def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
     drained(world, 100.0)
     world.go_on(60.0)
     assert world.steps_on("store") == [4, 5]
-
-
-def test_an_image_that_is_just_captured_is_part_of_the_plan() -> None:
-    world = throttled("store")
-    region, _ = world.ask_for_region(2)
-    snapshot = world.begin(2, region)
-    world.advance(snapshot, 1)
-    forecast = drained(world, 30.0)
-    assert [(d.checkpoint.step, d.outlook) for d in forecast] == [(2, ArrivalOutlook.ARRIVES)]
-    world.seal(snapshot)
-    world.go_on(11.0)
-    assert world.steps_on("store") == [1, 2]
-
-
-def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> None:
-    world = throttled("store")
-    world.paces["store"] = RATE / 4
-    world.save(2)
-    world.settle()
-    world.paces.clear()
-    world.coordinator.throttle.shares["store"] = 0.25
-    for step in (3, 4):
-        world.save(step)
-    forecast = drained(world, 21.0)
-    assert [d.outlook for d in forecast] == [ArrivalOutlook.ARRIVES] * 2
-    assert world.coordinator.is_urgent(), "a drain yields to nobody"
-    world.go_on(20.5)
-    assert world.steps_on("store") == [1, 2, 3, 4]
 
 
 def test_a_drain_before_the_end_of_the_process_waits_for_copies_and_not_for_deletions() -> None:

@@ -15,7 +15,7 @@ from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankReported
-from tierfall.core.scheduler.group.dedup import ASK_AGAIN_S, ReplicaAssigner
+from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.scheduler.group.messages import ImageShare, SaveFailure
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.state.walk import walk_state
@@ -74,54 +74,6 @@ class Job:
             self.network.deliver()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_all_that_ask_get_one_division(seed: int) -> None:
-    job = Job(["a", "a", "b", "b", "c"], seed)
-    for rank in range(5):
-        job.ask(rank, 1, shareable(4))
-    job.network.deliver()
-    assert len({answer.id for answer in job.answers}) == 1
-    assert [list(d.assignments) for d in job.dividers] == [list(job.dividers[0].assignments)] * 5
-
-
-def test_a_rank_that_has_nothing_to_share_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
-    job = Job(["a", "a"])
-    job.ask(1, 1, shareable(4, alike=False))
-    job.begin(1, 1)
-    assert job.answers[1] == UNANSWERED
-    job.ask(0, 1, shareable(4))
-    job.network.deliver()
-    assert isinstance(job.answers[0], ReplicaAssignment)
-    job.begin(0, 1)
-    job.ask(
-        0, 2, shareable(5)
-    )  # it has another structure now; rank 1 asks for nothing, and may be further
-    job.begin(1, 3)
-    job.wait(ASK_AGAIN_S + 1)
-    assert isinstance(job.answers[0], ReplicaAssignment)
-
-
-def test_a_rank_that_has_begun_without_asking_leaves_the_others_undivided() -> None:
-    job = Job(["a", "a", "b"])
-    for rank in range(3):
-        job.ask(rank, 1, shareable(4))
-    job.network.deliver()
-    for rank in range(3):
-        job.begin(rank, 1)
-    job.ask(0, 2, shareable(5))
-    job.begin(1, 2)
-    job.begin(2, 2)
-    job.network.deliver()
-    assert job.answers[0] == UNANSWERED
-    job.wait(ASK_AGAIN_S + 1)
-    assert job.answers[0] is None
-    assert not any(divider.assignments for divider in job.dividers)
-    for rank in range(3):  # now all have to ask
-        job.ask(rank, 3, shareable(5))
-    job.network.deliver()
-    assert all(isinstance(answer, ReplicaAssignment) for answer in job.answers)
-
-
 def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
     job = Job(["a", "b"])
     job.ask(0, 1, shareable(4))
@@ -134,14 +86,7 @@ def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
     assert job.answers[1] is None or job.answers[1] == UNANSWERED
 
 
-def test_a_save_that_all_give_up_is_not_waited_for() -> None:
-    job = Job(["a", "b"])
-    job.ask(0, 1, shareable(4))
-    job.dividers[0].save_given_up(CheckpointId(1, 1))
-    assert job.answers[0] is None
-
-
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) -> None:
     draw = random.Random(seed)
     job = Job([draw.choice("abc") for _ in range(draw.randint(2, 5))], seed)
@@ -203,52 +148,6 @@ def why_not(
     return job.dividers[-1].named(job.refused[id])
 
 
-def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> None:
-    job = Job(["a", "b"])
-    shares = [shareable(4), shareable(4)]
-    for rank in range(2):
-        job.ask(rank, 1, shares[rank])
-    job.network.deliver()
-    unread = shares_of(job, shares, digests=False)
-    assert "not compared" in str(why_not(job, 2, unread)), "the first save must be compared whole"
-    assert not any(divider.assignments for divider in job.dividers)
-    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
-    assert why_not(job, 2, unread) is None
-    other = ReplicaShare(structure="another structure")
-    # rank 0 writes the one tensor for both
-    assert "rank 0 saved other tensors" in str(why_not(job, 3, {**unread, 0: other}))
-    assert why_not(job, 4, {**unread, 1: other}) is None
-    undivided = ReplicaShare(structure=shares[0].table.structure)
-    assert "not compared" in str(why_not(job, 5, {**unread, 0: undivided}))
-    unknown = {
-        rank: ReplicaShare(structure=s.structure, assignment="unknown")
-        for rank, s in unread.items()
-    }
-    for rank in range(2):
-        job.ask(rank, 6, shares[rank])
-    job.network.deliver()
-    assert all(divider.assignments for divider in job.dividers)
-    assert "not known" in str(why_not(job, 6, unknown))
-    assert not any(divider.assignments for divider in job.dividers), "all divide anew"
-    assert why_not(job, 7, {0: None, 1: None}) is None
-
-
-def test_a_rank_that_was_not_divided_with_the_others_is_not_compared_with_them() -> None:
-    job = Job(["a", "b", "c"])
-    shares = [shareable(4) for _ in range(3)]
-    for rank in range(3):
-        job.ask(rank, 1, shares[rank])
-    job.network.deliver()
-    divided = shares_of(job, shares, digests=True)
-    (owner,) = {int(owner) for owner in job.answers[0].owners}
-    other = (owner + 1) % 3
-    late = {
-        **divided,
-        other: ReplicaShare(structure=divided[other].structure),
-    }  # it waited too long
-    assert "not compared" in str(why_not(job, 1, late))
-
-
 def unlike() -> tuple[Job, list[ReplicatedTensors]]:
     job = Job(["a", "b"])
     shares = [shareable(4), shareable(4)]
@@ -277,32 +176,6 @@ def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() 
     assert why_not(job, 5, apart) is None
 
 
-def test_a_difference_of_the_first_save_ends_that_and_then_all_write_all() -> None:
-    job = Job(["a", "b"])
-    shares = [shareable(4), shareable(4)]
-    shares[1].view.sources[0].data.add_(1)
-    for rank in range(2):
-        job.ask(rank, 1, shares[rank])
-    job.network.deliver()
-    assert "model.weight on rank 0" in str(why_not(job, 1, shares_of(job, shares, digests=True)))
-    for rank in range(2):
-        job.ask(rank, 2, shares[rank])
-    job.network.deliver()
-    assert (
-        shares[0].written_by_others(job.answers[0], 0)
-        == shares[1].written_by_others(job.answers[1], 1)
-        == {}
-    )
-    assert why_not(job, 2, shares_of(job, shares, digests=False)) is None
-
-
-def test_a_rank_that_cannot_say_what_it_digested_leaves_the_difference_unnamed() -> None:
-    job, shares = unlike()
-    output = why_not(job, 2, shares_of(job, shares, digests=True), deaf=1)
-    assert output is not None
-    assert output.startswith("ranks have tensors of one name and shape that are not replicas")
-
-
 def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:
     job, shares = unlike()
     root, id = job.dividers[0], CheckpointId(2, 1)
@@ -314,14 +187,3 @@ def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_
     assert "not replicas" in job.refused[id].text
     job.network.deliver()  # the answers come after all
     assert len(job.refused) == 1
-
-
-def test_other_structures_are_shared_as_before() -> None:
-    job, shares = unlike()
-    why_not(job, 2, shares_of(job, shares, digests=True))
-    wide = [shareable(5), shareable(5)]
-    for rank in range(2):
-        job.ask(rank, 3, wide[rank])
-    job.network.deliver()
-    left = [share.written_by_others(job.answers[rank], rank) for rank, share in enumerate(wide)]
-    assert sorted(map(len, left)) == [0, 1]

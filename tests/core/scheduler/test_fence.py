@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults import Fault, FaultKind, Faulty, Operation
-from tests.rules import young
-from tests.simulation.world import IMAGE, SHARD, World, file_rules
+from tests.simulation.world import SHARD, World, file_rules
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.format.records import Attempt
 from tierfall.core.scheduler.ledger.tasks import (
@@ -16,7 +14,6 @@ from tierfall.core.scheduler.ledger.tasks import (
     DeleteCopy,
     FinishCopy,
     OpenShard,
-    ReadMarks,
 )
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import FencedError, IntegrityError
@@ -38,33 +35,6 @@ def until(world: World, kind: type) -> None:
         assert world.run_one()
 
 
-def test_a_newer_attempt_fences_this_one() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
-    newer_attempt(world, number=9)
-    handle = world.save(2)
-    world.settle()
-    assert world.steps_on("nvme") == [1]
-    assert isinstance(world.coordinator.fenced, FencedError)
-    assert "attempt 1" in str(world.coordinator.fenced)
-    assert "attempt 9" in str(world.coordinator.fenced)
-    with pytest.raises(FencedError):
-        handle.wait("nvme")
-    _, error = world.ask_for_region(3)
-    assert isinstance(error, FencedError)
-
-
-def test_the_fence_is_seen_before_a_byte_is_written() -> None:
-    world = World([file_rules("nvme")])
-    newer_attempt(world)
-    world.save(1)
-    world.settle()
-    assert world.coordinator.fenced is not None
-    assert world.disks["nvme"].discard_unfinished("") == 0
-    assert not any("step-" in key for key in world.disks["nvme"]._objects)
-
-
 def test_a_save_that_begins_just_as_the_fence_falls_is_reported() -> None:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
@@ -81,50 +51,6 @@ def test_a_save_that_begins_just_as_the_fence_falls_is_reported() -> None:
     world.seal(snapshot)
     world.settle()
     assert snapshot.handle.outcome is SaveOutcome.FAILED
-    assert not world.coordinator.busy()
-
-
-def test_after_the_fence_nothing_is_dropped_by_marks_that_were_being_read() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, ReadMarks)
-    newer_attempt(world)
-    world.save(3)
-    marks = [task for task in world.tasks if isinstance(task, ReadMarks)]
-    world.tasks = [task for task in world.tasks if not isinstance(task, ReadMarks)]
-    world.run_all()
-    assert world.coordinator.fenced is not None
-    for task in marks:
-        world.coordinator.post(world.runner.run(task))
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-    assert not world.coordinator.busy()
-
-
-def test_after_the_fence_all_comes_to_rest_though_a_drop_had_failed() -> None:
-    deletions = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=None
-    )
-
-    def wrap(name: str, inner: Backend) -> Backend:
-        return Faulty(inner, seed=0, plan=[deletions]) if name == "nvme" else inner
-
-    world = World([file_rules("nvme", retain_last=1), file_rules("store")], wrap=wrap)
-    for step in (1, 2):
-        world.save(step)
-        world.settle(limit_s=5)
-    assert world.steps_on("nvme") == [1, 2]  # it could not be dropped, and is tried again
-    newer_attempt(world, "store")
-    world.save(3)
-    world.settle(limit_s=5)
-    assert world.coordinator.fenced is not None
-    assert not world.coordinator.busy()
-    assert world.step() is None
-    world.coordinator.deleter.plan_all_tiers()
-    world.settle()
-    assert not any(isinstance(task, DeleteCopy) for task in world.tasks)
     assert not world.coordinator.busy()
 
 
@@ -215,52 +141,6 @@ def disk_of(world: World, tier: str = "nvme") -> dict[str, bytes]:
 def is_at_rest(world: World) -> bool:
     """Nothing is under way, and nothing is to be tried again."""
     return world.step() is None and not world.coordinator.busy() and not world.tasks
-
-
-def test_a_copy_that_becomes_too_old_stays_once_a_newer_attempt_exists() -> None:
-    """A process that hung for hours is fenced by its timers, too."""
-    world = World([file_rules("nvme", retain=(young(100.0),))])
-    for step in (1, 2, 3):
-        world.save(step)
-        world.run_all()
-    newer_attempt(world)
-    before = disk_of(world)
-    world.settle(limit_s=1000.0)
-    assert world.now_s > 100.0
-    assert disk_of(world) == before
-    assert "drop of 1@1 on nvme: attempt 1 " in str(world.coordinator.fenced)
-    assert is_at_rest(world)
-
-
-def test_a_copy_that_retention_was_about_to_drop_stays() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, DeleteCopy)
-    newer_attempt(world)
-    before = disk_of(world)
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-    assert disk_of(world) == before
-    assert isinstance(world.coordinator.fenced, FencedError)
-    assert is_at_rest(world)
-
-
-def test_a_copy_that_was_to_make_room_stays() -> None:
-    world = World([file_rules("nvme", capacity_bytes=5 * IMAGE // 2, retain_last=1)])
-    for step in (1, 2):
-        world.save(step)
-        world.run_all()
-    world.save(3)
-    while not any(isinstance(task, DeleteCopy) for task in world.tasks):
-        assert world.run_one()
-    newer_attempt(world)
-    before = disk_of(world)
-    world.settle()
-    assert disk_of(world) == before
-    assert isinstance(world.coordinator.fenced, FencedError)
-    assert is_at_rest(world)
 
 
 def test_what_looks_unfinished_is_not_collected() -> None:
@@ -387,13 +267,6 @@ def saves_beside_a_newer_attempt(
     world.save(2)
     world.settle()
     return world, disk, disk.made[before:]
-
-
-@pytest.mark.parametrize("codec", FILES)
-def test_a_commit_lists_the_attempts_once(codec: Codec) -> None:
-    world, _, made = saves_beside_a_newer_attempt(codec, 0, 2)
-    assert world.steps_on("nvme") == [1, 2]
-    assert [key for call, key in made if call == "scan"] == ["run/attempts/"]
 
 
 @pytest.mark.parametrize("number", [2, 9])

@@ -12,12 +12,10 @@ from tests.rules import NEWEST_FIRST, SCATTERED
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, OpenShard
-from tierfall.core.types.errors import AccessDeniedError, FlushError
-from tierfall.core.types.events import FlushGivenUp
+from tierfall.core.scheduler.ledger.tasks import CommandKind, OpenShard
+from tierfall.core.types.errors import FlushError
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, SaveOutcome
-from tierfall.tiers.stored import StoredTier
 
 COPY_S = 10.0
 
@@ -44,19 +42,6 @@ def arrivals(world: Throttled, *, copies: int) -> list[int]:
     return came
 
 
-def test_the_newest_goes_first_once_the_copy_that_was_begun_is_whole() -> None:
-    world = slow()
-    save_quickly(world, 1, 2, 3, 4)
-    assert arrivals(world, copies=6) == [1, 4, 3, 2]
-    world.check("store")
-
-
-def test_in_order_they_come_as_they_were_saved() -> None:
-    world = slow(flush_order=None)
-    save_quickly(world, 1, 2, 3, 4)
-    assert arrivals(world, copies=6) == [1, 2, 3, 4]
-
-
 def test_in_an_order_of_ones_own_they_come_as_it_says_also_after_a_kill() -> None:
     """By 5 n mod 7: 3, 2, 5, 1, and 4 comes last; the first is begun while nothing else waits."""
     world = slow(flush_order=SCATTERED)
@@ -67,55 +52,6 @@ def test_in_an_order_of_ones_own_they_come_as_it_says_also_after_a_kill() -> Non
     assert arrivals(world, copies=6) == [1, 3, 2, 5, 4]
     world.check("store")
     assert not world.coordinator.busy()
-
-
-def test_what_retention_would_drop_at_once_is_given_up_and_reported_and_a_pinned_one_comes_later() -> (
-    None
-):
-    world = slow(retain_last=2)
-    save_quickly(world, 1, 2, 3, 4, 5)
-    pin = Command(kind=CommandKind.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, on_answer=print)
-    world.coordinator.post(pin)
-    assert arrivals(world, copies=8) == [1, 5, 4, 2]
-    assert world.steps_on("store") == [2, 4, 5]
-    given_up = world.handles[CheckpointId(3, 1)]
-    with pytest.raises(
-        FlushError, match=r"3@1 is given up: store: newer ones were copied first, and re"
-    ):
-        given_up.wait("store", timeout=0)
-    assert world.coordinator.flush_queue.given_up == {"store": 1}
-    output = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
-    assert [(e.id, e.tier) for e in output] == [(CheckpointId(3, 1), "store")]
-    assert "retention would delete it at once" in output[0].reason
-    assert world.coordinator.errors == [], "what a rule gives up is no failure"
-    assert not world.coordinator.busy()
-
-
-def test_after_a_kill_older_ones_that_had_not_come_are_brought_later() -> None:
-    world = slow()
-    save_quickly(world, 1, 2, 3, 4)
-    assert arrivals(world, copies=2) == [1, 4]
-    world.crash()
-    world.start()
-    assert arrivals(world, copies=6) == [1, 4, 3, 2]
-    world.check("store")
-
-
-def test_a_copy_that_a_failed_try_has_left_in_the_way_goes_before_newer_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = slow()
-    commit, tries = StoredTier.commit, list[int]()
-
-    def refuse_once(self: StoredTier, *args: Any, **options: Any) -> None:
-        tries.append(1)
-        if len(tries) == 1:
-            raise AccessDeniedError("on purpose")
-        commit(self, *args, **options)
-
-    monkeypatch.setattr(StoredTier, "commit", refuse_once)
-    save_quickly(world, 1, 2, 3)
-    assert arrivals(world, copies=6) == [1, 3, 2]
 
 
 def test_an_older_one_takes_no_room_from_newer_ones() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_time, talk, world
+from tests.core.scheduler.test_commits import failing, folder_is_empty, talk, world
 from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import image_of
-from tests.simulation.world import World, file_rules, marks_in
+from tests.simulation.world import marks_in
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
@@ -113,44 +113,6 @@ def test_no_rank_waits_to_flush_what_only_a_tier_has_whole_that_another_rank_can
     assert run.committed(NODE_TIER) == {ONE}
 
 
-@pytest.mark.parametrize("tier", [NODE_TIER, SHARED_TIER])
-@pytest.mark.parametrize("bringer", [0, 1])
-def test_a_tier_that_refuses_the_second_part_keeps_nothing_of_the_first(
-    bringer: int, tier: str
-) -> None:
-    run = killed_with_all_in_memory([[0, 1], []] if bringer == 0 else [[], [0, 1]], (0, 0), tier)
-    rank = run.ranks[bringer]
-    parts = rank.coordinator.ledger.entries[ONE].shards
-    assert parts is not None
-    while not any(part.uploaded_to for part in parts):
-        talk(run)
-        assert rank.run_one(run.random)
-    assert not all(part.uploaded_to for part in parts)
-    rank.troubles[tier].strike(failing(Operation.WRITE, StorageFullError))
-    run.settle()
-    assert folder_is_empty(run, tier)
-    assert not any(other.coordinator.busy() for other in run.ranks)
-    assert rank.sealed() == {ONE}, "memory still has it"
-
-
-def test_a_part_whose_rest_is_lost_goes_when_a_save_wants_its_room() -> None:
-    run = world((0, 1), memory_images=1)
-    for rank in run.ranks:
-        rank.save(1)
-    talk(run)
-    run.crash(nodes_lost=[1])
-    run.ranks[1].memory.regions, run.ranks[0].memory.regions = run.ranks[0].memory.regions, []
-    for region in run.ranks[1].memory.regions:
-        region._memory = run.ranks[1].memory
-    run.start()
-    pass_time(run, 1.0)
-    assert run.ranks[1].sealed() == {ONE}, "it stays for as long as nobody wants its room"
-    for rank in run.ranks:
-        rank.save(1)
-    run.settle()
-    assert all(rank.sealed() == {CheckpointId(1, 2)} for rank in run.ranks)
-
-
 @pytest.mark.parametrize("places", [[[1], [0]], [[0, 1], []], [[], [0, 1]]])
 def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) -> None:
     run = killed_with_all_in_memory(places, (0, 1))
@@ -179,26 +141,6 @@ def test_all_ranks_know_of_a_pin_whoever_has_the_image_now(
     assert all(rank.coordinator.ledger.entries[ONE].pinned for rank in run.ranks)
     run.settle()
     assert all(ONE in rank.committed(SHARED_TIER) for rank in run.ranks)
-
-
-def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_has_no_such_copy() -> (
-    None
-):
-    """It lies in the memory of a rank that came back; this one knows the checkpoint from a store alone."""
-    alone = World([file_rules("nvme", retain_last=1), file_rules("store")])
-    for step in (1, 2):
-        alone.save(step)
-        alone.settle()
-    assert alone.steps_on("nvme") == [2]
-    alone.stores["nvme"].delete(CheckpointId(2, 1), attempt=None)
-    alone.memory.regions.clear()
-    alone.crash()
-    alone.start()
-    nvme = {id for id, tier in alone.coordinator.owed_copies() if tier == "nvme"}
-    assert nvme == {CheckpointId(2, 1)}
-    alone.coordinator.ledger.note_marks({"host": {ONE: frozenset({keys.PIN_MARK})}})
-    alone.coordinator._note_owed()
-    assert (ONE, "nvme") in alone.coordinator.owed_copies()
 
 
 def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
@@ -236,20 +178,3 @@ def test_what_is_flushed_from_a_disk_names_all_parts_though_memory_has_those_of_
     named = {keys.parse_shard(file.name) for file in run.records(SHARED_TIER, 0)[ONE].files}
     assert named >= {Shard(rank, 3) for rank in range(3)}
     assert len(images_on(run, SHARED_TIER)) == 2 * 3
-
-
-def test_what_was_left_behind_is_given_up_by_all_where_some_have_brought_their_part() -> None:
-    """A person begins anew while a tier takes the part of one rank only."""
-    run = killed_with_all_in_memory([[0], [1]], (0, 0), SHARED_TIER)
-    first, second = run.ranks
-    first.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
-    run.settle(limit_s=5.0)
-    assert SHARED_TIER in second.coordinator.ledger.entries[ONE].uploaded_to
-    run.started_from = None
-    for rank in run.ranks:
-        rank.go_on_from(None)
-        rank.save(1)
-    first.troubles[SHARED_TIER].stop()
-    run.settle()
-    assert [rank.coordinator.busy() for rank in run.ranks] == [False, False]
-    assert not images_on(run, SHARED_TIER), "nothing of it is left"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.core.scheduler.ledger.tasks import CopyRun, Outcome
 from tierfall.core.types.errors import UnreachableError
@@ -69,41 +67,6 @@ def test_a_later_lane_begins_with_what_the_other_has_in_hand() -> None:
     assert in_hand(world, "two") == [(3, 4), (2, 3)]
     carry_out(world, "two")
     assert in_hand(world, "two") == [(2, 3), (0, 1)]
-    both_are_right(world)
-
-
-def test_lanes_that_go_in_step_have_the_same_chunks_in_hand() -> None:
-    world = world_from_nvme()
-    carry_out(world, "one")
-    carry_out(world, "two")
-    seen = set()
-    while chunks := set(in_hand(world, "one")):
-        assert set(in_hand(world, "two")) == chunks
-        seen |= chunks
-        chunk = world.random.choice(sorted(chunks))
-        for tier in world.random.sample(["one", "two"], 2):
-            carry_out(world, tier, chunk)
-    assert seen == {(0, 1), (1, 2), (2, 3), (3, 4)}
-    both_are_right(world)
-
-
-@pytest.mark.parametrize("codec", [Codec.ZSTD, Codec.PLANES])
-def test_a_tier_that_packs_keeps_the_order_of_its_chunks(codec: Codec) -> None:
-    world = world_from_nvme(codec)
-    for _ in range(3):
-        carry_out(world, "one")
-    carry_out(world, "two")
-    assert in_hand(world, "two") == [(0, 1), (1, 2)]
-    both_are_right(world)
-
-
-def test_parts_of_several_chunks_are_taken_up_too() -> None:
-    world = world_from_nvme(run_bytes_min=2 * 4096)
-    carry_out(world, "one")
-    carry_out(world, "one")
-    assert in_hand(world, "one") == [(2, 4)]
-    carry_out(world, "two")
-    assert in_hand(world, "two")[0] == (2, 4)
     both_are_right(world)
 
 

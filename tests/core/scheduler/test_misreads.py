@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.core.scheduler.test_damaged_entries import CODECS, FIRST, damage, flip, saved, state
+from tests.core.scheduler.test_damaged_entries import CODECS, FIRST, damage, saved, state
 from tests.simulation.world import World, file_rules
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.copies.verify import CopyVerifier, Damage
@@ -66,18 +66,6 @@ def test_a_source_that_is_misread_once_is_flushed_from_and_not_marked(
 
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_copy_that_is_misread_once_can_be_verified(codec: Codec, files: str) -> None:
-    world, nvme = nvme_alone(codec)
-    nvme.files, nvme.times = files, 1
-    assert world.coordinator.verifier.verify("nvme")
-    world.settle()
-    assert "nvme" in world.coordinator.ledger.entries[FIRST].verified
-    assert damage(world, "nvme") is None
-    assert not marks(world)
-
-
-@pytest.mark.parametrize("files", FILES)
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_start_that_misreads_something_once_finds_the_copy_good(codec: Codec, files: str) -> None:
     world, nvme = nvme_alone(codec)
     world.crash()
@@ -108,15 +96,3 @@ def test_a_copy_whose_second_read_is_wrong_too_is_damaged(codec: Codec) -> None:
     world.settle()
     assert damage(world, "nvme") is not None
     assert marks(world), "the next start has to know it, too"
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_bit_that_flipped_in_storage_is_damage(codec: Codec) -> None:
-    world, _ = nvme_alone(codec)
-    flip(world.disks["nvme"], at=200)
-    world.settle()
-    assert damage(world, "nvme") is not None
-    assert state(world, "pfs") is not CopyState.COMMITTED
-    assert marks(world)
-    flip(world.disks["nvme"], at=5000)
-    assert found_by_verify(world)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 
-from tests.core.scheduler.test_commits import failing, folder_is_empty, talk
+from tests.core.scheduler.test_commits import failing, talk
 from tests.core.scheduler.test_commits import world as ranks
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
-from tests.simulation.rank import CUT
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.flush.flusher import ARRIVALS_BEFORE_SET_ASIDE
-from tierfall.core.scheduler.ledger.tasks import CommandKind
-from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     FlushError,
-    StorageFullError,
     UnreachableError,
 )
 from tierfall.core.types.events import SetAside
@@ -31,7 +24,6 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 OF_FIRST = "run/step-00000001-*"
-OF_ALL = "run/step-*"
 
 
 def refusing(
@@ -69,34 +61,6 @@ def owed_in(world: World) -> list[tuple[int, str]]:
     return [(id.step, tier) for id, tier in world.coordinator.owed_copies()]
 
 
-def test_the_next_ones_go_on_and_it_is_reported_once_with_what_to_do(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    world, _ = world_with(refusing(OF_FIRST))
-    handles = [world.save(step) for step in (1, 2, 3)]
-    world.settle(limit_s=20)
-    assert world.steps_on("nvme") == [2, 3]
-    world.check("nvme")
-    assert [handle.outcome for handle in handles] == [
-        SaveOutcome.FAILED,
-        SaveOutcome.SAVED,
-        SaveOutcome.SAVED,
-    ]
-    with pytest.raises(FlushError, match=r"flush of 1@1 to nvme is set aside: it failed \d times"):
-        handles[0].wait("nvme", timeout=0)
-    output = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
-    assert len(output) == 1, output
-    assert "the next start tries it again" in output[0]
-    assert [event.id for event in set_aside_in(world)] == [FIRST]
-    assert world.coordinator.counters.set_aside_copies == 1
-    assert world.coordinator.ledger.failing == {}, "the tier does take copies"
-    assert not world.coordinator.busy()
-    assert owed_in(world) == []
-    trace = len(world.trace)
-    world.settle(limit_s=1000)
-    assert len(world.trace) == trace, "it is tried again in this start"
-
-
 def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> None:
     """The tier refuses its commit record for long, and a save needs the memory."""
     world, faulty = world_with(refusing("*/commit.json", UnreachableError), images=2)
@@ -112,19 +76,6 @@ def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> N
     assert first.outcome is SaveOutcome.SAVED
 
 
-def test_whoever_waits_for_the_next_one_is_not_reported_that_the_tier_fails() -> None:
-    world, _ = world_with(refusing(OF_FIRST))
-    first, second = world.save(1), world.save(2)
-    messages = []
-    for _ in range(40):
-        world.settle(limit_s=0.25)
-        world.now_s += 0.25
-        messages.append(second.exception())
-    assert second.done("nvme")
-    assert not any(messages)
-    assert first.exception() is not None
-
-
 def test_one_that_waits_alone_is_tried_until_another_one_tells_whose_fault_it_is() -> None:
     world, _ = world_with(refusing(OF_FIRST))
     first = world.save(1)
@@ -138,34 +89,6 @@ def test_one_that_waits_alone_is_tried_until_another_one_tells_whose_fault_it_is
     assert second.outcome is SaveOutcome.SAVED
     world.settle(limit_s=100)
     assert [event.id for event in set_aside_in(world)] == [FIRST]
-
-
-@pytest.mark.parametrize("error", [AccessDeniedError, UnreachableError, StorageFullError])
-def test_nothing_is_set_aside_while_the_tier_takes_nothing(error: type[BackendError]) -> None:
-    world, faulty = world_with(refusing(OF_ALL, error))
-    handles = [world.save(step) for step in (1, 2, 3)]
-    world.settle(limit_s=2000)
-    assert owed_in(world) == [(1, "nvme"), (2, "nvme"), (3, "nvme")]
-    assert world.coordinator.ledger.failing.keys() == {"nvme"}
-    faulty.stop()
-    world.settle(limit_s=200)
-    assert set_aside_in(world) == []
-    assert {handle.outcome for handle in handles} == {SaveOutcome.SAVED}
-    assert world.steps_on("nvme") == [1, 2, 3]
-
-
-@pytest.mark.parametrize("error", [AccessDeniedError, UnreachableError])
-def test_a_tier_that_is_mended_before_another_copy_is_tried_takes_both(
-    error: type[BackendError],
-) -> None:
-    world, faulty = world_with(refusing(OF_ALL, error))
-    world.save(1)
-    world.settle(limit_s=100)
-    world.save(2)
-    faulty.stop()
-    world.settle(limit_s=200)
-    assert world.steps_on("nvme") == [1, 2]
-    assert set_aside_in(world) == []
 
 
 def test_one_that_does_not_answer_while_others_come_is_set_aside_later() -> None:
@@ -250,66 +173,6 @@ def test_an_old_one_is_not_brought_in_place_of_newer_ones() -> None:
     assert owed_in(world) == []
 
 
-def test_an_old_one_is_brought_where_a_deletion_makes_room() -> None:
-    """The deletion was ordered while no trainer lived: its room is free a moment after the start."""
-    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
-    for step in (1, 2, 3):
-        world.save(step)
-    world.settle(limit_s=20)
-    faulty.stop()
-    tombstone = Mark(name=keys.TOMBSTONE_MARK, checkpoint=CheckpointId(2, 1), wall_time_s=0.0)
-    world.stores["nvme"].add_mark(tombstone)
-    start_again(world, 3)
-    world.settle(limit_s=20)
-    assert world.steps_on("nvme") == [1, 3]
-    assert world.coordinator.ledger.failing == {}
-    assert owed_in(world) == []
-
-
-def test_an_old_one_is_brought_where_abandoned_ones_may_go_once_newer_ones_are_verified() -> None:
-    """The start that abandoned them could not list the tier: it is above its capacity."""
-    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
-    for step in (5, 6):
-        world.save(step)
-    world.settle(limit_s=20)
-    world.crash()
-    world.take_other_memory()
-    world.ordinal = 0
-    world.start(unread=["nvme"])
-    world.coordinator.ledger.continue_from(None, attempt=world.attempt.number)
-    for step in (1, 2):
-        world.save(step)
-    world.settle(limit_s=20)
-    assert world.steps_on("nvme") == [2, 5, 6]
-    faulty.stop()
-    start_again(world, 2)
-    world.coordinator.ledger.continue_from(world.started_from, attempt=world.attempt.number)
-    world.settle(limit_s=20)
-    assert world.steps_on("nvme") == [1, 2]
-    assert owed_in(world) == []
-
-
-def test_what_is_set_aside_takes_no_place_of_those_that_are_kept() -> None:
-    """The newest goes first here, and cannot be written: the older one is the newest that the tier has."""
-    world, _ = world_with(refusing("run/step-00000003-*"), retain_last=1, flush_order=NEWEST_FIRST)
-    for step in (1, 2, 3):
-        world.save(step)
-    world.settle(limit_s=20)
-    assert [event.id.step for event in set_aside_in(world)] == [3]
-    assert world.steps_on("nvme") == [2]
-
-
-def test_a_person_deletes_what_is_set_aside() -> None:
-    world, _ = world_with(refusing(OF_FIRST))
-    for step in (1, 2):
-        world.save(step)
-    world.settle(limit_s=20)
-    assert world.order(CommandKind.DELETE, FIRST) == {}
-    assert FIRST not in world.coordinator.ledger.entries
-    start_again(world, 2)
-    assert owed_in(world) == []
-
-
 # Several ranks -----------------------------------------------------------------------------------
 
 
@@ -338,55 +201,3 @@ def test_all_ranks_set_aside_what_one_cannot_write(tier: str, rank: int) -> None
         for disk in run.disks(tier).values()
         for key in disk._objects
     ), "what others had brought of it is taken back"
-
-
-def test_a_copy_that_is_given_up_and_found_on_another_tier_is_no_reason_to_fail() -> None:
-    """One rank cannot write it on a node; the shared tier has it, which no rank could list at the start."""
-    run = ranks()
-    refuses = failing(Operation.CREATE, AccessDeniedError, keys=OF_FIRST)
-    run.ranks[1].troubles[NODE_TIER].strike(refuses)
-    for one in run.ranks:
-        one.save(1)
-    run.settle(limit_s=5)
-    assert run.committed(SHARED_TIER) == {FIRST}
-    run.crash()
-    for one in run.ranks:
-        one.troubles[SHARED_TIER].down = True
-    run.start()
-    run.ranks[0].troubles[NODE_TIER].strike(failing(Operation.CREATE, UnreachableError))
-    run.ranks[1].troubles[NODE_TIER].strike(refuses)
-    run.settle(limit_s=30)
-    run.ranks[1].troubles[SHARED_TIER].down = False
-    for step in (2, 3, 4):
-        asked = [one.ask(step) for one in run.ranks]
-        run.settle(limit_s=70)
-        for one, (region, error) in zip(run.ranks, asked, strict=True):
-            assert error is None
-            one.advance(one.begin(step, region), CUT.chunk_count)
-    assert FIRST in run.ranks[1].committed(SHARED_TIER)
-    assert FIRST not in run.ranks[1].sealed()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_keep_their_debts_while_one_can_write_nothing(rank: int) -> None:
-    run = ranks(tiers=SHARED_TIER)
-    trouble = run.ranks[rank].troubles[SHARED_TIER]
-    trouble.strike(failing(Operation.CREATE, AccessDeniedError))
-    for step in (1, 2):
-        for one in run.ranks:
-            one.save(step)
-        talk(run)
-    run.settle(limit_s=200)
-    for one in run.ranks:
-        assert one.coordinator.counters.set_aside_copies == 0
-        assert one.coordinator.ledger.failing.keys() == {SHARED_TIER}
-        assert len(one.coordinator.owed_copies()) == 2
-    assert not any(
-        "commit.json" in key for d in run.disks(SHARED_TIER).values() for key in d._objects
-    )
-    trouble.strike([])
-    run.settle(limit_s=200)
-    for one in run.ranks:
-        assert one.handles[FIRST].done(SHARED_TIER)
-        assert one.handles[CheckpointId(2, 1)].done(SHARED_TIER)
-    assert not folder_is_empty(run, SHARED_TIER)

@@ -153,34 +153,6 @@ def test_what_another_tier_writes_from_is_not_read_again() -> None:
     tiers.check_buffers()
 
 
-def test_what_another_tier_is_reading_is_waited_for() -> None:
-    """The reader is done with its write before the other one wakes: the bytes are there nevertheless."""
-    tiers = Tiers("a", "b")
-    reading, read_on = threading.Event(), threading.Event()
-
-    def hold(run: CopyRun) -> None:
-        reading.set()
-        assert read_on.wait(PATIENCE_S)
-
-    tiers.before_read = hold
-    a = Task(tiers.bring, run_to("a"))
-    assert reading.wait(PATIENCE_S)
-    b = Worker(tiers, run_to("b"))
-    wait_until(lambda: tiers.waiting() == 1, "b waits")
-    assert not b.writing.is_set(), "b writes what is not read yet"
-    read_on.set()
-    assert a.result() == b.started().end() == wants(run_to("a"))
-    assert [run.tier for run in tiers.reads] == ["a"]
-    tiers.check_buffers()
-
-
-def test_nothing_is_kept_of_what_nobody_writes_any_more() -> None:
-    tiers = Tiers("a", "b")
-    assert tiers.bring(run_to("a")) == tiers.bring(run_to("b")) == wants(run_to("a"))
-    assert [run.tier for run in tiers.reads] == ["a", "b"]
-    tiers.check_buffers()
-
-
 @pytest.mark.parametrize("slow", ["a", "b"])
 def test_a_tier_that_hangs_in_a_write_keeps_no_buffer_of_the_other(slow: str) -> None:
     """Whoever read it: with one buffer each, the fast one brings the whole image meanwhile."""
@@ -215,32 +187,6 @@ def test_a_hanging_read_is_waited_for_no_longer_than_was_reported() -> None:
     tiers.check_buffers()
 
 
-def test_who_waits_takes_what_comes_first() -> None:
-    """The first read hangs, and a second tier reads for itself: the third gets its bytes from that one."""
-    tiers = Tiers("a", "b", "c", wait_s=0.0)
-    reading = {"a": threading.Event(), "b": threading.Event()}
-    go_on = {"a": threading.Event(), "b": threading.Event()}
-
-    def hold(run: CopyRun) -> None:
-        reading[run.tier].set()
-        assert go_on[run.tier].wait(PATIENCE_S)
-
-    tiers.before_read = hold
-    a = Worker(tiers, run_to("a"))
-    assert reading["a"].wait(PATIENCE_S)
-    b = Worker(tiers, run_to("b"))
-    assert reading["b"].wait(PATIENCE_S)
-    tiers.shared._wait_s = 2 * PATIENCE_S
-    c = Worker(tiers, run_to("c"))
-    wait_until(lambda: tiers.waiting() == 1, "c waits")
-    go_on["b"].set()
-    assert c.started().end() == b.started().end() == wants(run_to("c"))
-    go_on["a"].set()
-    assert a.started().end() == wants(run_to("a"))
-    assert [run.tier for run in tiers.reads] == ["a", "b"]
-    tiers.check_buffers()
-
-
 def test_a_read_that_fails_is_the_readers_alone() -> None:
     """Of three who want it the first fails: one of the others reads, and the third takes it from that one."""
     tiers = Tiers("a", "b", "c")
@@ -264,39 +210,6 @@ def test_a_read_that_fails_is_the_readers_alone() -> None:
         a.end()
     assert [other.end() for other in others] == [wants(run_to("b"))] * 2
     assert len(tiers.reads) == 2
-    tiers.check_buffers()
-
-
-def test_a_writer_that_fails_leaves_the_bytes_to_the_other() -> None:
-    tiers = Tiers("a", "b")
-    holding, joined = threading.Event(), threading.Event()
-
-    def refuse(view: memoryview) -> None:
-        holding.set()
-        assert joined.wait(PATIENCE_S)
-        raise ZeroDivisionError
-
-    a = Task(tiers.bring, run_to("a"), refuse)
-    assert holding.wait(PATIENCE_S)
-    b = Worker(tiers, run_to("b")).started()
-    joined.set()
-    with pytest.raises(ZeroDivisionError):
-        a.result()
-    run = run_to("a", 1, 2)
-    assert Task(tiers.bring, run).result() == wants(run), "its buffer did not come back"
-    assert b.end() == wants(run_to("b"))
-    assert [run.tier for run in tiers.reads] == ["a", "a"]
-    tiers.check_buffers()
-
-
-def test_a_chunk_is_taken_from_the_middle_of_a_longer_run() -> None:
-    tiers = Tiers("a", "b")
-    a = Worker(tiers, run_to("a", 2, 5)).started()
-    part = run_to("b", 3, 4)
-    b = Worker(tiers, part).started()
-    assert a.end() == wants(run_to("a", 2, 5))
-    assert b.end() == wants(part)
-    assert len(tiers.reads) == 1
     tiers.check_buffers()
 
 
@@ -324,26 +237,6 @@ def test_other_bytes_are_read(change: Callable[[CopyRun], CopyRun]) -> None:
     assert tiers.bring(run) == wants(run)
     assert len(tiers.reads) == 2
     assert a.end() == wants(run_to("a"))
-    tiers.check_buffers()
-
-
-def test_buffers_of_other_lengths_are_not_exchanged() -> None:
-    tiers = Tiers("a", "b")
-    tiers.pools["b"] = BufferPool(bytes=2 * LONGEST, count=1)
-    tiers.shared = SharedReads(tiers.pools)
-    a = Worker(tiers, run_to("a")).started()
-    assert tiers.bring(run_to("b")) == wants(run_to("b"))
-    assert a.end() == wants(run_to("a"))
-    assert len(tiers.reads) == 2
-    tiers.check_buffers()
-
-
-def test_runs_that_are_longer_than_the_buffers_are_shared_too() -> None:
-    tiers = Tiers("a", "b")
-    a = Worker(tiers, run_to("a", 0, CHUNKS)).started()
-    b = Worker(tiers, run_to("b", 0, CHUNKS)).started()
-    assert a.end() == b.end() == IMAGE
-    assert len(tiers.reads) == 1
     tiers.check_buffers()
 
 

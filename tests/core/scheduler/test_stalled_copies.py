@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
-from tierfall.core.runtime import retries
-from tierfall.core.scheduler.ledger.tasks import CopyRun
 from tierfall.core.types.backend import Backend, Writer
-from tierfall.core.types.errors import AccessDeniedError, FlushError
 from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
@@ -83,78 +77,6 @@ def test_what_fails_at_the_end_is_finished_without_sending_the_image_again(
     world.check("nvme")
 
 
-@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.CREATE])
-def test_a_refusal_ends_the_copy_and_begins_it_anew(operation: Operation) -> None:
-    refusal = Fault(
-        kind=FaultKind.FAIL_BEFORE,
-        operation=operation,
-        keys="*/rank-*",
-        error=AccessDeniedError,
-    )
-    world, _ = world_with(refusal)
-    world.save(1)
-    world.settle()
-    assert opened(world) == 2
-    assert world.steps_on("nvme") == [1]
-
-
-def test_an_outage_is_reported_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="tierfall")
-    world, faulty = world_with(failing(Operation.WRITE, times=None))
-    first, second = world.save(1), world.save(2)
-    world.settle(limit_s=600)
-    output = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert [r.levelname for r in output] == ["WARNING", "ERROR"], [r.message for r in output]
-    assert world.coordinator.counters.flush_failures > 5
-    for handle in (first, second):
-        with pytest.raises(FlushError, match="nvme failed and is still being tried"):
-            handle.wait(timeout=0)
-    faulty.stop()
-    world.settle()
-    assert {h.outcome for h in (first, second)} == {SaveOutcome.SAVED}
-    (end,) = [r for r in caplog.records if r.levelno >= logging.WARNING][2:]
-    assert (end.levelname, end.message) == (
-        "ERROR",
-        "tier nvme accepts copies again; copies that it is still owed: 2",
-    )
-    assert world.coordinator.ledger.failing == {}
-    assert opened(world) == 2, "one for each checkpoint"
-
-
-def test_tries_of_a_stalled_copy_grow_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, faulty = world_with(failing(Operation.WRITE, times=None))
-    world.save(1)
-    tried: list[float] = []
-    original = world.runner.run
-
-    def run(task: object) -> object:
-        if isinstance(task, CopyRun):
-            tried.append(world.now_s)
-        return original(task)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(world.runner, "run", run)
-    world.settle(limit_s=1000)
-    moments = sorted(set(tried))
-    waits = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    assert waits == sorted(waits)
-    assert waits[0] == retries.FIRST_S
-    assert waits[-1] == retries.LONGEST_S
-    faulty.stop()
-
-
-def test_a_stalled_copy_is_given_up_with_its_line() -> None:
-    world, _ = world_with(failing(Operation.WRITE, times=None))
-    world.save(1)
-    world.settle(limit_s=5)
-    lane = world.coordinator.lanes["nvme"]
-    assert lane.active is not None
-    lane.give_up(FlushError("on purpose"))
-    world.coordinator.ledger.entries[FIRST].owed.clear()
-    world.settle(limit_s=5)
-    assert lane.active is None
-    assert world.disks["nvme"].discard_unfinished("") == 0
-
-
 @pytest.mark.parametrize("run_bytes_min", [0, CHUNK, 2 * CHUNK, DATA_START + CHUNK, IMAGE, 1 << 30])
 def test_runs_are_as_long_as_a_backend_needs_them(run_bytes_min: int) -> None:
     sizes: list[int] = []
@@ -182,23 +104,6 @@ def test_runs_are_as_long_as_a_backend_needs_them(run_bytes_min: int) -> None:
     assert sum(size < run_bytes_min for size in sizes) <= 1, "only the last may be shorter"
     if run_bytes_min <= CHUNK:
         assert len(sizes) == 4
-
-
-def test_a_packed_copy_never_runs_ahead_of_its_window() -> None:
-    world, _ = world_with(codec=Codec.ZSTD)
-    world.save(1)
-    while not any(isinstance(task, CopyRun) for task in world.tasks):
-        world.run_one()
-    while world.steps_on("nvme") == []:
-        lane = world.coordinator.lanes["nvme"]
-        if lane.active is not None and lane.active.outstanding:
-            assert max(lane.active.outstanding) - min(lane.active.outstanding) < 3
-        late = [t for t in world.tasks if not (isinstance(t, CopyRun) and t.number == 0)]
-        task = (late or world.tasks)[0]  # the first chunk comes last
-        world.tasks.remove(task)
-        world.coordinator.post(world.runner.run(task))
-        world.step()
-    world.check("nvme")
 
 
 def test_a_source_that_does_not_answer_is_no_stall_of_the_target() -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.rank import CUT
 from tests.simulation.world import World, file_rules
-from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, LedgerQuery, OpenShard
-from tierfall.core.types.errors import BackendError, CaptureError, TierfallError
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, LedgerQuery
+from tierfall.core.types.errors import CaptureError, TierfallError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 STOPPED = TierfallError("stopped on purpose")
@@ -67,51 +67,6 @@ def test_what_is_asked_before_and_after_is_answered() -> None:
     late = world.begin(3, world.memory.regions[0])
     assert late.handle.outcome is SaveOutcome.FAILED
     given(late.handle)
-
-
-def test_an_order_that_waits_is_answered() -> None:
-    world = World([file_rules("nvme")])
-    region, _ = world.ask_for_region(1)
-    world.begin(1, region)
-    answers: list[Any] = []
-    world.coordinator.post(
-        Command(
-            kind=CommandKind.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, on_answer=answers.append
-        )
-    )
-    world.step()
-    assert answers == []
-    world.coordinator.stop(STOPPED)
-    assert answers == [{"tierfall": STOPPED}]
-
-
-def test_a_writer_that_was_opened_meanwhile_is_taken_back() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    (task,) = world.tasks
-    assert isinstance(task, OpenShard)
-    outcome = world.runner.run(task)
-    assert outcome.value[0] is not None
-    world.coordinator.stop(STOPPED)
-    world.coordinator.post(outcome)
-    assert world.disks["nvme"].discard_unfinished("") == 0
-    with pytest.raises(BackendError, match="this writer is dead"):
-        outcome.value[0].write_chunks(0, 0, memoryview(b"x"))
-
-
-def test_a_capture_that_is_reported_to_have_failed_twice_fails_once() -> None:
-    world = World([file_rules("nvme")])
-    region, _ = world.ask_for_region(1)
-    snapshot = world.begin(1, region)
-    for _ in range(2):
-        world.fail_capture(snapshot, CaptureError("on purpose"))
-        world.settle()
-    assert snapshot.handle.outcome is SaveOutcome.FAILED
-    assert len(world.coordinator.errors) == 1
-    assert world.memory.regions == []
-    world.save(2)
-    world.settle()
-    assert world.steps_on("nvme") == [2]
 
 
 def test_at_the_end_of_a_training_what_not_all_ranks_began_to_save_is_given_up_and_nothing_else() -> (

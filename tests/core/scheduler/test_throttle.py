@@ -14,10 +14,7 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.runtime.rate_limit import RateLimiter
-from tierfall.core.scheduler.flush.throttle import Flushing, Throttle
-from tierfall.setup.tiers import open_store
-from tierfall.telemetry.step_timer import PATIENCE, StepClock
+from tierfall.core.scheduler.flush.throttle import Throttle
 
 STEP_S = 1.0
 RATE = IMAGE / 10.0
@@ -82,22 +79,6 @@ def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
     assert trained.world.coordinator.owed_copies() == ()
 
 
-def test_a_flush_never_yields_so_much_that_it_breaks_a_promise_in_time() -> None:
-    trained = Trained(lambda share: 0.5, within_s=25.0)
-    trained.train(1500, save_every=100)
-    assert min(trained.seen) == pytest.approx(0.44, abs=0.03)
-    assert trained.world.coordinator.backlog.late == {}
-
-
-def test_a_flush_that_always_costs_something_goes_on_at_a_tenth() -> None:
-    trained = Trained(lambda share: 0.5)
-    trained.train(3000, save_every=500)
-    assert min(trained.seen) == pytest.approx(0.1)
-    assert trained.world.coordinator.rates.write_bytes_per_s("store") == pytest.approx(
-        RATE, rel=0.1
-    )
-
-
 def slowed_run() -> Trained:
     trained = Trained(lambda share: 0.5)
     while trained.pacing.shares["store"] > 0.3:
@@ -116,36 +97,6 @@ def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
     assert trained.world.paces["store"] is None
 
 
-def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trained = slowed_run()
-    monkeypatch.setattr(trained.world.coordinator, "is_urgent", lambda: True)
-    trained.world.step()
-    assert trained.pacing.shares["store"] == 1.0
-
-
-def test_until_a_deadline_steps_that_take_longer_slow_no_flush_for_a_moment(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    trained = slowed_run()
-    trained.world.coordinator.begin_drain("test", trained.world.now_s + 1000.0)
-    with caplog.at_level("INFO", logger="tierfall"):
-        trained.train(200, save_every=20)
-    changes = [r.getMessage() for r in caplog.records if "flush to store uses" in r.message]
-    assert len(changes) == 1, changes
-    assert "there is a deadline" in changes[0]
-    trained.world.coordinator.drain_schedule.end("test")
-    trained.train(200, save_every=20)
-    assert trained.pacing.shares["store"] < 1.0
-
-
-def test_a_tier_that_is_not_to_yield_does_not() -> None:
-    trained = Trained(lambda share: 0.5, yields=False)
-    trained.train(300, save_every=60)
-    assert trained.world.paces == {}
-
-
 def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
     trained = Trained(lambda share: 0.0, yields=False, bandwidth_share=0.5)
     trained.train(600, save_every=30)
@@ -156,53 +107,6 @@ def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
 
 
 # The clocks ------------------------------------------------------------------------------------------
-
-
-class Told:
-    """Takes what a step clock tells."""
-
-    def __init__(self) -> None:
-        self.flushing: Flushing = (frozenset(), 0)
-        self.steps: list[float] = []
-
-    def on_step(self, seconds: float, began: Flushing) -> None:
-        self.steps.append(seconds)
-
-
-def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> None:
-    now_s = [0.0]
-    messages = Told()
-    clock = StepClock(messages, clock=lambda: now_s[0])  # type: ignore[arg-type]
-    main, other = torch.optim.SGD([torch.zeros(1)], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)
-    for number in range(10):
-        if number == 5:
-            clock.on_save()
-        clock.on_step(main)
-        now_s[0] += 0.25
-        clock.on_step(other)
-        now_s[0] += 0.75
-    assert messages.steps == [1.0] * 7
-    for _ in range(PATIENCE + 2):  # the first one steps no more
-        clock.on_step(other)
-        now_s[0] += 2.0
-    assert messages.steps[7:] == [2.0] * 3
-
-
-def test_a_pace_that_changes_holds_from_then_on() -> None:
-    now_s, slept = [0.0], list[float]()
-    pace = RateLimiter(100.0, clock=lambda: now_s[0], sleep=slept.append)
-    pace.acquire(100)  # the next may go after a second
-    pace.set_rate(50.0)
-    pace.acquire(100)
-    assert slept == [2.0]
-    pace.set_rate(None)
-    pace.acquire(10**9)
-    pace.acquire(10**9)
-    assert slept == [2.0]
-    pace.set_rate(10.0)
-    pace.acquire(10)
-    pace.acquire(10)
-    assert slept == [2.0, 1.0]
 
 
 def config_of(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -231,15 +135,3 @@ def test_steps_of_a_torch_optimizer_are_reported_and_a_pace_reaches_the_tier(
         assert store._pace.bytes_per_second == 80e6, "never more than what was set"
         coordinator.throttle._set_pace("nvme", None)
         assert store._pace.bytes_per_second == 80e6
-
-
-def test_a_share_and_a_switch_of_the_file_reach_the_rules(tmp_path: Path) -> None:
-    config = tierfall.Config.model_validate(
-        config_of(tmp_path, bandwidth="50%", flush={"yield": False})
-    )
-    assert (config.stored[0].bandwidth_share, config.stored[0].bandwidth_bytes_per_s) == (0.5, None)
-    with open_store(config, "run", "nvme") as store:
-        assert store._pace is not None
-    plain = tierfall.Config.model_validate(config_of(tmp_path, flush={"yield": False}))
-    with open_store(plain, "run", "nvme") as store:
-        assert store._pace is None

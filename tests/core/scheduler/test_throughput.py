@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
-import tierfall
-from tests.simulation.throttled import Throttled
-from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     CopyRun,
@@ -21,8 +15,6 @@ from tierfall.core.scheduler.ledger.throughput import STRETCHES, TierThroughput
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 
-SLOW = IMAGE / 10.0
-FAST = IMAGE / 2.0
 MIB = 1 << 20
 TO_PFS = "pfs"
 
@@ -74,31 +66,6 @@ def bring(
     rates.on_ended(Outcome(task=finish()), at_s + seconds)
 
 
-def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None:
-    tiers = [file_rules("nvme"), file_rules("pfs")]
-    world = Throttled(tiers, bytes_per_s={"nvme": FAST, "pfs": SLOW})
-    rates = world.coordinator.rates
-    assert (rates.write_bytes_per_s("nvme"), rates.read_rates()) == (None, {})
-    for step in range(1, 5):
-        world.save_soon(step)
-        world.go_on(25.0)
-    assert rates.write_bytes_per_s("nvme") == pytest.approx(FAST, rel=0.05)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(SLOW, rel=0.05)
-
-
-def test_workers_at_once_count_as_what_they_bring_together() -> None:
-    rates = TierThroughput()
-    bring(rates, 0.0, workers=4, seconds=2.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(2 * MIB)
-
-
-def test_idle_time_between_copies_does_not_count() -> None:
-    rates = TierThroughput()
-    for at_s in (0.0, 1000.0, 5000.0):
-        bring(rates, at_s, workers=1, seconds=1.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
-
-
 def test_waits_for_a_pace_do_not_make_a_tier_slow_but_what_comes_is_less() -> None:
     rates = TierThroughput()
     bring(rates, 0.0, workers=1, seconds=10.0, paced_s=9.0)
@@ -118,15 +85,6 @@ def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_doe
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB / 5)
 
 
-def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
-    rates = TierThroughput()
-    bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
-    assert rates.read_rates()["nvme"] == pytest.approx(MIB)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
-    rates.note_read("nvme", 3 * MIB, 1.0)
-    assert rates.read_rates()["nvme"] == pytest.approx(2 * MIB)
-
-
 def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     rates = TierThroughput()
     run = run_of(0)
@@ -139,49 +97,3 @@ def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     bring(rates, 100.0, workers=1, seconds=1.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB)
-
-
-def test_only_the_last_stretches_count() -> None:
-    rates = TierThroughput()
-    for number in range(STRETCHES):
-        bring(rates, 10.0 * number, workers=1, seconds=8.0)
-    for number in range(STRETCHES):
-        bring(rates, 1000.0 + 10.0 * number, workers=1, seconds=1.0)
-    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
-    assert rates.stretches("pfs") == STRETCHES
-
-
-def test_what_arrives_is_reported_while_it_does_and_less_where_it_takes_longer() -> None:
-    rates = TierThroughput()
-    first, second = run_of(0), run_of(1)
-    rates.on_begun(first, 0.0)
-    assert rates.arriving_bytes_per_s("pfs", 1.0) is None, "nothing has come yet"
-    rates.on_begun(second, 0.0)
-    rates.on_ended(Outcome(task=first, seconds=2.0), 2.0)
-    assert rates.arriving_bytes_per_s("pfs", 2.0) == pytest.approx(MIB / 2)
-    assert rates.arriving_bytes_per_s("pfs", 100.0) == pytest.approx(MIB / 100)
-    rates.on_ended(Outcome(task=second, seconds=4.0), 4.0)
-    assert rates.arriving_bytes_per_s("pfs", 4.0) is None, "nobody writes"
-
-
-def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> None:
-    config = {
-        "run": "run",
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(tmp_path / "memory")},
-            {"name": "nvme", "kind": "file", "path": str(tmp_path / "nvme"), "bandwidth": "20MB/s"},
-        ],
-    }
-    state = {"w": torch.arange(2_500_000, dtype=torch.float32)}
-    with tierfall.open(config) as ckpt:
-        assert ckpt.statistics().write_bytes_per_s == {}
-        ckpt.save(1, state, block=True)
-        ckpt.restore(state, tier="nvme")
-        ckpt.save(2, state, block=True)
-        ckpt.save(3, state, block=True)
-        messages = ckpt.statistics()
-        delivered = ckpt._session.coordinator.rates.delivered_bytes_per_s("nvme")
-    assert messages.write_bytes_per_s["nvme"] > 20e6 * 1.5, "it waits for its pace most of the time"
-    assert delivered is not None
-    assert delivered < 20e6 * 1.5
-    assert 0 < messages.read_bytes_per_s["nvme"] < 1e9

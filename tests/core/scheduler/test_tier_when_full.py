@@ -11,12 +11,8 @@ from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler import executor
-from tierfall.core.scheduler.executor import TaskRunner
-from tierfall.core.scheduler.ledger.tasks import CopyRun
-from tierfall.core.types.errors import CapacityError, FlushError, UnreachableError
-from tierfall.core.types.values import SaveOutcome, WhenFull
-from tierfall.tiers.stored import StoredTier
+from tierfall.core.types.errors import CapacityError, FlushError
+from tierfall.core.types.values import WhenFull
 
 COPY_S = 10.0
 
@@ -41,47 +37,6 @@ def save_every_second(world: Throttled, count: int) -> float:
         waited_s += world.now_s - asked_s
         world.go_on(1.0)
     return waited_s
-
-
-def given_up(world: Throttled) -> list[int]:
-    return [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]
-
-
-def test_saves_wait_for_a_tier_that_says_so_and_for_one_that_says_nothing() -> None:
-    for rule in (WhenFull.WAIT, None):
-        world = behind(rule)
-        assert save_every_second(world, 8) > 20.0
-        assert given_up(world) == []
-
-
-def test_a_tier_that_supersedes_holds_no_save_up_and_gets_the_newest() -> None:
-    world = behind(WhenFull.SUPERSEDE)
-    assert save_every_second(world, 30) == 0.0
-    world.go_on(100.0)
-    got = world.steps_on("store")
-    assert given_up(world) == [step for step in range(1, 31) if step not in got]
-    assert {1, 30} <= set(got)
-    assert 4 <= len(got) <= 8
-    world.check("store")
-
-
-def test_a_tier_that_skips_lets_those_that_came_first_keep_their_turn() -> None:
-    world = behind(WhenFull.SKIP)
-    assert save_every_second(world, 8) == 0.0
-    world.go_on(100.0)
-    got = world.steps_on("store")
-    assert got[:2] == [1, 2], "what waited longest came next"
-    assert 8 in got, "the newest is never given up"
-    assert given_up(world) == [step for step in range(1, 9) if step not in got]
-
-
-def test_what_is_given_up_for_a_tier_is_reported() -> None:
-    world = behind(WhenFull.SKIP)
-    save_every_second(world, 6)
-    lost = next(h for h in world.handles.values() if h.outcome is SaveOutcome.SUPERSEDED)
-    with pytest.raises(CapacityError, match=r"superseded by step .*, and store skips it"):
-        lost.wait(timeout=0)
-    assert world.coordinator.counters.superseded_saves == len(given_up(world))
 
 
 def small_nvme(rule: WhenFull | None) -> Throttled:
@@ -119,15 +74,6 @@ def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_stor
     world.check("store")
 
 
-def test_without_a_rule_such_a_disk_is_full_and_says_so() -> None:
-    world = small_nvme(None)
-    for step in range(1, 8):
-        world.save_soon(step)
-        world.go_on(1.0)
-    assert "nvme" in world.coordinator.ledger.failing
-    assert world.coordinator.flush_queue.given_up == {}
-
-
 def test_a_save_waits_no_longer_for_a_tier_than_its_own_max_wait() -> None:
     world = behind(None, images=2, members={"max_wait_s": 2.0}, max_wait_s=60.0)
     assert world.save_soon(1) is not None
@@ -150,25 +96,6 @@ def test_a_longer_max_wait_of_a_tier_holds_while_memory_is_held_for_it() -> None
     world.go_on(COPY_S + 1.0)
     region, error = answer
     assert (region is not None, error) == (True, None)
-
-
-def test_a_tier_that_fails_is_reported_after_its_own_max_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = behind(None, members={"max_wait_s": 3.0}, max_wait_s=600.0)
-
-    def refuse(runner: TaskRunner, task: CopyRun, store: StoredTier) -> float:
-        raise UnreachableError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setitem(executor._HANDLERS, CopyRun, refuse)
-        world.save_soon(1)
-        world.go_on(2.0)
-        assert not world.coordinator.ledger.failing
-        world.go_on(8.0)
-        assert "store" in world.coordinator.ledger.failing
-    world.go_on(100.0)
-    assert world.steps_on("store") == [1]
 
 
 def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:

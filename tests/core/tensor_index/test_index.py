@@ -14,7 +14,7 @@ from tests import forked
 from tierfall.core.image.merge import TensorBlock
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import read_index
-from tierfall.core.types.errors import CapacityError, IntegrityError, NotSupportedError
+from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 
 def blocks_of(name: str, tables: list[list[dict[str, Any]]]) -> list[TensorBlock]:
@@ -78,13 +78,6 @@ def test_an_empty_state_and_large_numbers_come_back() -> None:
     assert tensor.blocks[0].end == 1 << 50
 
 
-def test_equal_tables_give_equal_bytes() -> None:
-    assert make(4) == make(4)
-    moved = [table(rank, 4) for rank in range(4)]
-    moved[3][3] = piece("own3", [7], [0], [7], 100)
-    assert make(4, *moved) != make(4)
-
-
 def test_a_dtype_that_this_torch_lacks_costs_that_tensor_alone() -> None:
     unknown = piece("new", [4], [0], [4], 0, dtype="float3_e1m1", end=2)
     index = read_index(make(1, [unknown, piece("w", [4], [0], [4], 2)]), what="index")
@@ -123,11 +116,6 @@ def test_a_table_that_no_rank_writes_is_refused(entry: dict[str, Any]) -> None:
         make(1, [missing])
     with pytest.raises(IntegrityError, match="rank 0: pieces has an entry"):
         make(1, [["w"]])  # type: ignore[list-item]
-
-
-def test_what_would_be_too_large_is_not_made() -> None:
-    with pytest.raises(CapacityError, match="more than the 100 that one may have"):
-        make(2, bytes_max=100)
 
 
 _READING = """

@@ -34,21 +34,6 @@ def test_a_step_folder_parses_back(step: int, attempt: int) -> None:
     assert keys.parse_step_folder(keys.step_folder(checkpoint)) == checkpoint
 
 
-def test_the_largest_step_and_attempt_have_names_and_the_next_have_none() -> None:
-    largest = CheckpointId(keys.STEP_MAX, keys.ATTEMPT_MAX)
-    assert keys.parse_step_folder(keys.step_folder(largest)) == largest
-    for more in (
-        CheckpointId(keys.STEP_MAX + 1, 1),
-        CheckpointId(1, keys.ATTEMPT_MAX + 1),
-    ):
-        assert keys.parse_step_folder(keys.step_folder(more)) is None
-
-
-@given(attempts)
-def test_an_attempt_parses_back(number: int) -> None:
-    assert keys.parse_attempt(keys.attempt_key("gpt", number).rpartition("/")[2]) == number
-
-
 @given(shards)
 def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
     images = [keys.shard_name(shard, codec) for codec in Codec]
@@ -56,12 +41,6 @@ def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
     for name in (*images, keys.manifest_name(shard), keys.stored_name(shard)):
         assert keys.parse_shard(name) == shard
         assert keys.is_tierfall_name(name)
-
-
-def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
-    folders = [keys.step_folder(CheckpointId(step, 1)) for step in (99_999_999, 100_000_000)]
-    assert folders != sorted(folders)
-    assert [keys.parse_step_folder(folder).step for folder in folders] == [99_999_999, 100_000_000]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +125,6 @@ def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
 )
 def test_what_a_user_put_there_is_not_ours(name: str) -> None:
     assert not keys.is_tierfall_name(name)
-
-
-@pytest.mark.parametrize("name", ["a", "7", "gpt-small", "A.b_c-1", "x" * 200])
-def test_usable_names_come_back(name: str) -> None:
-    assert keys.check_name(name, what="run") == name
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
-from tierfall.core.types.text import members, with_article
+from tierfall.core.types.text import members
 from tierfall.core.types.values import CheckpointId, LossClass, TierKind
-
-
-@pytest.mark.parametrize(
-    "said",
-    ["an int", "a dict", "an object", "an OrderedDict", "a NoneType", "a uint8", "an Untyped"],
-)
-def test_the_article_suits_the_noun(said: str) -> None:
-    assert with_article(said.split()[1]) == said
 
 
 @dataclass(frozen=True, kw_only=True)

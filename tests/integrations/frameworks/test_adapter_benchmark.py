@@ -15,13 +15,6 @@ from benchmarks.figures import Results
 from tests.tiny_plan import tiny_plan
 
 
-def test_a_save_is_counted_by_the_two_steps_around_it_and_by_the_whole_loop() -> None:
-    usual, first, later = [1.0] * 3, [9.0, 9.0, 1.0, 1.0], [3.0, 2.0, 1.0, 1.5]
-    held_s, loop_s = adapters.held_by_saves([*usual, *first, *later, *later, 7.0], 1.0)
-    assert held_s == 5.0 - 2 * 1.25
-    assert loop_s == 3.5
-
-
 def test_each_loop_is_measured_with_and_without_saves(tmp_path: Path) -> None:
     results, lines = Results(), []
     adapters.measure(tiny_plan(tmp_path, "adapters"), lines.append, results)

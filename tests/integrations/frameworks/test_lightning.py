@@ -24,16 +24,13 @@ pytest.importorskip("torchdata")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 
 import tierfall
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
-from tierfall import integrations
 from tierfall.errors import ConfigError, RestoreError, StepError
 from tierfall.integrations.lightning import TierfallIO, files
-from tierfall.integrations.lightning import state as lightning_state
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("lightning_program.py")
@@ -279,23 +276,6 @@ def test_metrics_are_saved_for_retention(io: TierfallIO, tmp_path: Path) -> None
     assert "val_loss" in _known(tmp_path)[-1].metrics
 
 
-def test_a_plugin_alone_becomes_a_callback_by_the_entry_point(
-    io: TierfallIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning.pytorch.trainer.connectors import callback_connector
-
-    monkeypatch.setattr(
-        callback_connector,
-        "_load_external_callbacks",
-        lambda group: integrations.lightning_callbacks(),
-    )
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saves = ModelCheckpoint(dirpath=tmp_path / "checkpoints")
-    made = pl.Trainer(accelerator="cpu", callbacks=[saves], plugins=[io], max_epochs=1, **quiet)
-    made.fit(Module(), DataLoader(Data(32), batch_size=8))
-    assert tierfall.read_pointer(saves.best_model_path).step == 4
-
-
 def test_a_plugin_that_is_no_callback_is_refused(io: TierfallIO, tmp_path: Path) -> None:
     """It would be called on rank 0 alone."""
     with pytest.raises(ConfigError, match=r"Trainer\(plugins=\[io\], callbacks=\[io\]\)"):
@@ -350,26 +330,6 @@ def test_a_pointer_that_a_killed_start_has_removed_is_not_missed(
     assert isinstance(made.checkpoint_callback, ModelCheckpoint)
     shutil.rmtree(made.checkpoint_callback.best_model_path)
     assert fit(io, tmp_path, "last", epochs=3, every_n_epochs=1, save_top_k=1).global_step == 12
-
-
-@pytest.mark.parametrize("call", ["listdir", "unlink", "rmdir"])
-def test_the_first_ranks_of_two_nodes_remove_a_pointer_that_both_see(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one is faster, by one call."""
-    folder = tmp_path / "last.ckpt"
-    folder.mkdir()
-    (folder / "tierfall.json").touch()
-    real = getattr(os, call)
-
-    def late(*args: Any, **more: Any) -> Any:
-        monkeypatch.undo()
-        shutil.rmtree(folder)
-        return real(*args, **more)
-
-    monkeypatch.setattr(os, call, late)
-    files.remove(folder)
-    assert not folder.exists()
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
@@ -449,35 +409,9 @@ def test_an_error_before_the_training_is_not_hidden_by_its_save(
         made.fit(Fails(), DataLoader(Data(32), batch_size=8))
 
 
-def test_an_error_before_the_run_is_not_hidden_where_the_strategy_shards(
-    io: TierfallIO, tmp_path: Path
-) -> None:
-    """OnExceptionCheckpoint asks the strategy for its state before it saves; a collective would hang one rank."""
-    made = trainer(io, ModelCheckpoint(dirpath=tmp_path))
-    made.strategy.__class__ = ModelParallelStrategy
-    io.setup(made, Module(), "fit")
-    made.state.status = TrainerStatus.INTERRUPTED
-    assert made.strategy.lightning_module_state_dict() == {}
-    assert made.strategy.optimizer_state(None) == {}
-    made.strategy.save_checkpoint({}, tmp_path / "on_exception.ckpt")
-    assert not (tmp_path / "on_exception.ckpt").exists()
-
-
 def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"save_weights_only.*tierfall export"):
         fit(io, tmp_path, save_weights_only=True)
-
-
-def test_a_strategy_that_shards_loads_lightnings_own_checkpoint_in_a_second_fit_too() -> None:
-    class Own(ModelParallelStrategy):
-        def load_checkpoint(self, path: Any, weights_only: Any = None) -> Any:
-            return {"own": path}
-
-    strategy = Own()
-    for _ in range(2):
-        state = lightning_state.state_for(strategy, lambda: True)
-        assert state.load_own("x") == {"own": "x"}
-        strategy.load_checkpoint = lambda *_: pytest.fail("the plugin's")  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

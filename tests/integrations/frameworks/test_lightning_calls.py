@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader
 import tierfall
 from tests.integrations.frameworks.lightning_program import Data, config, trainer
 from tierfall.errors import ConfigError, RestoreError
-from tierfall.integrations.lightning import TierfallIO, files
+from tierfall.integrations.lightning import TierfallIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -105,12 +103,6 @@ def test_last_of_a_run_without_checkpoints_is_an_error(trained: pl.Trainer, tmp_
         tester.test(Module(), rows(), ckpt_path="last")
 
 
-def test_without_the_plugin_last_is_lightnings(tmp_path: Path) -> None:
-    tester = pl.Trainer(default_root_dir=tmp_path, **QUIET)
-    with pytest.warns(UserWarning, match="no last checkpoint available"):
-        tester.test(Module(), rows(), ckpt_path="last")
-
-
 def test_modules_are_loaded_from_a_pointer(trained: pl.Trainer, tmp_path: Path) -> None:
     """``last.ckpt`` is the newest one of its run; another path names its step."""
     found = config(tmp_path)
@@ -121,14 +113,6 @@ def test_modules_are_loaded_from_a_pointer(trained: pl.Trainer, tmp_path: Path) 
         saved = tierfall.load(found, step=step)["lightning"]["state_dict"]
         assert (loaded.hparams.width, loaded.lr) == (6, 0.5)  # type: ignore[attr-defined]
         assert all(torch.equal(x, saved[key]) for key, x in loaded.state_dict().items())
-
-
-def test_a_file_of_lightnings_own_is_loaded_as_before(tmp_path: Path) -> None:
-    made = pl.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
-    made.fit(Module(width=5))
-    made.save_checkpoint(tmp_path / "own.ckpt")
-    loaded = Module.load_from_checkpoint(tmp_path / "own.ckpt")
-    assert torch.equal(loaded.net[0].weight, made.lightning_module.net[0].weight)
 
 
 def found_by_call(made: pl.Trainer, module: Module) -> Any:
@@ -276,23 +260,3 @@ def test_top_k_by_step_or_epoch_is_kept(
         kept = {info.step for info in ckpt.checkpoints() if "disk" in info.tiers}
     pointed = {int(path.stem.removeprefix("step=")) for path in tmp_path.glob("step=*")}
     assert kept == pointed == ({4, 8} if mode == "min" else {8, 12})
-
-
-def test_the_entry_point_says_nothing_in_a_program_without_the_plugin(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the program has imported the package, as one that trains with and without it."""
-    monkeypatch.setattr(files, "PLUGINS", WeakSet())  # without those of other tests
-    logger = logging.getLogger("lightning.fabric.utilities.registry")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    try:
-        without = pl.Trainer(**QUIET)
-        assert [x for x in without.callbacks if isinstance(x, files.FromPlugin)] == []
-        assert "tierfall" not in caplog.text
-        io = TierfallIO(config(tmp_path))
-        plugged = pl.Trainer(plugins=[io], **QUIET)
-        assert len([x for x in plugged.callbacks if isinstance(x, files.FromPlugin)]) == 1
-        assert "entry point 'tierfall'" in caplog.text
-    finally:
-        logger.removeHandler(caplog.handler)

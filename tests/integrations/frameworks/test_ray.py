@@ -25,9 +25,7 @@ from tierfall.backends.posix.backend import PosixBackend
 
 pytest.importorskip("ray.train")
 
-from pyarrow.fs import copy_files
 
-from tests.integrations.frameworks.ray_program import move_away, move_back
 from tierfall.integrations import ray as adapter
 
 PROGRAM = Path(__file__).with_name("ray_program.py")
@@ -205,47 +203,6 @@ def test_a_save_that_finds_no_memory_reports_metrics_alone(
             adapter.report(ckpt, handle, {})
         ended.set()
     assert ["checkpoint" in more for more in reports] == [True, False]
-
-
-def test_after_a_failed_upload_ray_gets_the_newest_checkpoint_that_a_tier_has(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray itself takes one report in 2 s: it has registered none of these when the third upload fails."""
-    uploads: list[Callable[[str], Any]] = []
-    copied: list[tuple[str, Any]] = []
-
-    def persist(pointer: Any, name: str) -> Any:
-        folder = tmp_path / name
-        folder.mkdir()
-        copy_files(pointer.path, str(folder), source_filesystem=pointer.filesystem)
-        copied.append((name, tierfall.read_pointer(folder).step))
-
-    def take(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **more: Any) -> None:
-        uploads.append(lambda name: checkpoint_upload_fn(checkpoint, name))
-
-    storage = SimpleNamespace(persist_current_checkpoint=persist)
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_storage=lambda: storage)
-    monkeypatch.setattr(adapter.train, "get_context", lambda: context)
-    monkeypatch.setattr(adapter.train, "get_checkpoint", lambda: None)
-    monkeypatch.setattr(adapter.train, "report", take)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    tiers = make_config(host={"capacity": "16MiB"}, disk={}, max_wait="2s")
-    disk = Path(tiers["tiers"][-1]["path"])
-    with tierfall.open(tiers) as ckpt:
-        state = {"x": torch.zeros(9)}
-        for step in (1, 2):
-            handle = ckpt.save(step, state, block=True)
-            adapter.report(ckpt, handle, {})
-        move_away(disk, handle)
-        for step in (3, 4):
-            handle = ckpt.save(step, state)
-            adapter.report(ckpt, handle, {})
-        for step, upload in enumerate(uploads, 1):
-            upload(f"upload-{step}")
-        assert [*(tmp_path / "temporary").iterdir()] == [], "a kill would have left this"
-        move_back(disk, handle)
-    assert copied == [("upload-1", 1), ("upload-2", 2), ("upload-3", 2), ("upload-4", 2)]
 
 
 ASKS = "            notice = train.get_preemption_info()\n"
