@@ -38,7 +38,7 @@ from tests.contract.kit import (
 from tierfall.errors import CaptureError, ConfigError, RestoreError, TierfallError
 
 SOON_S = 20.0
-EVENT_PAGE = ROOT / "docs" / "event-log.md"
+EVENT_PAGE = ROOT / "docs" / "metrics.md"
 METRIC_PAGE = ROOT / "docs" / "metrics.md"
 
 
@@ -286,7 +286,7 @@ def test_reports_handles_and_runs_are_shown_as_lines_that_a_person_reads(place: 
 
 
 def documented_events() -> dict[str, set[str]]:
-    table = EVENT_PAGE.read_text().partition("\n## Kinds\n")[2].partition("|---|")[2]
+    table = EVENT_PAGE.read_text().partition("\n### Kinds\n")[2].partition("|---|")[2]
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", table, flags=re.MULTILINE)
     return {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in rows}
 
