@@ -142,9 +142,8 @@ def test_the_loss_bound_says_what_each_failure_would_cost_now(place: Place) -> N
         assert (site.survives, site.tier) == (None, None)
         assert process.seconds_lost is not None
         assert process.seconds_lost > 0
-        shown = place.cli("ls").out
-        assert re.search(r"of the process, 20@1 on host.* 5 steps", shown)
-        assert re.search(r"of the site, nothing", shown)
+        reported = r"of the process, 20@1 on host.* 5 steps.*of the site, nothing"
+        wait_until(lambda: re.search(reported, place.cli("ls").out), "the trainer reports it")
 
 
 def test_a_tier_further_behind_than_within_is_reported_and_counted_once(
