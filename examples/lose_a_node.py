@@ -6,7 +6,6 @@ python examples/lose_a_node.py    # two processes of this machine stand for two 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,11 @@ import tierfall
 STEPS_A_START = 5
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, met_by: str) -> None:
     """What each rank runs. Its node's memory is two folders, which are in /dev/shm on a real node."""
     node = os.environ["GROUP_RANK"]
-    dist.init_process_group("gloo")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", f"file://{met_by}", rank=rank, world_size=world_size)
     tiers = [
         {"name": "host", "kind": "host", "folder": str(folder / node / "host")},
         {"name": "peers", "kind": "peer", "path": str(folder / node / "peers")},
@@ -56,20 +56,19 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # in one piece: several processes write to one output
 
 
-def start(folder: Path) -> list[subprocess.Popen[bytes]]:
+def start(folder: Path, number: int) -> list[subprocess.Popen[bytes]]:
     """Start both nodes, as torchrun or Slurm do, and wait until peer memory has what they saved last."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     ranks = []
     for rank in ("0", "1"):
         place = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, __file__, str(folder)]
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, __file__, str(folder), str(folder / f"group-{number}")]
         ranks.append(subprocess.Popen(command, env={**os.environ, **place, **group}))
     marks = [folder / rank / "ready" for rank in ("0", "1")]
     while not all(mark.exists() for mark in marks):
         if any(process.poll() is not None for process in ranks):
+            for process in ranks:
+                process.kill()
             sys.exit("a rank has ended early; its error is above")
         time.sleep(0.1)
     for mark in marks:
@@ -80,8 +79,8 @@ def start(folder: Path) -> list[subprocess.Popen[bytes]]:
 def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)
-        for lost in ("1", None):
-            ranks = start(folder)
+        for number, lost in enumerate(("1", None)):
+            ranks = start(folder, number)
             for process in ranks:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -92,6 +91,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        train(Path(sys.argv[1]))
+        train(Path(sys.argv[1]), sys.argv[2])
     else:
         main()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,10 @@ class SeaweedFS:
         client.delete_object(Bucket=name, Key="started")
 
     def remove_bucket(self, name: str) -> None:
-        """Remove a bucket with all that is in it."""
-        self.client().delete_bucket(Bucket=name)
+        """Remove a bucket with all that is in it. One that is not there is removed already."""
+        client = self.client()
+        with suppress(client.exceptions.NoSuchBucket):
+            client.delete_bucket(Bucket=name)
 
     def client(self, **changes: Any) -> Any:
         """Return a client of botocore that retries nothing: it sees the server independently of the tested one."""
