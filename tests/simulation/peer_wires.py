@@ -155,9 +155,12 @@ class WiredPeer(PeerBackend):
     """The memory of another machine, over ``Wire`` in place of TCP."""
 
     def __init__(self, wires: Wires, source: int, server: Server) -> None:
-        place = f"the memory of machine {server.machine}"
-        super().__init__(("", 0), secret=b"", run=RUN, sender=f"machine-{source}", place=place)
+        super().__init__(("", 0), secret=b"", run=RUN, sender=f"machine-{source}")
         self._wires, self._source, self._server = wires, source, server
+
+    @property
+    def place(self) -> str:
+        return f"the memory of machine {self._server.machine}"
 
     def _connect(self, what: str, deadline_s: float) -> Any:
         try:
