@@ -157,36 +157,6 @@ HOST = {"name": "host", "kind": "host"}
 FILE = {"name": "file", "kind": "file", "path": "./c"}
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            config_of(capture={"mode": "auto"}),
-            'capture.mode: "auto" does not fit; expected one of lazy, blocking; leave mode out for lazy',
-        ),
-        (
-            config_of(tiers=[HOST, {"name": "p", "kind": "peer", "parity": {"group": 4}}]),
-            r"tiers\[1\].parity: unknown key of a peer tier; .* keeps copies: write copies: N",
-        ),
-        (
-            config_of(
-                tiers=[{"name": "o", "kind": "object", "url": "gs://b", "driver": "obstore"}]
-            ),
-            "driver: obstore is not used any more; remove driver",
-        ),
-        (
-            config_of(tiers="tiers://run/step-00000100"),
-            "a checkpoint is not saved or loaded by a path; .*TierWriter",
-        ),
-    ],
-)
-def test_what_went_is_answered_by_what_is_there_instead(
-    source: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(source)
-
-
 def _nested(line: str, repeated: str, times: int) -> str:
     """Lines of which each has the one before several times, by its alias."""
     lines = (

@@ -430,6 +430,37 @@ def test_a_misspelt_word_is_answered_by_the_nearest_one(
     assert not any(found.values()), "\n".join(filter(None, found.values()))
 
 
+def test_what_went_is_answered_by_what_is_there_instead(
+    wrong: Callable[[str], list[str]],
+) -> None:
+    gone: list[tuple[dict[str, Any], str, str]] = [
+        (
+            run_of(capture={"mode": "auto"}),
+            "capture.mode",
+            "expected one of lazy, blocking; leave mode out",
+        ),
+        (
+            {"run": "x", "tiers": [HOST, {**PEERS, "parity": {"group": 4}}]},
+            "tiers[1].parity",
+            "write copies: N",
+        ),
+        (
+            store_of(url="gs://bucket", driver="obstore"),
+            "tiers[1].driver",
+            "obstore is not used any more; remove driver",
+        ),
+        (
+            run_of(tiers="tiers://run/step-1"),
+            "tiers",
+            "not saved or loaded by a path; .*TierWriter",
+        ),
+    ]
+    found = {row[1]: faults_of(wrong, *row) for row in gone}
+    assert not any(found.values()), "\n".join(filter(None, found.values()))
+    with pytest.raises(ConfigError, match=r"not saved or loaded by a path; .*TierReader"):
+        tierfall.load("tiers://run/step-00000003")
+
+
 REMEDIES = re.compile(
     "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|must be|missing"
 )
