@@ -18,7 +18,8 @@ from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import Listing
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
-from tierfall.core.load.load import LoadPlan, check_device, plan_load
+from tierfall.core.load.load import check_device, plan_load
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import naming_deletion
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
@@ -127,7 +128,7 @@ def load(
     """
     choices = Choices.of(only=only, doing="load")
 
-    def plan(header: ImageHeader) -> LoadPlan:
+    def plan(header: ImageHeader) -> ReadPlan:
         return plan_load(header, map_location=map_location, choices=choices)
 
     request = RestoreRequest(
@@ -233,5 +234,4 @@ def _load(
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")
     restored.plan.finish()
-    loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
-    return loaded
+    return restored.plan.loaded

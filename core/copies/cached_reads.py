@@ -31,33 +31,12 @@ def copy_bytes(target: int, source: int, count: int) -> None:
         ctypes.memmove(target + done, source + done, min(PIECE_BYTES, count - done))
 
 
-class WrittenTargets:
-    """The targets that a restore has begun to write, at least in part. Shared by the reading threads."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[TargetWriter, int, int]] = []
-
-    def add(self, writer: TargetWriter, start: int, end: int) -> None:
-        """Record the targets of bytes ``start`` to ``end`` of an image's data; call it before the first of these bytes
-        is written."""
-        self._ranges.append((writer, start, end))
-
-    def targets(self) -> Iterator[torch.Tensor]:
-        """Yield the recorded parts of flat targets."""
-        for writer, start, end in self._ranges:
-            for fill in writer.within(start, end):
-                low, high = max(fill.start, start), min(fill.end, end)
-                for target in fill.targets:
-                    yield target[low - fill.start : high - fill.start]
-
-
 class TargetWriter:
     """The targets of one restore. Shared by the reading threads."""
 
-    def __init__(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
-        """``fills`` are in image order. ``written`` records the targets that are written."""
+    def __init__(self, fills: Sequence[Fill]) -> None:
+        """``fills`` are in image order."""
         self._fills = fills
-        self.written = written
         self._ends = [fill.end for fill in fills]
         overlapping = _overlapping(fills)
         self._straight = [
@@ -88,7 +67,6 @@ class TargetWriter:
 
         Each filled view is added to ``digest``, and copied to the further targets of its bytes.
         """
-        self.written.add(self, start, end)
         at = start
         while at < end:
             number = bisect_right(self._ends, at)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.copies.images import Image
 from tierfall.core.copies.shard_reader import NOWHERE, OpenImage, ShardReader, find_images
@@ -22,8 +21,7 @@ from tierfall.core.types.values import Shard
 class CheckpointReader:
     """Opens images on first use, and reads for this rank only.
 
-    ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have been written to;
-    ``written`` records which.
+    ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have been written to.
     """
 
     checkpoint: KnownCheckpoint
@@ -34,7 +32,6 @@ class CheckpointReader:
     chunks_max: int | None
     nowhere: str = NOWHERE
     touched: bool = False
-    written: WrittenTargets = field(default_factory=WrittenTargets)
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
 
     def world_size(self, ours: int) -> int:
@@ -73,19 +70,13 @@ class CheckpointReader:
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         """Fill the targets of the ``fills`` of each rank's image."""
         self.touched = True
-        self.fill_here(fills, world_size, self.written)
+        self.fill_here(fills, world_size)
 
-    def fill_here(
-        self,
-        fills: Mapping[int, Sequence[Fill]],
-        world_size: int,
-        written: WrittenTargets | None = None,
-    ) -> None:
-        """Fill memory of this process on this rank only, without the other ranks; ``written`` records targets in the
-        state."""
+    def fill_here(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+        """Fill memory of this process on this rank only, without the other ranks."""
         for rank, image_fills in sorted(fills.items()):
             with self.open(Shard(rank, world_size)) as reader:
-                reader.fill(image_fills, written or WrittenTargets())
+                reader.fill(image_fills)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         """Record that this rank has failed with ``error``; return the error that prevents telling the other ranks, or

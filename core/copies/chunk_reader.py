@@ -17,12 +17,7 @@ import torch
 import xxhash
 
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.cached_reads import (
-    TargetWriter,
-    WrittenTargets,
-    copy_bytes,
-    digest_pieces,
-)
+from tierfall.core.copies.cached_reads import TargetWriter, copy_bytes, digest_pieces
 from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
 from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
@@ -239,14 +234,13 @@ def read_fills(
     threads: int,
     pool: BufferPool,
     streams: Streams,
-    written: WrittenTargets,
 ) -> None:
     """Fill the targets of every fill. Raises the first failure once all threads have stopped.
 
     When it returns or raises, no copy is in progress. Work queued on a target's device afterwards runs after the
     copies.
     """
-    writer = TargetWriter(fills, written)
+    writer = TargetWriter(fills)
     copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
@@ -305,7 +299,6 @@ def scatter(
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)
-    writer.written.add(writer, start, end)
     on_devices: dict[torch.device, list[Piece]] = {}
     for fill in writer.within(start, end):
         low, high = max(fill.start, start), min(fill.end, end)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
@@ -106,11 +105,11 @@ class ShardReader:
                 what=f"checkpoint {self.manifest.lineage.checkpoint}",
             )
 
-    def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
+    def fill(self, fills: Sequence[Fill]) -> None:
         pool, streams = self._ring.pool, self._ring.streams
         on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
         threads = max(self._threads, self._device_threads) if on_device else self._threads
-        read_fills(self._reader, self.manifest, fills, threads, pool, streams, written)
+        read_fills(self._reader, self.manifest, fills, threads, pool, streams)
 
     def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
         """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +34,11 @@ from tierfall.core.image.tree import (
     walk,
 )
 from tierfall.core.load import assign
-from tierfall.core.load.build import CPU, BlockTarget, Fill
+from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.match import SharedMemory
-from tierfall.core.load.plan import Action, RestoreWork, Setter, live_names
+from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, live_names
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
 from tierfall.core.state.state_dicts import (
@@ -52,7 +50,6 @@ from tierfall.core.state.state_dicts import (
 from tierfall.core.tensors import names, rng, value_codec
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import with_article
 
@@ -220,43 +217,9 @@ def holds_tensors(live: Any) -> bool:
     return any(True for _ in live_names(live, ""))
 
 
-@dataclass(frozen=True, slots=True)
-class FillPlan:
-    """The reads of a restore. ``shared`` are checked before any; ``finish`` is called once all are done."""
-
-    fills: tuple[Fill, ...]
-    targets: tuple[BlockTarget, ...]
-    shared: tuple[SharedMemory, ...]
-    _stages: tuple[tuple[Action, ...], ...]
-    _work: RestoreWork
-
-    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
-        """Return the tensors of the state that ``targets``, parts of those of ``fills``, have written to."""
-        ranges = AddressRanges(AddressRange.of(target) for target in targets)
-        return [live for live in self._work.matcher.in_place() if ranges.overlaps(live.range)]
-
-    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
-        """Return the names of those tensors of ``written``, by another plan for this state, that this plan neither
-        fills nor removes from the state."""
-        filled = AddressRanges(live.range for live in self._work.matcher.in_place())
-        return [
-            live.name
-            for live in written
-            if not filled.contains(live.range)
-            and not any(names.is_within(live.name, name) for name in self._work.replaced_names)
-        ]
-
-    def finish(self) -> None:
-        """Run the actions that need the bytes: copy into tensors without a flat view, assign values, call
-        load_state_dict of other objects in the order of the state, and set the random state last."""
-        for stage in self._stages:
-            for action in stage:
-                action()
-
-
 def plan_fill(
     state: Mapping[Any, object], header: ImageHeader, choices: Choices | None = None
-) -> FillPlan:
+) -> ReadPlan:
     """Plan to restore an image into a state, in place. Writes nothing.
 
     Without ``choices`` all is restored, including the random state, and both sides must have the same names. Raises
@@ -274,7 +237,14 @@ def plan_fill(
     work.report_names()
     shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.builder.targets(), shared, work.stages(), work)
+    return ReadPlan(
+        fills=work.builder.fills(),
+        targets=work.builder.targets(),
+        shared=shared,
+        in_place=work.matcher.in_place(),
+        replaced_names=tuple(work.replaced_names),
+        actions=work.actions(),
+    )
 
 
 class _Filler:

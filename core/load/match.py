@@ -26,6 +26,7 @@ from tierfall.core.load.build import Builder, Fill
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.load.resize import can_resize, part_of, plan_common
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
+from tierfall.core.tensors.address_ranges import AddressRange, AddressRanges
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
@@ -34,7 +35,6 @@ from tierfall.core.tensors.dtensor import (
     local_tensor,
     piece_of,
 )
-from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
 
 _GENERATOR_BYTES = 1 << 14
@@ -239,11 +239,14 @@ class TensorMatcher:
             for child, (attribute, each) in inner:
                 self.fill(child, each, f"{name}%{attribute}")
 
-    def in_place(self) -> Iterator[LiveMemory]:
-        """Yield the tensors that are read into directly, before all bytes are verified."""
-        for claim in self._all_claims():
-            if claim.name not in self._resized and tensors.as_bytes(claim.live) is not None:
-                yield LiveMemory(claim.name, AddressRange.of(claim.live))
+    def in_place(self) -> dict[AddressRange, str]:
+        """Return the names of the tensors that are read into directly, before all bytes are verified, by their
+        memory."""
+        return {
+            AddressRange.of(claim.live): claim.name
+            for claim in self._all_claims()
+            if claim.name not in self._resized and tensors.as_bytes(claim.live) is not None
+        }
 
     def _all_claims(self) -> Iterator[_Claim]:
         return chain.from_iterable(self._claims.values())

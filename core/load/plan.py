@@ -25,15 +25,16 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.load.build import Builder
+from tierfall.core.load.build import BlockTarget, Builder, Fill
 from tierfall.core.load.choices import Choices, Selection, key_names, select
-from tierfall.core.load.match import TensorMatcher, kept_by_skip
+from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, value_codec
+from tierfall.core.tensors.address_ranges import AddressRange
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
@@ -43,13 +44,43 @@ _NEVER_REPORTED = (RandomNode, KeptNode)
 """A state may lack these entries of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The reads of a restore or a load; ``finish`` is called once all are done.
+
+    ``fills`` are the reads of one image, ``targets`` those of merged images. ``shared`` are read ahead and checked.
+    ``in_place`` are the names of the state's tensors that are read into directly, by their memory. Below
+    ``replaced_names`` nothing is left in the state that the checkpoint does not have.
+    """
+
+    fills: tuple[Fill, ...]
+    targets: tuple[BlockTarget, ...]
+    actions: tuple[Action, ...]
+    shared: tuple[SharedMemory, ...] = ()
+    in_place: Mapping[AddressRange, str] = field(default_factory=dict)
+    replaced_names: tuple[str, ...] = ()
+    loaded: dict[Any, Any] = field(default_factory=dict)
+    """Of a load: the nested dict, with tensors on the chosen device and values as they were saved."""
+
+    def finish(self) -> None:
+        """Run the actions that need the bytes: copy into tensors without a flat view, assign values, call
+        load_state_dict of other objects in the order of the state, and set the random state last."""
+        for action in self.actions:
+            action()
+
+    def leaves_unchanged(self, memory: AddressRange, name: str) -> bool:
+        """Return whether this plan neither fills a tensor of the state nor removes it from the state."""
+        return memory not in self.in_place and not any(
+            names.is_within(name, replaced) for replaced in self.replaced_names
+        )
+
+
 @dataclass(slots=True)
 class RestoreWork:
     """The state of planning, shared by the walks over containers, modules and optimizers.
 
     ``positions`` has the stored tensor of each name in the checkpoint. ``filled_parameters`` are parameters whose
-    values are restored, so that their gradients are out of date. Below ``replaced_names`` nothing is left in the state
-    that the checkpoint does not have. Actions run in the order of ``stages``.
+    values are restored, so that their gradients are out of date. ``replaced_names`` as in ``ReadPlan``.
     """
 
     state: Mapping[Any, object]
@@ -88,16 +119,15 @@ class RestoreWork:
         report = MismatchReport(choices.strict, choices.rename)
         return cls(state, header, choices, selection, report, modules.scan_state(state))
 
-    def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the actions, stage by stage."""
-        stages = (
-            self.matcher.copies,
-            self.assignments,
-            self.state_loads,
-            [self._clear_gradients],
-            self.final_actions,
+    def actions(self) -> tuple[Action, ...]:
+        """Return the actions in the order in which they run."""
+        return (
+            *self.matcher.copies,
+            *self.assignments,
+            *self.state_loads,
+            self._clear_gradients,
+            *self.final_actions,
         )
-        return tuple(tuple(stage) for stage in stages)
 
     def _clear_gradients(self) -> None:
         for parameter in self.filled_parameters:

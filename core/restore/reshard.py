@@ -13,9 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.shard_reader import PASSABLE
@@ -25,38 +23,17 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.load.match import SharedMemory
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import dtypes
-from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
 
 
-class RestorePlan(Protocol):
-    """The targets of an image's bytes; ``targets`` are those of merged images. ``shared`` are read ahead and checked.
-    ``written`` returns what a plan that failed has written to, and ``unfilled`` what of that this plan would not
-    overwrite. ``finish`` is called once all bytes are read."""
-
-    @property
-    def fills(self) -> Sequence[Fill]: ...
-
-    @property
-    def targets(self) -> Sequence[BlockTarget]: ...
-
-    @property
-    def shared(self) -> Sequence[SharedMemory]: ...
-
-    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
-
-    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]: ...
-
-    def finish(self) -> None: ...
-
-
-MakePlan = Callable[[ImageHeader], RestorePlan]
+MakePlan = Callable[[ImageHeader], ReadPlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +47,7 @@ class ResizeRules:
 
 def plan_reads_of_rank(
     parts: CheckpointReader, make_plan: MakePlan, shard: Shard, resize: ResizeRules
-) -> tuple[RestorePlan, Callable[[], None]]:
+) -> tuple[ReadPlan, Callable[[], None]]:
     """Plan to restore the state of this rank, ``shard``; return the plan, and a function that reads all its bytes.
 
     Raises RestoreError where the state does not fit what was saved.
@@ -117,7 +94,7 @@ def _in_another_layout(
     shard: Shard,
     header: ImageHeader,
     error: RestoreError,
-) -> tuple[RestorePlan, Callable[[], None]]:
+) -> tuple[ReadPlan, Callable[[], None]]:
     """Plan with the images of all ranks, as this rank's own does not fit its state (``error``). If they cannot be read,
     ``error`` is raised, unless the image holds shards of tensors, of which another layout needs the others."""
     own = ResizeRules(values_of=shard.rank)
@@ -132,7 +109,7 @@ def _in_another_layout(
 
 def _reshard(
     parts: CheckpointReader, make_plan: MakePlan, world_size: int, rank: int, resize: ResizeRules
-) -> tuple[RestorePlan, Callable[[], None]]:
+) -> tuple[ReadPlan, Callable[[], None]]:
     merged = merge_images(parts, world_size, rank, resize)
     plan = make_plan(merged.header)
     return plan, plan_reads(parts, merged, world_size, plan.targets)

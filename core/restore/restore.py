@@ -16,11 +16,12 @@ from tierfall.core.copies.chunk_reader import BufferRing, Fallback, ReadTally
 from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, choose, unread_text
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.reshard import MakePlan, ResizeRules, RestorePlan, plan_reads_of_rank
-from tierfall.core.tensors.written_memory import LiveMemory
+from tierfall.core.restore.reshard import MakePlan, ResizeRules, plan_reads_of_rank
+from tierfall.core.tensors.address_ranges import AddressRange
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
@@ -48,7 +49,7 @@ class RestoreResult:
     """The checkpoint that was read, the plan whose targets are filled, and the bytes that came from each tier."""
 
     checkpoint: KnownCheckpoint
-    plan: RestorePlan
+    plan: ReadPlan
     tally: ReadTally
 
     @property
@@ -170,15 +171,15 @@ def fill_first(
     or only another one can read; without it ``nowhere`` is the reason where no tier here holds an image. After each
     checkpoint that was passed over, ``choose_again`` replaces the candidates that are left.
 
-    Steps are never mixed: a RestoreError names tensors that a checkpoint that was skipped has written to, and that
-    the next one does not fill.
+    Steps are never mixed: a RestoreError names tensors that a checkpoint which was skipped may have written to, and
+    that the next one does not fill.
     """
     touched = False
-    written: dict[str, tuple[LiveMemory, CheckpointId]] = {}
+    written: dict[AddressRange, tuple[str, CheckpointId]] = {}
     left = list(candidates)
     while left:
         checkpoint = left.pop(0)
-        plan: RestorePlan | None = None
+        plan: ReadPlan | None = None
         fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
         error: BaseException | None = None
         unreported: TierfallError | None = None
@@ -203,9 +204,8 @@ def fill_first(
                 _follow_failure(failure_elsewhere, error, checkpoint, request, tally, touched)
             elif plan is not None and error is None:
                 return RestoreResult(checkpoint=checkpoint, plan=plan, tally=tally)
-            if plan is not None:
-                for memory in plan.written(parts.written.targets()):
-                    written[memory.name] = memory, checkpoint.id
+            if plan is not None and parts.touched:
+                written |= {each: (name, checkpoint.id) for each, name in plan.in_place.items()}
         finally:
             del error  # its traceback holds this frame, and so the targets
         if choose_again is not None:
@@ -224,19 +224,19 @@ def fill_first(
 
 
 def _check_none_left(
-    plan: RestorePlan,
-    written: Mapping[str, tuple[LiveMemory, CheckpointId]],
+    plan: ReadPlan,
+    written: Mapping[AddressRange, tuple[str, CheckpointId]],
     checkpoint: KnownCheckpoint,
     request: RestoreRequest,
 ) -> None:
-    """Raise RestoreError where tensors would keep what a checkpoint that was skipped has ``written`` to them."""
-    left = plan.unfilled(memory for memory, _ in written.values())
+    """Raise RestoreError where tensors would keep what a checkpoint that was skipped may have ``written`` to them."""
+    left = {name: id for each, (name, id) in written.items() if plan.leaves_unchanged(each, name)}
     if not left:
         return
-    those = format_some([str(id) for id in sorted({written[name][1] for name in left})])
+    those = format_some([str(id) for id in sorted({*left.values()})])
     raise RestoreError(
-        f"{request.operation} of {checkpoint.id}: it does not have {format_some(left)}, which {those}, tried first and "
-        "skipped, has written to already: bytes of another step, not all of them verified, would remain there. Create "
+        f"{request.operation} of {checkpoint.id}: it does not have {format_some([*left])}, which {those}, tried first "
+        "and skipped, may have written to: bytes of another step, not all of them verified, would remain there. Create "
         "the state again, or set these tensors to their initial values, and name the step "
         f"(step={checkpoint.id.step})"
     )

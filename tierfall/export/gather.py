@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage, ShardReader
@@ -55,7 +54,7 @@ class RankImages:
 
     def read(self, rank: int, fills: Sequence[Fill]) -> None:
         with self.open(rank) as job:
-            job.fill(fills, WrittenTargets())
+            job.fill(fills)
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
         """Return an identity of a range of an image: its offset and the digests of the chunks around it."""

@@ -22,8 +22,9 @@ from tierfall.core.capture.device_copies import device_of
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
-from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.load.load import LoadPlan, check_device, plan_load
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import check_device, plan_load
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.exchange.gloo import Connect
@@ -227,7 +228,7 @@ class Checkpointer:
             restorer.noting_half_filled(choices.only) as note_begin,
         ):
 
-            def plan(header: ImageHeader) -> FillPlan:
+            def plan(header: ImageHeader) -> ReadPlan:
                 planned = plan_fill(state, header, choices)
                 note_begin()
                 return planned
@@ -278,15 +279,14 @@ class Checkpointer:
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)
 
-        def plan(header: ImageHeader) -> LoadPlan:
+        def plan(header: ImageHeader) -> ReadPlan:
             return plan_load(header, map_location=map_location, choices=choices, whole=True)
 
         with self._opened.restorer.deletions_paused():
             restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
         if restored is None:
             return None
-        loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
-        return self._report(restored, began), loaded
+        return self._report(restored, began), restored.plan.loaded
 
     def _read(
         self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool

@@ -299,7 +299,6 @@ class _ExchangedReader(CheckpointReader):
                 sizes,
                 self.exchange.order,
                 self.tally,
-                self.written,
                 ring=ring,
                 incoming=incoming,
             )

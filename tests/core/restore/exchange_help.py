@@ -169,7 +169,7 @@ class Peer:
             together=make_barrier(self.ranks),
             exchange=exchange if exchanges else None,
         )
-        restored.plan.finish()  # type: ignore[attr-defined]
+        restored.plan.finish()
         return restored
 
 

@@ -169,7 +169,7 @@ class Tiers:
             shard=SHARD,
         )
         if restored is not None:
-            restored.plan.finish()  # type: ignore[attr-defined]
+            restored.plan.finish()
         return restored
 
 

@@ -99,5 +99,5 @@ class Rank:
             shard=self.ranks.shard,
             together=note_and_tell,
         )
-        restored.plan.finish()  # type: ignore[attr-defined]
+        restored.plan.finish()
         return restored

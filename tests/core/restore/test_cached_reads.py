@@ -28,7 +28,6 @@ from tierfall.core.copies.cached_reads import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
     TargetWriter,
-    WrittenTargets,
     copy_bytes,
 )
 from tierfall.core.copies.images import StoredImage
@@ -82,7 +81,7 @@ def test_every_byte_comes_to_all_its_targets_and_no_other_does(seed: int) -> Non
     fills = fills_of(rng)
     whole = fills[-1].end + rng.choice([0, 3000])
     image = rng.randbytes(whole)
-    landing = TargetWriter(fills, WrittenTargets())
+    landing = TargetWriter(fills)
     cuts = sorted({0, whole, *(rng.randrange(whole) for _ in range(rng.randrange(4)))})
     for start, end in pairwise(cuts):
         if rng.random() < 0.8:
@@ -114,7 +113,7 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
         at += len(target)
     image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
     scratch = memoryview(bytearray(PIECE_BYTES))
-    for view in TargetWriter(fills, WrittenTargets()).pieces(0, at, scratch, digest):
+    for view in TargetWriter(fills).pieces(0, at, scratch, digest):
         view[:] = image[start : start + view.nbytes]
         start += view.nbytes
         memory.fill_(0xEE)  # as another thread does, for what lies there too

@@ -15,7 +15,8 @@ from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
 from tierfall.core.copies import to_device
 from tierfall.core.copies.chunk_reader import BufferRing
-from tierfall.core.load.fill import FillPlan, plan_fill
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
 from tierfall.core.types.errors import RestoreError
 
@@ -56,7 +57,7 @@ def blank() -> dict[str, Any]:
     return {**state_of(-1), "w": torch.full((ELEMENTS,), UNTOUCHED)}
 
 
-def onto_device(plan: FillPlan) -> FillPlan:
+def onto_device(plan: ReadPlan) -> ReadPlan:
     """Put every tensor of a plan on the device that is none."""
     fills = tuple(
         dataclasses.replace(fill, targets=tuple(t.as_subclass(OnDevice) for t in fill.targets))
@@ -75,7 +76,7 @@ def bring(tiers: Tiers, state: dict[str, Any], ring: BufferRing | None) -> Resto
         ring=ring,
     )
     if restored is not None:
-        restored.plan.finish()  # type: ignore[attr-defined]
+        restored.plan.finish()
     return restored
 
 
@@ -133,7 +134,7 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
     state: dict[str, Any] = {name: torch.zeros_like(t) for name, t in saved.items()}
     ring = ring_of(stream, 2)
 
-    def make_plan(header: Any) -> FillPlan:
+    def make_plan(header: Any) -> ReadPlan:
         plan = plan_fill({**state, "rng": None}, header)
         here = torch.rand(len(plan.fills)).lt(0.1).tolist()
         there = onto_device(plan).fills

@@ -1,10 +1,9 @@
-"""Address ranges of a state's tensors, to compare what a restore has written with what another plan fills."""
+"""Address ranges of a state's tensors."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -23,14 +22,6 @@ class AddressRange(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Self:
         """The range from the first to the last element of a non-empty tensor."""
         return cls(tensor.device, *span(tensor))
-
-
-@dataclass(frozen=True, slots=True)
-class LiveMemory:
-    """The memory of a tensor that the caller owns, and the tensor's name in the state."""
-
-    name: str
-    range: AddressRange
 
 
 class AddressRanges:
