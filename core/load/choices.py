@@ -22,6 +22,7 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
+from tierfall.core.tensors.value_codec import Contents
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import are_texts
 
@@ -193,17 +194,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
 
 def plain_value(header: ImageHeader, node: ValueNode) -> object:
     """Return a plain value; None replaces each array, long text and value of a registered codec."""
-    return value_codec.decode(header.values[node.number], _NoContents())
-
-
-class _NoContents:
-    """Decodes without the contents of blobs and registered types."""
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return None
-
-    def registered(self, name: str, value: object) -> object:
-        return None
+    return value_codec.decode(header.values[node.number], Contents())
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +206,9 @@ class Blob:
 
 def value_blobs(header: ImageHeader, node: ValueNode) -> object:
     """Return a plain value with a ``Blob`` in each of their places."""
-    return value_codec.decode(header.values[node.number], _Blobs())
-
-
-class _Blobs(_NoContents):
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return Blob(number)
+    return value_codec.decode(
+        header.values[node.number], Contents(lambda number, kind, members: Blob(number))
+    )
 
 
 # ---- renaming
