@@ -21,15 +21,17 @@ from tierfall.core.types.values import Shard
 class CheckpointReader:
     """Opens images on first use, and reads for this rank only.
 
-    ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have been written to.
+    Stored chunks are read through ``ring``; without it through buffers of this reader, for at most ``chunks_max``
+    chunks, if given. ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have
+    been written to.
     """
 
     checkpoint: KnownCheckpoint
     tiers: Sequence[str]
     open_image: OpenImage
     tally: ReadTally
-    ring: BufferRing | None
-    chunks_max: int | None
+    ring: BufferRing | None = None
+    chunks_max: int | None = None
     nowhere: str = NOWHERE
     touched: bool = False
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)

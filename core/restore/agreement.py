@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
+from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
@@ -29,7 +30,7 @@ from tierfall.core.restore.inventory import (
     describe,
     merge_ranks,
 )
-from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
+from tierfall.core.restore.restore import HALF_FILLED, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.text import format_ranks

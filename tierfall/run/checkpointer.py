@@ -27,9 +27,10 @@ from tierfall.core.load.load import check_device, plan_load
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind

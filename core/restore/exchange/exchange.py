@@ -80,13 +80,10 @@ class Exchange:
         tiers: Sequence[str],
         open_image: OpenImage,
         tally: ReadTally,
-        ring: BufferRing | None,
-        chunks_max: int | None,
-        nowhere: str,
+        ring: BufferRing | None = None,
     ) -> CheckpointReader:
         """Return the reader of one checkpoint, which all ranks try now."""
-        made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
-        return _ExchangedReader(*made, exchange=self)
+        return _ExchangedReader(checkpoint, tiers, open_image, tally, ring, exchange=self)
 
 
 @dataclass(slots=True)

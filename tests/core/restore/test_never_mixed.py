@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import SHARD, Tiers, checkpoint, flip
+from restore_help import Tiers, checkpoint, flip
 from several_help import Rank, network, on_all, put_shared
 
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError
 
 COUNT = 5000  # five chunks
@@ -28,17 +29,11 @@ def only_base(step: int) -> dict[str, Any]:
 
 
 def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> RestoreResult | None:
-    done = restore(
-        tiers.listings(),
+    return tiers.fill(
+        lambda header: plan_fill(state, header, LOOSE),
         RestoreRequest(**request),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=lambda header: plan_fill(state, header, LOOSE),
-        shard=SHARD,
         chunks_max=1,  # one thread: what comes after a damaged chunk is not read
     )
-    if done is not None:
-        done.plan.finish()
-    return done
 
 
 def test_what_a_damaged_step_has_written_to_and_the_older_one_lacks_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import CHUNK, ELEMENTS, SHARD, Tiers, checkpoint, flip, holds, state_of
+from restore_help import CHUNK, ELEMENTS, Tiers, checkpoint, flip, holds, state_of
 
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
@@ -17,7 +17,7 @@ from tierfall.core.copies import to_device
 from tierfall.core.copies.chunk_reader import BufferRing
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.plan import ReadPlan
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError
 
 PATIENCE_S = 20.0
@@ -67,17 +67,7 @@ def onto_device(plan: ReadPlan) -> ReadPlan:
 
 
 def bring(tiers: Tiers, state: dict[str, Any], ring: BufferRing | None) -> RestoreResult | None:
-    restored = restore(
-        tiers.listings(),
-        RestoreRequest(),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=lambda header: onto_device(plan_fill(state, header)),
-        shard=SHARD,
-        ring=ring,
-    )
-    if restored is not None:
-        restored.plan.finish()
-    return restored
+    return tiers.fill(lambda header: onto_device(plan_fill(state, header)), ring=ring)
 
 
 class Bringing(threading.Thread):
@@ -141,14 +131,7 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
         fills = (a if stays else b for a, b, stays in zip(plan.fills, there, here, strict=True))
         return dataclasses.replace(plan, fills=tuple(fills))
 
-    restore(
-        tiers.listings(),
-        RestoreRequest(),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=make_plan,
-        shard=SHARD,
-        ring=ring,
-    )
+    tiers.fill(make_plan, ring=ring)
     assert all(torch.equal(state[name], t) for name, t in saved.items())
 
 

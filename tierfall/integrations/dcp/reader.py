@@ -154,17 +154,7 @@ def _parts(
     ``Checkpointer.restore``."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     tiers = [tier for tier in held if request.tier in (None, tier)]
-    exchange = run.restorer.exchange()
-    made = (
-        checkpoint,
-        tiers,
-        run.restorer.opener(),
-        tally,
-        run.session.ring,
-        None,
-        run.restorer.nowhere,
-    )
-    return CheckpointReader(*made) if exchange is None else exchange.reader(*made)
+    return run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
 
 
 def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
