@@ -56,7 +56,6 @@ class Fill:
     """One stored tensor to read: bytes ``start`` to ``end`` of the image's data are copied to each of the flat
     targets."""
 
-    name: str
     start: int
     end: int
     targets: tuple[torch.Tensor, ...]
@@ -173,19 +172,12 @@ class Builder:
 
     def fills(self) -> tuple[Fill, ...]:
         """Return the tensors to read, in image order, without those of no bytes."""
-        found = []
-        for position in sorted(self._targets):
-            stored = self.header.tensors[position]
-            if stored.length:
-                found.append(
-                    Fill(
-                        name=stored.name,
-                        start=stored.start,
-                        end=stored.end,
-                        targets=tuple(self._targets[position]),
-                    )
-                )
-        return tuple(found)
+        wanted = [(self.header.tensors[at], self._targets[at]) for at in sorted(self._targets)]
+        return tuple(
+            Fill(start=stored.start, end=stored.end, targets=tuple(targets))
+            for stored, targets in wanted
+            if stored.length
+        )
 
     # ---- after the bytes
 

@@ -331,7 +331,7 @@ class TensorMatcher:
         stored = {claim.position: header.tensors[claim.position] for claim in claims}
         copies = {at: torch.empty(s.length, dtype=torch.uint8) for at, s in stored.items()}
         fills = (
-            Fill(name=s.name, start=s.start, end=s.end, targets=(copies[at],))
+            Fill(start=s.start, end=s.end, targets=(copies[at],))
             for at, s in sorted(stored.items())
         )
         return SharedMemory(tuple(claims), copies, tuple(fills))

@@ -91,7 +91,6 @@ class _BlockReadPlanner:
         self._same = same
         self._reads = BlockReads()
         self._ranges: dict[_ReadRange, list[torch.Tensor]] = {}
-        self._names: dict[_ReadRange, str] = {}
         self._checked: set[int] = set()
 
     def add(self, request: BlockTarget) -> None:
@@ -130,14 +129,12 @@ class _BlockReadPlanner:
                     _RowCopy(target, part) for target in self._ranges[byte_range]
                 ]
             targets = (buffer,)
-        fill = Fill(name=self._names[first], start=first.start, end=end, targets=targets)
+        fill = Fill(start=first.start, end=end, targets=targets)
         self._reads.fills.setdefault(first.rank, []).append(fill)
 
-    def _read(self, rank: int, start: int, end: int, target: torch.Tensor, name: str) -> None:
+    def _read(self, rank: int, start: int, end: int, target: torch.Tensor) -> None:
         if end > start:
-            byte_range = _ReadRange(rank, start, end)
-            self._ranges.setdefault(byte_range, []).append(target)
-            self._names[byte_range] = name
+            self._ranges.setdefault(_ReadRange(rank, start, end), []).append(target)
 
     def _box(
         self,
@@ -160,12 +157,12 @@ class _BlockReadPlanner:
         if _is_contiguous(size, block.lengths) and _is_contiguous(size, lengths):
             start = block.start + _element_number(in_stored, block.lengths) * item
             to = _element_number(in_wanted, lengths) * item
-            self._read(block.rank, start, start + length, target[to : to + length], stored.name)
+            self._read(block.rank, start, start + length, target[to : to + length])
             return
         rows, row = size[0], math.prod(block.lengths[1:]) * item
         start = block.start + in_stored[0] * row
         buffer = torch.empty(rows * row, dtype=torch.uint8)
-        self._read(block.rank, start, start + rows * row, buffer, stored.name)
+        self._read(block.rank, start, start + rows * row, buffer)
         source = _cut(buffer.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
         whole = target.view(*lengths, item)
         self._reads._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
@@ -177,10 +174,10 @@ class _BlockReadPlanner:
         if not others:
             return
         one = torch.empty(first.end - first.start, dtype=torch.uint8)
-        self._read(first.rank, first.start, first.end, one, stored.name)
+        self._read(first.rank, first.start, first.end, one)
         for block in others:
             other = torch.empty(block.end - block.start, dtype=torch.uint8)
-            self._read(block.rank, block.start, block.end, other, stored.name)
+            self._read(block.rank, block.start, block.end, other)
             ranks = (first.rank, block.rank)
             self._reads._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
 

@@ -321,7 +321,7 @@ def _compare(
 
 def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     read = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in sorted(set(ranges))}
-    images.read(rank, [Fill(name="", start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
+    images.read(rank, [Fill(start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
     return [read[span] for span in ranges]
 
 

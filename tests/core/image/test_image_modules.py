@@ -269,7 +269,7 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
         with torch.no_grad():
             source[1].weight.add_(1)
         view = walk_state({"m": source, "rng": None}, recall)
-        found = {tensor.name: tensor.tensor for tensor in view.tensors}
+        found = dict(zip(view.names, view.sources, strict=True))
         wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
         wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
         assert found.keys() == wanted

@@ -54,11 +54,11 @@ def test_copy_moves_just_these_bytes(count: int) -> None:
 def fills_of(rng: random.Random) -> list[Fill]:
     """Fills of all lengths, some with several targets, and holes between them."""
     fills, at = [], 0
-    for number in range(rng.randrange(1, 12)):
+    for _ in range(rng.randrange(1, 12)):
         at += rng.choice([0, 0, 0, 1, 700, STRAIGHT_BYTES, PIECE_BYTES + 5])
         length = rng.choice([1, 9, 4000, STRAIGHT_BYTES - 1, STRAIGHT_BYTES, 2 * PIECE_BYTES + 3])
         targets = [torch.zeros(length, dtype=torch.uint8) for _ in range(rng.choice([1, 1, 2]))]
-        fills.append(Fill(name=str(number), start=at, end=at + length, targets=tuple(targets)))
+        fills.append(Fill(start=at, end=at + length, targets=tuple(targets)))
         at += length
     return fills
 
@@ -108,8 +108,8 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
     one, other = memory[: 2 * STRAIGHT_BYTES], memory[STRAIGHT_BYTES:]
     apart = torch.zeros(STRAIGHT_BYTES, dtype=torch.uint8)
     fills, at = [], 0
-    for name, target in (("one", one), ("other", other), ("apart", apart)):
-        fills.append(Fill(name=name, start=at, end=at + len(target), targets=(target,)))
+    for target in (one, other, apart):
+        fills.append(Fill(start=at, end=at + len(target), targets=(target,)))
         at += len(target)
     image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
     scratch = memoryview(bytearray(PIECE_BYTES))
