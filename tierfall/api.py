@@ -128,7 +128,7 @@ def load(
 
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
-    choices = Choices.of(only=only, doing="load")
+    choices = Choices(only=only, doing="load")
 
     def plan(header: ImageHeader) -> ReadPlan:
         return plan_load(header, map_location=map_location, choices=choices)

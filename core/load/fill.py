@@ -162,7 +162,7 @@ class ValueFiller:
             self._work.report.differs(name, "a plain value", with_article(type(live).__qualname__))
 
     def _is_skipped(self, name: str, key: Any) -> bool:
-        return self._work.selection.skipped(names.join(name, names.component(key)))
+        return self._work.choices.skipped(names.join(name, names.component(key)))
 
     # ---- after the bytes
 
@@ -252,21 +252,21 @@ class _Filler:
 
     def __init__(self, work: RestoreWork) -> None:
         self.work = work
-        self.selection = work.selection
+        self.choices = work.choices
         self.report = work.report
         self.builder = work.builder
         self.matcher = work.matcher
 
     def top(self, state: Mapping[Any, object], tree: MapNode) -> None:
         random = [n for _, n in tree.entries if isinstance(n, RandomNode)]
-        if random and rng.ENTRY not in state and self.selection.has(rng.ENTRY):
+        if random and rng.ENTRY not in state and self.choices.has(rng.ENTRY):
             self.builder.prepare(random[0], CPU)
             self.work.final_actions.append(lambda: rng.apply(self.builder.build(random[0], CPU)))
         self._mapping(tree, state, "", None)
 
     def visit(self, node: Node, live: Any, set_value: Setter, name: str, trail: Trail) -> None:
         """Restore ``node`` into ``live``, the state's object under ``name``; ``set_value`` replaces the object."""
-        if not self.selection.selects_at_or_below(name):
+        if not self.choices.selects_at_or_below(name):
             return
         live, set_value = self._open(node, live, set_value)
         match node:
@@ -328,7 +328,7 @@ class _Filler:
     def _is_of_type(self, live: object, name: str) -> bool:
         """Return whether an object is of the class that was saved; report it where it is not."""
         stored = self.work.header.types.get(name)
-        if stored is None or stored == type_name(live) or name in self.work.choices.retype:
+        if stored is None or stored == type_name(live) or name in (self.choices.retype or ()):
             return True
         self.report.refuses(
             name,
@@ -375,7 +375,7 @@ class _Filler:
         lost = lost_entries(live)
         for key, value in live.items():
             below = names.join(name, names.component(key))
-            if key in lost and self.selection.selects_at_or_below(below):
+            if key in lost and self.choices.selects_at_or_below(below):
                 self.report.refuses(
                     below,
                     "is an entry of a module's state_dict() that does not share memory with the module: restoring into "
@@ -468,7 +468,7 @@ class _Filler:
     # ---- objects with a state_dict
 
     def _object(self, node: Node, live: Any, name: str, trail: Trail) -> None:
-        if not self.selection.has(name):
+        if not self.choices.has(name):
             self.report.differs(
                 name, "a part that was selected", "an object that is only restored as a whole"
             )

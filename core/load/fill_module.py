@@ -70,7 +70,7 @@ class ModuleFiller:
         for _, below, child in self._node.entries:
             full = f"{self._name}.{below}"
             key = keys.pop(below, None)
-            if not work.selection.has(full):
+            if not work.choices.has(full):
                 continue
             if key is None:
                 work.absent(child, full)
@@ -78,7 +78,7 @@ class ModuleFiller:
                 self._entry(key, state[key], child, full)
         for below, key in keys.items():
             full = f"{self._name}.{below}"
-            if work.selection.has(full):
+            if work.choices.has(full):
                 work.extra(state[key], full, is_object=key in scan.by_extra_state_key)
         if self._rest or self._has_own_load():
             work.state_loads.append(lambda: self._load(tuple(state)))
@@ -90,7 +90,7 @@ class ModuleFiller:
         name, stored, live = self._name, sorted(n for _, n, _ in self._node.entries), sorted(keys)
         if len(stored) != len(live) or not set(stored).isdisjoint(live):
             return False
-        if not all(self._work.selection.has(f"{name}.{each}") for each in stored):
+        if not all(self._work.choices.has(f"{name}.{each}") for each in stored):
             return False
         for what, longer, shorter, before, after in (
             ("in the state, and not in the checkpoint", live, stored, name, f"{name}.{{}}"),

@@ -224,12 +224,12 @@ class OptimizerFiller:
 
     def _group(self, node: Node, live: dict[str, Any], name: str) -> None:
         work = self._work
-        if not work.selection.has(name):
+        if not work.choices.has(name):
             return
 
         def is_selected(key: Any) -> bool:
             # The group of the state keeps its names, which are in the order of its parameters.
-            return key != _NAMES and not work.selection.skipped(f"{name}.{names.component(key)}")
+            return key != _NAMES and not work.choices.skipped(f"{name}.{names.component(key)}")
 
         if isinstance(node, ValueNode):
             work.assignments.append(
@@ -265,8 +265,8 @@ class OptimizerFiller:
         name: str,
     ) -> None:
         """Restore the state under ``key``; ``parameter`` is its parameter in the image."""
-        selection = self._work.selection
-        if not selection.selects_at_or_below(name):
+        choices = self._work.choices
+        if not choices.selects_at_or_below(name):
             return
         if isinstance(key, torch.Tensor) and is_lazy(key):
             self._work.report.refuses(name, f"cannot be restored for it: {refusal(key)}")
@@ -281,7 +281,7 @@ class OptimizerFiller:
         made: list[_StateEntry] = []
         for entry, child in node.entries:
             below = f"{name}.{names.component(entry)}"
-            if not selection.selects_at_or_below(below):
+            if not choices.selects_at_or_below(below):
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
@@ -299,7 +299,7 @@ class OptimizerFiller:
                 self._builder.prepare(child, target)
                 as_parameter = self._has_layout_of(parameter, child)
                 made.append(_StateEntry(entry, child, target, as_parameter=as_parameter))
-        whole = selection.has(name)
+        whole = choices.has(name)
         self._work.assignments.append(lambda: self._renew(key, made, whole))
 
     def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
@@ -472,7 +472,7 @@ class OptimizerFiller:
         }
         if whole:
             name = self._state_name(key)
-            skipped = self._work.selection.skipped
+            skipped = self._work.choices.skipped
             kept = {e: v for e, v in live.items() if skipped(f"{name}.{names.component(e)}")}
             live.clear()
             live.update(kept)
@@ -492,7 +492,7 @@ class OptimizerFiller:
     def _remove_others(self, kept: set[Any]) -> None:
         for key in list(self._live.state):
             known = id(key) if isinstance(key, torch.Tensor) else key
-            if known not in kept and self._work.selection.has(self._state_name(key)):
+            if known not in kept and self._work.choices.has(self._state_name(key)):
                 del self._live.state[key]
 
     def _state_name(self, key: Any) -> str:

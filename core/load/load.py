@@ -10,7 +10,7 @@ import torch
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
 from tierfall.core.load.build import CPU, Builder
-from tierfall.core.load.choices import Choices, Selection, select
+from tierfall.core.load.choices import Choices, check_names
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.errors import ConfigError, RestoreError
@@ -57,7 +57,8 @@ def plan_load(
     device = CPU if map_location is None else torch.device(map_location)
     tree = header.tree
     if choices is not None and choices.only is not None:
-        tree = _selected(tree, "", select(header, choices, ()))
+        check_names(header, choices, ())
+        tree = _selected(tree, "", choices)
     if whole:
         _refuse_blocks(header, tree)
     builder = _LenientBuilder(header)
@@ -81,24 +82,24 @@ def _refuse_blocks(header: ImageHeader, tree: MapNode) -> None:
             raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
 
 
-def _selected(tree: MapNode, name: str, selection: Selection) -> MapNode:
+def _selected(tree: MapNode, name: str, choices: Choices) -> MapNode:
     """Return a mapping with the selected entries. Of a list, a tuple, an optimizer and an object, all is selected as
     soon as a part is."""
     kept: list[tuple[Any, Node]] = []
     for (key, child), (below, _) in zip(tree.entries, tree.named(name), strict=True):
-        if not selection.selects_at_or_below(below):
+        if not choices.selects_at_or_below(below):
             continue
-        if not selection.has(below):
-            child = _narrowed(child, below, selection)
+        if not choices.has(below):
+            child = _narrowed(child, below, choices)
         kept.append((key, child))
     return MapNode(tree.kind, tuple(kept))
 
 
-def _narrowed(node: Node, name: str, selection: Selection) -> Node:
+def _narrowed(node: Node, name: str, choices: Choices) -> Node:
     match node:
         case MapNode():
-            return _selected(node, name, selection)
+            return _selected(node, name, choices)
         case ModuleNode():
-            kept = [e for e in node.entries if selection.selects_at_or_below(f"{name}.{e[1]}")]
+            kept = [e for e in node.entries if choices.selects_at_or_below(f"{name}.{e[1]}")]
             return ModuleNode(tuple(kept))
     return node

@@ -26,7 +26,7 @@ from tierfall.core.image.tree import (
     leaves,
 )
 from tierfall.core.load.build import BlockTarget, Builder, Fill
-from tierfall.core.load.choices import Choices, Selection, key_names, select
+from tierfall.core.load.choices import Choices, check_names, key_names
 from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
@@ -86,7 +86,6 @@ class RestoreWork:
     state: Mapping[Any, object]
     header: ImageHeader
     choices: Choices
-    selection: Selection
     report: MismatchReport
     scans: Scans
     builder: Builder = field(init=False)
@@ -115,9 +114,9 @@ class RestoreWork:
     ) -> RestoreWork:
         """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
-        selection = select(header, choices, live)
+        check_names(header, choices, live)
         report = MismatchReport(choices.strict, choices.rename)
-        return cls(state, header, choices, selection, report, modules.scan_state(state))
+        return cls(state, header, choices, report, modules.scan_state(state))
 
     def actions(self) -> tuple[Action, ...]:
         """Return the actions in the order in which they run."""
@@ -186,10 +185,10 @@ class RestoreWork:
     def report_kept(self) -> None:
         """Report what the caller skips, and the restore of another name would change."""
         kept: list[tuple[str, Any]] = []
-        for key, value in self.state.items() if self.selection.skips else ():
+        for key, value in self.state.items() if self.choices.skip else ():
             with suppress(builtin_codecs.NotEncodableError):  # no checkpoint has such a key
                 kept += live_parts({key: value}, "")
-        kept = [each for each in kept if self.selection.skipped(each[0])]
+        kept = [each for each in kept if self.choices.skipped(each[0])]
         self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))
         for name, part in kept:
             if id(part) in self._objects:
@@ -203,7 +202,7 @@ class RestoreWork:
             missing = [
                 each
                 for each, leaf in stored
-                if self.selection.selects_at_or_below(each) and not self.matcher.has_filled(leaf)
+                if self.choices.selects_at_or_below(each) and not self.matcher.has_filled(leaf)
             ]
             contents = {each: self._content(leaf, each) for each, leaf in stored}
             for each, content in _whole_or_parts(name, contents, missing):
@@ -212,7 +211,7 @@ class RestoreWork:
             kept = [
                 each
                 for each, part in live
-                if self.selection.has(each) and not self.matcher.has_memory(part)
+                if self.choices.has(each) and not self.matcher.has_memory(part)
             ]
             contents = {each: _live_content(part) for each, part in live}
             for each, content in _whole_or_parts(name, contents, kept):

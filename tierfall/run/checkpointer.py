@@ -213,20 +213,21 @@ class Checkpointer:
         self._opened.check_usable()
         restorer = self._opened.restorer
         request = restorer.request(step, attempt, tier, unreachable)
-        choices = Choices.of(
+        choices = Choices(
             only=only,
             skip=skip,
             rename=rename,
             retype=retype,
             resize=resize,
             strict=strict,
-            goes_back=self._lineage.saved_any or self._lineage.started_from is not None,
+            is_going_back=self._lineage.saved_any or self._lineage.started_from is not None,
         )
+        part = None if only is None else tuple(only)
         self._opened.prepare_restore(continues=only is None)
         self._opened.forget_last()
         with (
             restorer.deletions_paused(),
-            restorer.noting_half_filled(choices.only) as note_begin,
+            restorer.noting_half_filled(part) as note_begin,
         ):
 
             def plan(header: ImageHeader) -> ReadPlan:
@@ -237,7 +238,7 @@ class Checkpointer:
             rules = ResizeRules(rules=resize_rules(state))
             restored = self._read(request, plan, rules, continues=only is None)
             if restored is not None:
-                self._lineage.half_filled.discard(choices.only)
+                self._lineage.half_filled.discard(part)
         self._opened.session.host.prepare(device_of(state))
         return None if restored is None else self._report(restored, began)
 
@@ -275,7 +276,7 @@ class Checkpointer:
             in_place=False,
             advice="or make the tier reachable",
         )
-        choices = Choices.of(only=only, doing="load")
+        choices = Choices(only=only, doing="load")
         continues = resume and only is None
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)

@@ -16,7 +16,7 @@ from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError
 
 COUNT = 5000  # five chunks
-LOOSE = Choices.of(strict=False)
+LOOSE = Choices(strict=False)
 
 
 def base_and_adapter(step: int) -> dict[str, Any]:
