@@ -110,15 +110,6 @@ class ModuleScan:
             leaf = f"{more}.{leaf}"
         return (self._bare[prefix + "."] if dot else self._bare.get("", "")) + leaf
 
-    def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
-        """The parameter that shares the memory of a state_dict's tensor."""
-        found = self._raw_key(key)
-        owner = self.parameters.get(found)
-        if owner is not None and _is_same_memory(owner, tensor):
-            return owner
-        found_key = self._by_pointer(tensor)
-        return None if found_key is None else self.parameters.get(found_key)
-
     def owners_of(self, state: Mapping[str, object]) -> list[int]:
         """For each entry of the state_dict, the id of the parameter whose memory it shares, in whole or part, or
         NO_OWNER."""
@@ -126,8 +117,9 @@ class ModuleScan:
         for key, value in state.items():
             found = None
             if isinstance(value, torch.Tensor):
-                found = self.parameter_of(key, value)
-                found = self._containing_parameter(value) if found is None else found
+                found = self.owner_of(key, value)
+                if not isinstance(found, nn.Parameter):
+                    found = self._containing_parameter(value)
             owners.append(NO_OWNER if found is None else id(found))
         return owners
 

@@ -54,26 +54,19 @@ def walk_state(
     tree = walk.state(state, with_random=with_random)
     walk.finish()
     table = walk.table
-    names, dtypes, shapes, changes, owners, trails, plain, strides, pieces = table.finish()
+    rows = table.finish()
+    kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.strides)
     return StateView(
-        names=names,
+        **rows._asdict(),
         sources=table.tensors,
         pointers=table.pointers,
-        changes=changes,
-        owners=owners,
-        trails=trails,
-        plain=plain,
-        strides=strides,
         parameters=scans.parameters,
         optimizers=tuple(walk.optimizers),
         tree=tree,
-        dtypes=dtypes,
-        shapes=shapes,
-        block_positions=pieces,
         values=walk.values,
         rules=walk.rules,
         types=walk.types,
-        structure=(tree, names, dtypes, shapes, pieces, strides, walk.types),
+        structure=(tree, *kinds, walk.types),
     )
 
 

@@ -67,7 +67,7 @@ class Columns(NamedTuple):
     trails: Any
     plain: Any
     strides: Any
-    pieces: Any
+    block_positions: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
