@@ -136,11 +136,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements of any tensor that can be saved, flat uint8 on its own device: a view, or a copy."""
+    return _bytes_or_integers(tensor).contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_or_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The flat bytes of any tensor that can be saved; integers in its shape, if its memory is not contiguous."""
     flat = as_bytes(tensor)
     if flat is None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         flat = as_bytes(tensor.contiguous() if tensor.is_quantized else tensor)
-    return as_integers(tensor).contiguous().view(-1).view(torch.uint8) if flat is None else flat
+    return as_integers(tensor) if flat is None else flat
 
 
 def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,23 +164,10 @@ def copy_whole(target: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool
     NaN payloads are preserved; a lazy conjugation or negation is resolved.
     """
     with torch.no_grad():
-        flat = as_bytes(tensor)
-        if flat is not None:
-            target.copy_(flat, non_blocking=non_blocking)
-            return
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.is_quantized:
-            tensor = tensor.contiguous()
-        flat = as_bytes(tensor)
-        if flat is not None:
-            target.copy_(flat, non_blocking=non_blocking)
-            return
-        source = as_integers(tensor)
+        source = _bytes_or_integers(tensor)
         if target.storage_offset() % source.element_size():
-            flat = source.contiguous().view(-1).view(torch.uint8)
-            target.copy_(flat, non_blocking=non_blocking)
-        else:
-            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+            source = source.contiguous().view(-1).view(torch.uint8)
+        target.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
 
 
 def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
