@@ -29,14 +29,12 @@ from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
 from tierfall.core.tensors import names, wrappers
 from tierfall.core.tensors.dtensor import (
-    NotOneBlockError,
     as_dtensor_like,
     is_sharded,
-    local_part,
     local_tensor,
 )
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.tensors import as_bytes, copy_whole, refusal
+from tierfall.core.tensors.tensors import refusal, to_bytes
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import format_some
 
@@ -165,14 +163,9 @@ class ModuleFiller:
             builder.prepare(node, live.device)
             self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
             return
-        try:
-            local, piece = local_part(live)
-        except NotOneBlockError as error:
-            self._work.report.refuses(name, f"cannot be restored into: {error}")
-            return
-        flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-        builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
-        self._rest[key] = lambda: as_dtensor_like(live, flat.view(local.dtype).view(local.shape))
+        made = self._work.block_like(node.position, live, live.device, name)
+        if made is not None:
+            self._rest[key] = lambda: made
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
         builder = self._work.builder
@@ -250,9 +243,5 @@ def _digest(tensor: torch.Tensor) -> bytes:
     tensors."""
     found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for local in map(local_tensor, wrappers.inner_tensors(tensor)):
-        flat = as_bytes(local)
-        if flat is None:
-            flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-            copy_whole(flat, local)
-        found.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
+        found.update(memoryview(to_bytes(local).cpu().numpy()))  # type: ignore[arg-type]
     return found.digest()

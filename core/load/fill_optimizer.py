@@ -32,12 +32,10 @@ from tierfall.core.load.resize import can_resize, part_of, plan_common, shape_of
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
-    NotOneBlockError,
     TensorPiece,
     as_dtensor_like,
     is_block,
     is_sharded,
-    local_part,
     piece_of,
 )
 from tierfall.core.tensors.tensors import laid_out_as, refusal
@@ -294,7 +292,9 @@ class OptimizerFiller:
                 self._check_piece(child, key, below)
                 self._check_shape(entry, child, key, parameter, below)
                 if self._is_cut(child, key):
-                    made.append(_StateEntry(entry, self._block(child, key, target, below), target))
+                    assert isinstance(child, TensorNode)
+                    block = self._work.block_like(child.position, key, target, below)
+                    made.append(_StateEntry(entry, block, target))
                     continue
                 self._builder.prepare(child, target)
                 as_parameter = self._has_layout_of(parameter, child)
@@ -388,21 +388,6 @@ class OptimizerFiller:
             and is_sharded(parameter)
             and self._builder.header.tensors[node.position].shape == tuple(parameter.shape)
         )
-
-    def _block(
-        self, node: Node, parameter: Any, device: torch.device, name: str
-    ) -> torch.Tensor | None:
-        """Allocate this rank's block of such a tensor; None, once reported, where the rank has no single block."""
-        assert isinstance(node, TensorNode)
-        dtype = self._builder.header.tensors[node.position].dtype
-        try:
-            local, piece = local_part(parameter)
-        except NotOneBlockError as error:
-            self._work.report.refuses(name, f"cannot be restored: {error}")
-            return None
-        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
-        self._builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
-        return as_dtensor_like(parameter, flat.view(dtype).view(local.shape))
 
     def _stored_piece(self, node: Node) -> TensorPiece | None:
         if not isinstance(node, TensorNode):

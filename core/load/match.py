@@ -72,10 +72,7 @@ class SharedMemory:
         for claim, view in zip(self.claims, views, strict=True):
             tensors.fill_whole(view, self.copies[claim.position])
         for claim, view in zip(self.claims, views, strict=True):
-            copy = self.copies[claim.position]
-            found = torch.empty_like(copy)
-            tensors.copy_whole(found, view)
-            if not torch.equal(found, copy):
+            if not torch.equal(tensors.to_bytes(view), self.copies[claim.position]):
                 raise RestoreError(f"restore: {claim.name} {_conflict(claim, self.claims)}")
 
 
@@ -143,19 +140,17 @@ class TensorMatcher:
         if self._resizes(name) and self._resize(position, live, name):
             return
         self._written.append(live)
-        if is_sharded(live):
-            if self.compare(position, live, name):
-                local, piece = local_part(live)
-                self._local(position, local, name, piece if self._builder.header.merged else None)
-            return
         if wrappers.is_wrapper(live):
             self._report.differs(name, "a plain tensor", f"one of {_class_of(live)}")
             return
-        reason = tensors.refusal(live)
+        reason = tensors.refusal(local_tensor(live))
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self.compare(position, live, name) and self._claim(position, live, name):
-            self._target(position, live.detach(), name)
+        elif self.compare(position, live, name):
+            local, piece = local_part(live) if is_sharded(live) else (live, None)
+            if self._claim(position, local, name):
+                block = piece if self._builder.header.merged else None
+                self._target(position, local.detach(), name, block)
 
     def _resize(self, position: int, live: torch.Tensor, name: str) -> bool:
         """Fill what a tensor of another shape has in common with the stored one; False where the shapes are equal, or
@@ -172,15 +167,6 @@ class TensorMatcher:
             self._resized.add(name)
             self.copies.append(plan_common(self._builder, position, local.detach(), offset))
         return True
-
-    def _local(
-        self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None
-    ) -> None:
-        reason = tensors.refusal(live)
-        if reason is not None:
-            self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self._claim(position, live, name):
-            self._target(position, live.detach(), name, block)
 
     def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
         """Fill a quantized tensor, and set its stored scale and zero point."""

@@ -35,6 +35,7 @@ from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, value_codec
 from tierfall.core.tensors.address_ranges import AddressRange
+from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
@@ -136,6 +137,21 @@ class RestoreWork:
         """Return whether the state holds a learning rate scheduler of ``optimizer``."""
         parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
+
+    def block_like(
+        self, position: int, live: Any, device: torch.device, name: str
+    ) -> torch.Tensor | None:
+        """Return a new tensor, sharded as ``live``, whose part of this rank is read of a merged image; None, once
+        reported, where the rank has no single part."""
+        dtype = self.header.tensors[position].dtype
+        try:
+            local, piece = local_part(live)
+        except NotOneBlockError as error:
+            self.report.refuses(name, f"cannot be restored: {error}")
+            return None
+        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+        self.builder.add_block(position, flat, piece.offset, tuple(local.shape))
+        return as_dtensor_like(live, flat.view(dtype).view(local.shape))
 
     # ---- names
 
