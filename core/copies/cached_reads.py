@@ -48,16 +48,16 @@ class TargetWriter:
             for number, fill in enumerate(fills)
         ]
 
-    def within(self, start: int, end: int) -> Iterator[Fill]:
-        """Yield the fills that overlap bytes ``start`` to ``end`` of the data."""
+    def within(self, start: int, end: int) -> Iterator[tuple[Fill, int, int]]:
+        """Yield the fills that overlap bytes ``start`` to ``end`` of the data, each with the range of these in it."""
         at = bisect_right(self._ends, start)
-        while at < len(self._fills) and self._fills[at].start < end:
-            yield self._fills[at]
+        while at < len(self._fills) and (fill := self._fills[at]).start < end:
+            yield fill, max(fill.start, start), min(fill.end, end)
             at += 1
 
     def is_in_host_memory(self, start: int, end: int) -> bool:
         """Return whether all targets of a range are in host memory, so that ``pieces`` can fill them."""
-        return all(t.is_cpu for fill in self.within(start, end) for t in fill.targets)
+        return all(t.is_cpu for fill, _, _ in self.within(start, end) for t in fill.targets)
 
     def pieces(
         self, start: int, end: int, scratch: memoryview, digest: xxhash.xxh3_128
@@ -94,8 +94,7 @@ class TargetWriter:
     def _copy_to_targets(self, view: memoryview, start: int, end: int, *, first: int) -> None:
         """Copy bytes to the targets of their fills, except for the ``first`` ones of each."""
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        for fill in self.within(start, end):
-            low, high = max(fill.start, start), min(fill.end, end)
+        for fill, low, high in self.within(start, end):
             for target in fill.targets[first:]:
                 copy_bytes(target.data_ptr() + low - fill.start, source + low - start, high - low)
 

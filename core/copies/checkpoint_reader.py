@@ -54,15 +54,6 @@ class CheckpointReader:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
 
-    def headers_here(self, world_size: int) -> dict[int, ImageHeader]:
-        """Read the headers of all ranks' images on this rank only, without the other ranks; raises as ``header``
-        does."""
-        return {rank: self.header_here(Shard(rank, world_size)) for rank in range(world_size)}
-
-    def manifest(self, shard: Shard) -> Manifest:
-        """Return the manifest of an image whose header has been read."""
-        return self._found[shard][1]
-
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``
         does."""

@@ -55,15 +55,6 @@ class Fallback:
 
 
 FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
-FoundUnread = Callable[[CheckpointId], None]
-
-
-def _ignore_damage(tier: str, id: CheckpointId, error: TierfallError) -> None:
-    """No caller handles damaged copies."""
-
-
-def _ignore_unread(id: CheckpointId) -> None:
-    """This process deletes nothing by rule."""
 
 
 @dataclass(slots=True)
@@ -79,8 +70,8 @@ class ReadTally:
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
-    found_damage: FoundDamage = _ignore_damage
-    found_unread: FoundUnread = _ignore_unread
+    found_damage: FoundDamage = lambda *found: None
+    found_unread: Callable[[CheckpointId], None] = lambda id: None
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -298,10 +289,8 @@ def scatter(
     """Copy bytes that begin at ``start`` of the data to all targets; queue the copies to devices."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
-    end = start + len(view)
     on_devices: dict[torch.device, list[Piece]] = {}
-    for fill in writer.within(start, end):
-        low, high = max(fill.start, start), min(fill.end, end)
+    for fill, low, high in writer.within(start, start + len(view)):
         for target in fill.targets:
             if target.is_cpu:
                 copy_bytes(target.data_ptr() + low - fill.start, address + low - start, high - low)

@@ -351,7 +351,7 @@ class _Walk:
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             place = ((trail, "param_groups"), index)
-            values = optimizers.group_values(group)
+            values = {key: value for key, value in group.items() if key != "params"}
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
             groups.append((numbering.groups[index], self.leaves.to_node(found)))
         state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)

@@ -129,9 +129,6 @@ class _ExchangedReader(CheckpointReader):
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         return self._request_headers(range(world_size))
 
-    def manifest(self, shard: Shard) -> Manifest:
-        return self._known[shard.rank][0]
-
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         wanted = [rank for rank in sorted(ranks) if rank < world_size]
         self._request_headers(wanted)

@@ -200,7 +200,9 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
     assert merged is not None, "all have it"
 
     def of_all() -> MergedHeader:
-        return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
+        shards = (Shard(rank, own.world_size) for rank in range(own.world_size))
+        headers = {shard.rank: parts.header_here(shard) for shard in shards}
+        return merge_headers(headers, what=what, own=own.rank)
 
     return DcpEntries(merged, of_all)
 
