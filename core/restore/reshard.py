@@ -24,7 +24,7 @@ from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.load.match import SharedMemory
 from tierfall.core.load.plan import ReadPlan
-from tierfall.core.restore.reshard_reads import plan_block_reads
+from tierfall.core.restore.reshard_reads import BlockReads
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, RestoreError
@@ -132,7 +132,7 @@ def plan_reads(
         block.rank for position in merged.replicas for block in _find_replicas(merged, position)
     }
     manifests = parts.manifests(compared, world_size)
-    reads = plan_block_reads(merged, targets, same=_known_equal(merged, manifests))
+    reads = BlockReads(merged, targets, same=_known_equal(merged, manifests))
 
     def fill() -> None:
         parts.manifests(reads.fills, world_size)  # of images whose headers were not read before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,14 +43,29 @@ class _ReplicaCheck(NamedTuple):
     other: torch.Tensor
 
 
-@dataclass(slots=True)
 class BlockReads:
-    """``fills`` of each rank's image, in image order. Once all are read, ``finish`` does the rest."""
+    """The reads of ``targets``: ``fills`` of each rank's image, in image order. Once all are read, ``finish`` does the
+    rest."""
 
-    fills: dict[int, list[Fill]] = field(default_factory=dict)
-    _copies_first: list[_RowCopy] = field(default_factory=list)
-    _copies: list[_RowCopy] = field(default_factory=list)
-    _checks: list[_ReplicaCheck] = field(default_factory=list)
+    def __init__(
+        self,
+        merged: MergedHeader,
+        targets: Iterable[BlockTarget],
+        *,
+        same: Iterable[tuple[TensorBlock, TensorBlock]] = (),
+    ) -> None:
+        """``same`` are replicas that are known to be equal, and are not compared."""
+        self.fills: dict[int, list[Fill]] = {}
+        self._merged = merged
+        self._same = frozenset(same)
+        self._ranges: dict[_ReadRange, list[torch.Tensor]] = {}
+        self._checked: set[int] = set()
+        self._copies_first: list[_RowCopy] = []
+        self._copies: list[_RowCopy] = []
+        self._checks: list[_ReplicaCheck] = []
+        for each in targets:
+            self._add(each)
+        self._join_ranges()
 
     def finish(self) -> None:
         """Copy from buffers to targets. Raises RestoreError where replicas differ."""
@@ -69,31 +83,9 @@ class BlockReads:
             for target, source in self._copies:
                 target.copy_(source)
 
+    # ---- planning
 
-def plan_block_reads(
-    merged: MergedHeader,
-    targets: Iterable[BlockTarget],
-    *,
-    same: Iterable[tuple[TensorBlock, TensorBlock]],
-) -> BlockReads:
-    """Plan the reads of ``targets``; ``same`` are replicas that are known to be equal, and are not compared."""
-    plan = _BlockReadPlanner(merged, frozenset(same))
-    for request in targets:
-        plan.add(request)
-    return plan.done()
-
-
-class _BlockReadPlanner:
-    def __init__(
-        self, merged: MergedHeader, same: frozenset[tuple[TensorBlock, TensorBlock]]
-    ) -> None:
-        self._merged = merged
-        self._same = same
-        self._reads = BlockReads()
-        self._ranges: dict[_ReadRange, list[torch.Tensor]] = {}
-        self._checked: set[int] = set()
-
-    def add(self, request: BlockTarget) -> None:
+    def _add(self, request: BlockTarget) -> None:
         stored = self._merged.header.tensors[request.position]
         offset = request.offset or (0,) * len(stored.shape)
         lengths = stored.shape if request.lengths is None else request.lengths
@@ -103,8 +95,8 @@ class _BlockReadPlanner:
             self._checked.add(request.position)
             self._check(stored, request.position)
 
-    def done(self) -> BlockReads:
-        """Return the reads in image order. Ranges that overlap are read together, into a buffer."""
+    def _join_ranges(self) -> None:
+        """Read ranges that overlap together, into a buffer."""
         cluster: list[_ReadRange] = []
         for byte_range in sorted(self._ranges):
             if cluster and (
@@ -115,7 +107,6 @@ class _BlockReadPlanner:
             cluster.append(byte_range)
         if cluster:
             self._close(cluster)
-        return self._reads
 
     def _close(self, cluster: Sequence[_ReadRange]) -> None:
         first = cluster[0]
@@ -125,12 +116,12 @@ class _BlockReadPlanner:
             buffer = torch.empty(end - first.start, dtype=torch.uint8)
             for byte_range in cluster:
                 part = buffer[byte_range.start - first.start : byte_range.end - first.start]
-                self._reads._copies_first += [
+                self._copies_first += [
                     _RowCopy(target, part) for target in self._ranges[byte_range]
                 ]
             targets = (buffer,)
         fill = Fill(start=first.start, end=end, targets=targets)
-        self._reads.fills.setdefault(first.rank, []).append(fill)
+        self.fills.setdefault(first.rank, []).append(fill)
 
     def _read(self, rank: int, start: int, end: int, target: torch.Tensor) -> None:
         if end > start:
@@ -165,7 +156,7 @@ class _BlockReadPlanner:
         self._read(block.rank, start, start + rows * row, buffer)
         source = _cut(buffer.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
         whole = target.view(*lengths, item)
-        self._reads._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
+        self._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 
     def _check(self, stored: StoredTensor, position: int) -> None:
         """Read the replicas that are not known to be equal, to compare them."""
@@ -179,7 +170,7 @@ class _BlockReadPlanner:
             other = torch.empty(block.end - block.start, dtype=torch.uint8)
             self._read(block.rank, block.start, block.end, other)
             ranks = (first.rank, block.rank)
-            self._reads._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
+            self._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
 
 
 def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:

@@ -23,7 +23,7 @@ from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
-from tierfall.core.restore.reshard_reads import plan_block_reads
+from tierfall.core.restore.reshard_reads import BlockReads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST
@@ -58,7 +58,7 @@ class RankImages:
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
         """Return an identity of a range of an image: its offset and the digests of the chunks around it."""
-        manifest = self._parts.manifest(Shard(rank, self.world_size))
+        _, manifest = self._parts.find(Shard(rank, self.world_size))
         low, high = start // manifest.chunk_bytes, (end - 1) // manifest.chunk_bytes
         return start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
@@ -168,7 +168,7 @@ class MergedCheckpoint:
             )
             for rows, shape in zip(batch, shapes, strict=True)
         ]
-        reads = plan_block_reads(self.merged, targets, same=())
+        reads = BlockReads(self.merged, targets)
         for rank, fills in sorted(reads.fills.items()):
             self.images.read(rank, fills)
         reads.finish()
