@@ -26,7 +26,6 @@ from tierfall.core.load.build import Builder, Fill
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.load.resize import can_resize, part_of, plan_common
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
-from tierfall.core.tensors.address_ranges import AddressRange, AddressRanges
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
@@ -35,6 +34,7 @@ from tierfall.core.tensors.dtensor import (
     local_tensor,
     piece_of,
 )
+from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.types.errors import RestoreError
 
 _GENERATOR_BYTES = 1 << 14

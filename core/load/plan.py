@@ -34,8 +34,8 @@ from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, value_codec
-from tierfall.core.tensors.address_ranges import AddressRange
 from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
+from tierfall.core.tensors.tensors import AddressRange
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]

@@ -11,16 +11,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
+from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import MakePlan, ResizeRules, plan_reads_of_rank
-from tierfall.core.tensors.address_ranges import AddressRange
+from tierfall.core.tensors.tensors import AddressRange
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard

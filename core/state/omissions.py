@@ -20,10 +20,10 @@ from tierfall.core.state.item import unwrap
 from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names, tensors, value_codec
-from tierfall.core.tensors.address_ranges import AddressRange, AddressRanges
 from tierfall.core.tensors.builtin_codecs import is_of_script, name_of_script
 from tierfall.core.tensors.dtensor import local_tensor
 from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.tensors.wrappers import inner_tensors
 from tierfall.core.types.text import format_some
 

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from tierfall.core.state import modules, optimizers
 from tierfall.core.state.item import Item, OnResize
 from tierfall.core.state.leaves import Leaves, PlainValue, call_user_code, refuse
-from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree
-from tierfall.core.state.modules import Scans
+from tierfall.core.state.modules import KnownModuleTree, ModuleTree, Scans
 from tierfall.core.state.state_dicts import is_stateful, object_state, type_name
 from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
 from tierfall.core.state.walk_cache import WalkCache, take_fingerprints

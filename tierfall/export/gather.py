@@ -14,16 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import OpenImage, ShardReader
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
-from tierfall.core.restore.reshard_reads import BlockReads
+from tierfall.core.restore.reshard import BlockReads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST

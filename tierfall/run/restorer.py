@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
+from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion

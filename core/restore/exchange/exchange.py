@@ -15,10 +15,9 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import BUFFER_BYTES, BufferRing, ChunkReader, ReadTally
 from tierfall.core.copies.images import READ_THREADS
-from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
+from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Manifest

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tierfall.core.copies.cached_reads import TargetWriter
 from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
+    DeviceCopies,
     ReadTally,
+    TargetWriter,
     read_chunk_to_targets,
     scatter,
 )
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.copies.to_device import DeviceCopies
 from tierfall.core.format.records import Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill

@@ -12,8 +12,8 @@ import torch
 from restore_help import DictImage, Made
 from several_help import PATIENCE_S, all_named, sharded
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks

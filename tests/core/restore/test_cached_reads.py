@@ -24,7 +24,7 @@ from restore_help import (
     state_of,
 )
 
-from tierfall.core.copies.cached_reads import (
+from tierfall.core.copies.chunk_reader import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
     TargetWriter,

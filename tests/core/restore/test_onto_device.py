@@ -13,7 +13,7 @@ from restore_help import CHUNK, ELEMENTS, Tiers, checkpoint, flip, holds, state_
 
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
-from tierfall.core.copies import to_device
+from tierfall.core.copies import chunk_reader
 from tierfall.core.copies.chunk_reader import BufferRing
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.plan import ReadPlan
@@ -187,7 +187,7 @@ def test_copies_come_after_what_was_queued_on_the_device(
         waited.append((device, len(stream.enqueued)))
         state["w"].fill_(UNTOUCHED)
 
-    monkeypatch.setattr(to_device, "synchronize", callers_work_ends)
+    monkeypatch.setattr(chunk_reader, "synchronize", callers_work_ends)
     bring(tiers, state, ring_of(stream))
     assert waited == [(OnDevice.device, 0)]
     assert holds(state, 1)

@@ -14,7 +14,7 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import MapNode
 from tierfall.core.load.build import BlockTarget
-from tierfall.core.restore.reshard_reads import BlockReads
+from tierfall.core.restore.reshard import BlockReads
 from tierfall.core.types.errors import RestoreError
 
 Cuts = tuple[tuple[int, ...], ...]
