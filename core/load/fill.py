@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +38,9 @@ from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, live_names
+from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, live_parts
 from tierfall.core.state import optimizers
-from tierfall.core.state.item import Item, unwrap
+from tierfall.core.state.item import Item, visit
 from tierfall.core.state.state_dicts import (
     is_stateful,
     lost_entries,
@@ -126,9 +126,8 @@ class ValueFiller:
                 report.absent(names.join(name, names.component(key)))
         elif only_live and stored and len(plain) == len(live):
             self._work.assignments.append(lambda: _log_removed(only_live, name))
-        for key in plain:
-            if key in stored and not self._is_skipped(name, key):
-                self._compare_keys(stored[key], live[key], names.join(name, names.component(key)))
+        for key, below in self._common(stored, {key: live[key] for key in plain}, name):
+            self._compare_keys(stored[key], live[key], below)
 
     def _share(self, stored: Any, live: Any, name: str) -> None:
         """Record the arrays and generators of ``live`` that are changed in place."""
@@ -138,9 +137,8 @@ class ValueFiller:
         elif type(live) is not type(stored):
             return
         elif type(live) in value_codec.MAPPINGS:
-            for key, child in live.items():
-                if key in stored and not self._is_skipped(name, key):
-                    self._share(stored[key], child, names.join(name, names.component(key)))
+            for key, below in self._common(stored, live, name):
+                self._share(stored[key], live[key], below)
         elif type(live) in (list, tuple):
             for index, (below, child) in enumerate(zip(stored, live, strict=False)):
                 self._share(below, child, f"{name}.{index}")
@@ -160,6 +158,12 @@ class ValueFiller:
             self._work.extra(live, name)
         else:
             self._work.report.differs(name, "a plain value", with_article(type(live).__qualname__))
+
+    def _common(self, stored: Any, live: Any, name: str) -> Iterator[tuple[Any, str]]:
+        """Yield the keys of both mappings that are not skipped, with their names."""
+        for key in live:
+            if key in stored and not self._is_skipped(name, key):
+                yield key, names.join(name, names.component(key))
 
     def _is_skipped(self, name: str, key: Any) -> bool:
         return self._work.choices.skipped(names.join(name, names.component(key)))
@@ -185,13 +189,10 @@ class ValueFiller:
         """Copy the skipped entries of ``live`` into the mapping that replaces it."""
         if type(live) not in value_codec.MAPPINGS or type(value) not in value_codec.MAPPINGS:
             return
-        for key in [*value, *(key for key in live if key not in value)]:
-            if not self._is_skipped(name, key):
-                if key in live and key in value:
-                    self._keep_skipped(
-                        live[key], value[key], names.join(name, names.component(key))
-                    )
-            elif key in live:
+        for key, below in self._common(value, live, name):
+            self._keep_skipped(live[key], value[key], below)
+        for key in [each for each in {**value, **live} if self._is_skipped(name, each)]:
+            if key in live:
                 value[key] = live[key]
             else:
                 del value[key]
@@ -214,7 +215,7 @@ def _log_removed(keys: Sequence[Any], name: str) -> None:
 
 def holds_tensors(live: Any) -> bool:
     """Return whether a value of the state is, or holds, a tensor or an object with a state_dict."""
-    return any(True for _ in live_names(live, ""))
+    return any(True for _ in live_parts(live, ""))
 
 
 def plan_fill(
@@ -461,7 +462,9 @@ class _Filler:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
             self._refuse_plain(node, live, name)
             return
-        if self._holds_state_dict(live, name):
+        if any(
+            [self._is_state_dict(each, below) for below, each in visit(live, name)]
+        ):  # reports all
             return
         ValueFiller(self.work, node, live, set_value, name).plan()
 
@@ -490,22 +493,6 @@ class _Filler:
         """Return whether an object's saved state is an empty dict."""
         inner = node.state if isinstance(node, ObjectNode) else None
         return isinstance(inner, ValueNode) and plain_value(self.work.header, inner) == {}
-
-    def _holds_state_dict(self, live: Any, name: str) -> bool:
-        """Return whether a value is, or holds, a dict that an object's state_dict() returned; report it where it
-        does."""
-        live = unwrap(live)
-        if self._is_state_dict(live, name):
-            return True
-        inner: list[tuple[Any, Any]] = []
-        if type(live) in value_codec.MAPPINGS:
-            inner = [
-                (names.component(key), child) for key, child in live.items() if type(key) is str
-            ]
-        elif type(live) in (list, tuple):
-            inner = [*enumerate(live)]
-        held = [self._holds_state_dict(child, f"{name}.{key}") for key, child in inner]
-        return any(held)
 
     def _is_state_dict(self, live: Any, name: str) -> bool:
         """Return whether a dict is what an object's state_dict() returned; report it where it is."""

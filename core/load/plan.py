@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +29,10 @@ from tierfall.core.load.choices import Choices, check_names, key_names
 from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
-from tierfall.core.state.item import unwrap
+from tierfall.core.state.item import unwrap, visit
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
-from tierfall.core.tensors import builtin_codecs, names, value_codec
+from tierfall.core.tensors import builtin_codecs, names
 from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
 from tierfall.core.tensors.tensors import AddressRange
 
@@ -135,7 +134,7 @@ class RestoreWork:
 
     def is_scheduled(self, optimizer: Optimizer) -> bool:
         """Return whether the state holds a learning rate scheduler of ``optimizer``."""
-        parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
+        parts = (part for value in self.state.values() for _, part in visit(value))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
 
     def block_like(
@@ -200,11 +199,8 @@ class RestoreWork:
 
     def report_kept(self) -> None:
         """Report what the caller skips, and the restore of another name would change."""
-        kept: list[tuple[str, Any]] = []
-        for key, value in self.state.items() if self.choices.skip else ():
-            with suppress(builtin_codecs.NotEncodableError):  # no checkpoint has such a key
-                kept += live_parts({key: value}, "")
-        kept = [each for each in kept if self.choices.skipped(each[0])]
+        live = live_parts(dict(self.state), "") if self.choices.skip else ()
+        kept = [each for each in live if self.choices.skipped(each[0])]
         self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))
         for name, part in kept:
             if id(part) in self._objects:
@@ -265,30 +261,17 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
     except builtin_codecs.NotEncodableError:
         return
     yield name
-    yield from live_names(value, name)
+    yield from (found for found, _ in live_parts(value, name))
     yield from key_names(unwrap(value), name)
 
 
-def live_names(live: Any, name: str) -> Iterator[str]:
-    """Yield the names of the tensors and objects at and below a name of the state."""
-    return (found for found, _ in live_parts(live, name))
-
-
-def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def live_parts(live: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and objects at and below a name of the state, each with its name."""
-    live = unwrap(live)
-    if depth > value_codec.DEPTH_MAX:
-        return
-    if isinstance(live, nn.Module):
-        scan = modules.scan(live, name)
-        if scan.refused is None:
-            for key, value in live.state_dict().items():
-                yield f"{name}.{scan.key_name(key)}", value
-    elif isinstance(live, torch.Tensor) or is_stateful(live):
-        yield name, live
-    elif type(live) in value_codec.MAPPINGS:
-        for key, child in live.items():
-            yield from live_parts(child, names.join(name, names.component(key)), depth + 1)
-    elif type(live) in (list, tuple):
-        for index, child in enumerate(live):
-            yield from live_parts(child, f"{name}.{index}", depth + 1)
+    for below, value in visit(live, name):
+        if isinstance(value, nn.Module):
+            scan = modules.scan(value, below)
+            if scan.refused is None:
+                for key, each in value.state_dict().items():
+                    yield f"{below}.{scan.key_name(key)}", each
+        elif isinstance(value, torch.Tensor) or is_stateful(value):
+            yield below, value
