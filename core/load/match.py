@@ -68,7 +68,11 @@ class SharedMemory:
         start = min(tensors.span(claim.live)[0] for claim in self.claims) & -_ALIGNMENT
         end = max(tensors.span(claim.live)[1] for claim in self.claims)
         memory = torch.empty(end - start, dtype=torch.uint8).untyped_storage()
-        views = [_view_like(claim.live, memory, start) for claim in self.claims]
+        places = [(c.live.data_ptr() - start) // c.live.element_size() for c in self.claims]
+        views = [
+            tensors.view_like(claim.live, memory, at)
+            for claim, at in zip(self.claims, places, strict=True)
+        ]
         for claim, view in zip(self.claims, views, strict=True):
             tensors.fill_whole(view, self.copies[claim.position])
         for claim, view in zip(self.claims, views, strict=True):
@@ -392,13 +396,6 @@ def _bytes_like(live: torch.Tensor, memory: torch.Tensor, start: int) -> torch.T
     size = live.element_size()
     strides = (*(stride * size for stride in live.stride()), 1)
     return memory.as_strided((*live.shape, size), strides, live.data_ptr() - start)
-
-
-def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """Return the view of ``memory`` that ``live`` is of its own memory. Byte 0 of ``memory`` is address ``start``."""
-    at = (live.data_ptr() - start) // live.element_size()
-    view = torch.empty(0, dtype=torch.uint8).view(live.dtype)
-    return view.set_(memory, at, live.shape, live.stride())
 
 
 def _conflict(

@@ -75,7 +75,6 @@ def agree_to_restore(
     mine: Sequence[str],
     tally: ReadTally,
     look_again: Callable[[], Sequence[Listing]] | None = None,
-    timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint.
 
@@ -91,7 +90,7 @@ def agree_to_restore(
         return choose_candidates({rank: c.tiers for rank, c in calls.items()}, order, request)
 
     call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
-    decision = ranks.agree("restore", call, decide, Candidates, timeout_s=timeout_s)
+    decision = ranks.agree("restore", call, decide, Candidates)
     for fallback in decision.fallbacks:
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:

@@ -115,7 +115,7 @@ class _Walk:
             return self.leaves.text(value, name, trail)
         if depth > value_codec.DEPTH_MAX:
             refuse(trail, f"is nested deeper than {value_codec.DEPTH_MAX} levels")
-        if kind is tuple or kind is list or kind in value_codec.MAPPINGS:
+        if kind in (tuple, list, Branch) or kind in value_codec.MAPPINGS:
             return self._container(value, name, trail, depth)
         registered = value_codec.codec_for(kind)
         if registered is not None:
@@ -125,8 +125,8 @@ class _Walk:
     def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | PlainValue:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
-        if isinstance(value, LocalBlocks | Branch):
-            return self._blocks_or_branch(value, name, trail, depth)
+        if isinstance(value, LocalBlocks):
+            return self.leaves.blocks(value, name, trail)
         if isinstance(value, nn.Module):
             return self._guard_cycle(value, trail, lambda: self._module(value, name, trail, depth))
         if isinstance(value, Optimizer):
@@ -199,13 +199,13 @@ class _Walk:
                     coded if type(value) is list else value_codec.tagged("tuple", coded), found
                 )
             return ("l" if type(value) is list else "t", tuple(map(self.leaves.to_node, found)))
-        kind = value_codec.MAPPINGS[type(value)]
+        kind = value_codec.MAPPINGS.get(type(value), "dict")  # a Branch
         keys = [self.leaves.key(key, (trail, key)) for key in value]
         found = [
             self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
         ]
-        if PlainValue.are(found):
+        if type(value) is not Branch and PlainValue.are(found):
             return PlainValue.join(
                 value_codec.encode_items(kind, list(value), [c.coded for c in found]), found
             )
@@ -222,20 +222,6 @@ class _Walk:
             )
         finally:
             self.leaves.declared = outer
-
-    def _blocks_or_branch(
-        self, value: LocalBlocks | Branch, name: str, trail: Trail, depth: int
-    ) -> Node:
-        if isinstance(value, LocalBlocks):
-            return self.leaves.blocks(value, name, trail)
-        nodes = [
-            self.leaves.to_node(
-                self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
-            )
-            for key, child in value.items()
-        ]
-        keys = tuple(self.leaves.key(key, (trail, key)) for key in value)
-        return ("d", "dict", keys, tuple(nodes))
 
     # ---- objects with a state_dict
 

@@ -183,7 +183,7 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
             target.copy_(flat.view(target.dtype).view(target.shape))
             return
         if target.is_inference():
-            target = _writable(target)
+            target = view_like(target, target.untyped_storage(), target.storage_offset())
         integers = as_integers(target)
         integers.copy_(flat.view(integers.dtype).view(integers.shape))
 
@@ -200,11 +200,10 @@ def strided_copy(source: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return made
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    fresh = torch.empty(0, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
-    return fresh.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+def view_like(tensor: torch.Tensor, storage: torch.UntypedStorage, at: int) -> torch.Tensor:
+    """A new tensor over a storage, as ``tensor`` is over its own: element ``at`` is the first."""
+    fresh = torch.empty(0, dtype=torch.uint8, device=storage.device).view(tensor.dtype)
+    return fresh.set_(storage, at, tensor.shape, tensor.stride())
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

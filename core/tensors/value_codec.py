@@ -9,7 +9,6 @@ turn into an error that names the place. This module knows neither tensors nor p
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import struct
@@ -278,13 +277,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _decode_bytes(value: Any) -> bytes:
-    try:
-        return base64.b64decode(_text(value), validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"bytes are not base64: {error}") from error
-
-
 def _decode_float(value: Any) -> float:
     data = bytes.fromhex(_text(value))
     if len(data) != 8:
@@ -316,7 +308,7 @@ def _decode_device(value: Any) -> torch.device:
 _TAGS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(_text(value), 16),
     "float": _decode_float,
-    "bytes": _decode_bytes,
+    "bytes": lambda value: base64.b64decode(_text(value), validate=True),
     "dtype": _decode_dtype,
     "size": _decode_size,
     "device": _decode_device,
