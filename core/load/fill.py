@@ -40,7 +40,7 @@ from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
 from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, live_parts
 from tierfall.core.state import optimizers
-from tierfall.core.state.item import Item, visit
+from tierfall.core.state.item import Item, visit_state
 from tierfall.core.state.state_dicts import (
     is_stateful,
     lost_entries,
@@ -126,7 +126,7 @@ class ValueFiller:
                 report.absent(names.join(name, names.component(key)))
         elif only_live and stored and len(plain) == len(live):
             self._work.assignments.append(lambda: _log_removed(only_live, name))
-        for key, below in self._common(stored, {key: live[key] for key in plain}, name):
+        for key, below in self._common(stored, plain, name):
             self._compare_keys(stored[key], live[key], below)
 
     def _share(self, stored: Any, live: Any, name: str) -> None:
@@ -159,9 +159,9 @@ class ValueFiller:
         else:
             self._work.report.differs(name, "a plain value", with_article(type(live).__qualname__))
 
-    def _common(self, stored: Any, live: Any, name: str) -> Iterator[tuple[Any, str]]:
-        """Yield the keys of both mappings that are not skipped, with their names."""
-        for key in live:
+    def _common(self, stored: Any, keys: Any, name: str) -> Iterator[tuple[Any, str]]:
+        """Yield those of the keys that are also in ``stored`` and not skipped, with their names."""
+        for key in keys:
             if key in stored and not self._is_skipped(name, key):
                 yield key, names.join(name, names.component(key))
 
@@ -242,7 +242,7 @@ def plan_fill(
         fills=work.builder.fills(),
         targets=work.builder.targets(),
         shared=shared,
-        in_place=work.matcher.in_place(),
+        in_place=work.matcher.in_place,
         replaced_names=tuple(work.replaced_names),
         actions=work.actions(),
     )
@@ -462,9 +462,8 @@ class _Filler:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
             self._refuse_plain(node, live, name)
             return
-        if any(
-            [self._is_state_dict(each, below) for below, each in visit(live, name)]
-        ):  # reports all
+        reported = [self._is_state_dict(each, below) for below, each in visit_state(live, name)]
+        if any(reported):
             return
         ValueFiller(self.work, node, live, set_value, name).plan()
 

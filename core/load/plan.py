@@ -29,7 +29,7 @@ from tierfall.core.load.choices import Choices, check_names, key_names
 from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
-from tierfall.core.state.item import unwrap, visit
+from tierfall.core.state.item import unwrap, visit_state
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names
@@ -49,7 +49,7 @@ class ReadPlan:
     """The reads of a restore or a load; ``finish`` is called once all are done.
 
     ``fills`` are the reads of one image, ``targets`` those of merged images. ``shared`` are read ahead and checked.
-    ``in_place`` are the names of the state's tensors that are read into directly, by their memory. Below
+    ``in_place`` returns the names of the state's tensors that are read into directly, by their memory. Below
     ``replaced_names`` nothing is left in the state that the checkpoint does not have.
     """
 
@@ -57,7 +57,7 @@ class ReadPlan:
     targets: tuple[BlockTarget, ...]
     actions: tuple[Action, ...]
     shared: tuple[SharedMemory, ...] = ()
-    in_place: Mapping[AddressRange, str] = field(default_factory=dict)
+    in_place: Callable[[], dict[AddressRange, str]] = dict
     replaced_names: tuple[str, ...] = ()
     loaded: dict[Any, Any] = field(default_factory=dict)
     """Of a load: the nested dict, with tensors on the chosen device and values as they were saved."""
@@ -68,11 +68,9 @@ class ReadPlan:
         for action in self.actions:
             action()
 
-    def leaves_unchanged(self, memory: AddressRange, name: str) -> bool:
-        """Return whether this plan neither fills a tensor of the state nor removes it from the state."""
-        return memory not in self.in_place and not any(
-            names.is_within(name, replaced) for replaced in self.replaced_names
-        )
+    def replaces(self, name: str) -> bool:
+        """Return whether what the state has under a name is removed, unless the checkpoint has it, too."""
+        return any(names.is_within(name, replaced) for replaced in self.replaced_names)
 
 
 @dataclass(slots=True)
@@ -134,7 +132,7 @@ class RestoreWork:
 
     def is_scheduled(self, optimizer: Optimizer) -> bool:
         """Return whether the state holds a learning rate scheduler of ``optimizer``."""
-        parts = (part for value in self.state.values() for _, part in visit(value))
+        parts = (part for value in self.state.values() for _, part in visit_state(value))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
 
     def block_like(
@@ -267,7 +265,7 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
 
 def live_parts(live: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and objects at and below a name of the state, each with its name."""
-    for below, value in visit(live, name):
+    for below, value in visit_state(live, name):
         if isinstance(value, nn.Module):
             scan = modules.scan(value, below)
             if scan.refused is None:

@@ -137,7 +137,7 @@ def fill_first(
             elif plan is not None and error is None:
                 return RestoreResult(checkpoint=checkpoint, plan=plan, tally=tally)
             if plan is not None and parts.touched:
-                written |= {each: (name, checkpoint.id) for each, name in plan.in_place.items()}
+                written |= {each: (name, checkpoint.id) for each, name in plan.in_place().items()}
         finally:
             del error  # its traceback holds this frame, and so the targets
         if choose_again is not None:
@@ -158,7 +158,12 @@ def _check_none_left(
     plan: ReadPlan, written: Mapping[AddressRange, tuple[str, CheckpointId]], progress: _Progress
 ) -> None:
     """Raise RestoreError where tensors would keep what a checkpoint that was skipped may have ``written`` to them."""
-    left = {name: id for each, (name, id) in written.items() if plan.leaves_unchanged(each, name)}
+    filled = plan.in_place() if written else {}
+    left = {
+        name: id
+        for each, (name, id) in written.items()
+        if each not in filled and not plan.replaces(name)
+    }
     if not left:
         return
     those = format_some([str(id) for id in sorted({*left.values()})])
@@ -250,9 +255,10 @@ class _Progress:
     def final_error(self, error: BaseException, of: str) -> BaseException:
         """Return the error that a restore ends with. It tells whether targets were touched; an error of an agreement
         also names the checkpoint."""
+        if not self.touched and isinstance(error, RanksError):
+            return _with_cause(RanksError(f"{of}: {error}"), error)
         if not self.touched:
-            is_named = not isinstance(error, RanksError)
-            return error if is_named else _with_cause(RanksError(f"{of}: {error}"), error)
+            return error
         if isinstance(error, RestoreError):
             return _with_cause(RestoreError(f"{error}{self.half_filled}"), error)
         text = str(error) if isinstance(error, TierfallError) else repr(error)

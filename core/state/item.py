@@ -6,7 +6,6 @@ The walk unwraps it; a restore assigns plain values through it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -69,21 +68,23 @@ def unwrap(value: object) -> object:
     return value
 
 
-def visit(value: object, name: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+def visit_state(value: object, name: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
     """Yield a value of a state and what is in its plain containers and wrappers, each with its name. A key that no
     checkpoint can have is left out: the walk refuses it, with its path."""
     yield name, value
     if type(value) is Item:
-        yield from visit(value.value, name, depth + 1)
+        yield from visit_state(value.value, name, depth + 1)
     elif depth <= value_codec.DEPTH_MAX:
         is_mapping = type(value) in value_codec.MAPPINGS
         for key, child in value_codec.children(value):
-            with suppress(builtin_codecs.NotEncodableError):
+            try:
                 part = names.component(key) if is_mapping else str(key)
-                yield from visit(child, names.join(name, part), depth + 1)
+            except builtin_codecs.NotEncodableError:
+                continue
+            yield from visit_state(child, names.join(name, part), depth + 1)
 
 
 def resize_rules(state: object) -> dict[str, OnResize]:
     """The ``on_resize`` rules of a state by name, without defaults."""
-    items = ((name, value) for name, value in visit(state) if type(value) is Item)
+    items = ((name, value) for name, value in visit_state(state) if type(value) is Item)
     return {n: each.on_resize for n, each in items if each.on_resize is not OnResize.RESHARD}
