@@ -17,10 +17,8 @@ from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import Listing
-from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.load import check_device, plan_load
-from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import Choice, fill_first
@@ -29,12 +27,7 @@ from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableErr
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import PathReader, RunReader, find_pointer
 from tierfall.run.checkpointer import Checkpointer
-from tierfall.run.open_run import (
-    damage_reporter,
-    failed_by_exception,
-    open_run_on,
-    open_runs,
-)
+from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.pointer import Pointer
@@ -128,10 +121,7 @@ def load(
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
     choices = Choices(only=only, doing="load")
-
-    def plan(header: ImageHeader) -> ReadPlan:
-        return plan_load(header, map_location=map_location, choices=choices)
-
+    plan = partial(plan_load, map_location=map_location, choices=choices)
     request = RestoreRequest(
         step=None if step is None else as_step(step, doing="load"),
         attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),

@@ -280,10 +280,7 @@ class Checkpointer:
         continues = resume and only is None
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)
-
-        def plan(header: ImageHeader) -> ReadPlan:
-            return plan_load(header, map_location=map_location, choices=choices, whole=True)
-
+        plan = partial(plan_load, map_location=map_location, choices=choices, whole=True)
         with self._opened.restorer.deletions_paused():
             restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
         if restored is None:
