@@ -33,12 +33,11 @@ from tierfall.core.image.tree import (
     positions_of,
     walk,
 )
-from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, live_parts
+from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, assigned, live_parts
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, visit_state
 from tierfall.core.state.state_dicts import (
@@ -173,7 +172,7 @@ class ValueFiller:
     def _assign(self) -> None:
         value = self._work.builder.build(self._node, CPU)
         self._keep_skipped(self._live, value, self._name)
-        self._set_value(assign.merge(self._live, value))
+        self._set_value(assigned(self._live, value))
 
     def _assign_plain_entries(self) -> None:
         """Replace the plain entries of a dict that holds tensors, too."""
@@ -183,7 +182,7 @@ class ValueFiller:
         self._keep_skipped(live, source, self._name)
         for key, value in source.items():
             if key not in live or not holds_tensors(live[key]):
-                live[key] = assign.merge(live.get(key), value)
+                live[key] = assigned(live.get(key), value)
 
     def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
         """Copy the skipped entries of ``live`` into the mapping that replaces it."""

@@ -25,10 +25,9 @@ from tierfall.core.image.tree import (
     WrapperNode,
     leaves,
 )
-from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
-from tierfall.core.load.plan import RestoreWork
-from tierfall.core.load.resize import can_resize, part_of, plan_common, shape_of_state
+from tierfall.core.load.match import can_resize, part_of, plan_common, shape_of_state
+from tierfall.core.load.plan import RestoreWork, assigned
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
@@ -472,7 +471,7 @@ class OptimizerFiller:
             raise RestoreError(f"restore: __setstate__ of {self._name} failed: {error}") from error
 
     def _replace(self, key: Any, value: Any) -> None:
-        self._live.state[key] = assign.merge(self._live.state.get(key), value)
+        self._live.state[key] = assigned(self._live.state.get(key), value)
 
     def _remove_others(self, kept: set[Any]) -> None:
         for key in list(self._live.state):
@@ -492,4 +491,4 @@ class OptimizerFiller:
 
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
     for key, value in values.items():
-        live[key] = assign.merge(live.get(key), value)
+        live[key] = assigned(live.get(key), value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +34,10 @@ from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap, visit_state
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
-from tierfall.core.tensors import builtin_codecs, names
+from tierfall.core.tensors import builtin_codecs, names, numpy_values
 from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
 from tierfall.core.tensors.tensors import AddressRange
+from tierfall.core.types.errors import RestoreError
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
@@ -273,3 +276,46 @@ def live_parts(live: Any, name: str) -> Iterator[tuple[str, Any]]:
                     yield f"{below}.{scan.key_name(key)}", each
         elif isinstance(value, torch.Tensor) or is_stateful(value):
             yield below, value
+
+
+def assigned(target: Any, source: Any) -> Any:
+    """Make ``target`` equal to ``source``, in place where the state holds a list, dict, set, array or generator: the
+    program's references to it see the restored value. Return the object to store in the state."""
+    if isinstance(target, torch.Generator):
+        return _set_generator(target, source)
+    if type(target) is not type(source):
+        return source
+    if type(source) in (dict, OrderedDict, Counter):
+        items = {k: assigned(target[k], v) if k in target else v for k, v in source.items()}
+        target.clear()
+        for key, value in items.items():
+            target[key] = value
+        return target
+    if type(source) is list:
+        kept = [assigned(t, s) for t, s in zip(target, source, strict=False)]
+        target[:] = kept + source[len(kept) :]
+        return target
+    if type(source) is tuple and len(source) == len(target):
+        merged = tuple(map(assigned, target, source))
+        return target if all(map(operator.is_, merged, target)) else merged
+    if type(source) is set:
+        target.clear()
+        target.update(source)
+        return target
+    return target if numpy_values.refill(target, source) else source
+
+
+def _set_generator(target: torch.Generator, source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        if source.device.type != target.device.type:
+            return source
+        source = source.get_state()
+    elif not isinstance(source, torch.Tensor):
+        return source
+    try:
+        target.set_state(source)
+    except RuntimeError as error:
+        raise RestoreError(
+            f"restore: the saved generator does not fit the one on {target.device}: {error}"
+        ) from error
+    return target
