@@ -33,7 +33,7 @@ def compiled_(module: nn.Module) -> nn.Module:
 
 
 def names_of(state: object) -> set[str]:
-    return {source.name for source in walk_state(state).tensors}
+    return set(walk_state(state).names)
 
 
 def test_item_refuses_words_that_it_does_not_know() -> None:
