@@ -183,7 +183,7 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
             target.copy_(flat.view(target.dtype).view(target.shape))
             return
         if target.is_inference():
-            target = view_like(target, target.untyped_storage(), target.storage_offset())
+            target = view_like(target, target.untyped_storage(), int(target.storage_offset()))
         integers = as_integers(target)
         integers.copy_(flat.view(integers.dtype).view(integers.shape))
 
