@@ -77,7 +77,7 @@ LINES = {
     ("core/runtime",): 2_318,
     ("core/ranks",): 1_724,
     ("core/capture", "core/sampling"): 3_914,
-    ("core/restore", "core/load", "core/copies"): 8_206,
+    ("core/restore", "core/load", "core/copies"): 7_747,
     ("core/compression",): 418,
     ("core/scheduler",): 9_892,
     ("policies",): 2_220,

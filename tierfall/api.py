@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,19 @@ import torch
 from tierfall.backends.open import refuse_step_path
 from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import OpenImage
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import Listing
-from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
-from tierfall.core.load.load import LoadPlan, check_device, plan_load
-from tierfall.core.restore.candidates import naming_deletion
+from tierfall.core.load.load import check_device, plan_load
+from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import RestoreRequest, restore
+from tierfall.core.restore.restore import Choice, fill_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import PathReader, RunReader, find_pointer
 from tierfall.run.checkpointer import Checkpointer
-from tierfall.run.open_run import (
-    damage_reporter,
-    failed_by_exception,
-    open_run_on,
-    open_runs,
-)
+from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.pointer import Pointer
@@ -125,11 +120,8 @@ def load(
 
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
-    choices = Choices.of(only=only, doing="load")
-
-    def plan(header: ImageHeader) -> LoadPlan:
-        return plan_load(header, map_location=map_location, choices=choices)
-
+    choices = Choices(only=only, doing="load")
+    plan = partial(plan_load, map_location=map_location, choices=choices)
     request = RestoreRequest(
         step=None if step is None else as_step(step, doing="load"),
         attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
@@ -217,21 +209,25 @@ def _load(
 ) -> dict[str, Any]:
     """Load from what ``look`` lists, and how it opens images. A trainer may delete a checkpoint that is being read: if
     no step was named, what is newest then is loaded."""
-    listings, open_image = look()
-    with naming_deletion(request, listings, lambda: look()[0]):
-        restored = restore(
-            listings,
+
+    def choose_now(request: RestoreRequest) -> Choice:
+        listings, open_image = look()
+        candidates = choose(listings, request, tally)
+        return Choice(candidates=candidates, listings=listings, open_image=open_image)
+
+    chosen = choose_now(request)
+    if not chosen.candidates:
+        raise RestoreError(f"load: {what} holds no checkpoint")
+    with naming_deletion(request, chosen.listings, lambda: look()[0]):
+        restored = fill_first(
+            chosen,
             request,
-            open_image=open_image,
+            tally,
             make_plan=plan,
             shard=shard,
-            chunks_max=LOAD_CHUNKS,
+            make_reader=partial(CheckpointReader, chunks_max=LOAD_CHUNKS),
             resize=ResizeRules(values_of=0),
-            tally=tally,
-            look_again=look,
+            choose_again=choose_now,
         )
-    if restored is None:
-        raise RestoreError(f"load: {what} holds no checkpoint")
     restored.plan.finish()
-    loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
-    return loaded
+    return restored.plan.loaded

@@ -7,29 +7,28 @@ aligned buffer. A chunk in the page cache, or in host memory, is read into its t
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.cached_reads import (
-    TargetWriter,
-    WrittenTargets,
-    copy_bytes,
-    digest_pieces,
-)
 from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
-from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
 from tierfall.core.runtime.cores import hash_threads
-from tierfall.core.runtime.streams import Streams
+from tierfall.core.runtime.pinned import cut_at, locked_bounds, synchronize
+from tierfall.core.runtime.streams import CopyStream, Streams
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import (
     BackendError,
@@ -60,15 +59,6 @@ class Fallback:
 
 
 FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
-FoundUnread = Callable[[CheckpointId], None]
-
-
-def _ignore_damage(tier: str, id: CheckpointId, error: TierfallError) -> None:
-    """No caller handles damaged copies."""
-
-
-def _ignore_unread(id: CheckpointId) -> None:
-    """This process deletes nothing by rule."""
 
 
 @dataclass(slots=True)
@@ -84,8 +74,8 @@ class ReadTally:
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
-    found_damage: FoundDamage = _ignore_damage
-    found_unread: FoundUnread = _ignore_unread
+    found_damage: FoundDamage = lambda *found: None
+    found_unread: Callable[[CheckpointId], None] = lambda id: None
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -239,14 +229,13 @@ def read_fills(
     threads: int,
     pool: BufferPool,
     streams: Streams,
-    written: WrittenTargets,
 ) -> None:
     """Fill the targets of every fill. Raises the first failure once all threads have stopped.
 
     When it returns or raises, no copy is in progress. Work queued on a target's device afterwards runs after the
     copies.
     """
-    writer = TargetWriter(fills, written)
+    writer = TargetWriter(fills)
     copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
@@ -304,11 +293,8 @@ def scatter(
     """Copy bytes that begin at ``start`` of the data to all targets; queue the copies to devices."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
-    end = start + len(view)
-    writer.written.add(writer, start, end)
     on_devices: dict[torch.device, list[Piece]] = {}
-    for fill in writer.within(start, end):
-        low, high = max(fill.start, start), min(fill.end, end)
+    for fill, low, high in writer.within(start, start + len(view)):
         for target in fill.targets:
             if target.is_cpu:
                 copy_bytes(target.data_ptr() + low - fill.start, address + low - start, high - low)
@@ -346,3 +332,223 @@ class BufferRing:
     def release(self) -> None:
         """Unlock the buffers and free their memory. No restore may be in progress."""
         self.pool.release()
+
+
+# Targets in host memory ---------------------------------------------------------------------------
+
+
+# Bytes in the page cache are read into their target and hashed there, while they are in the CPU cache: they cross the
+# memory bus once. Targets that overlap are not written this way, since another thread may write to them between read
+# and hash.
+
+# Source and target of one copy fit a core's own cache together; longer copies took a fifth more time.
+PIECE_BYTES = 512 << 10
+# Shorter fills are read through a scratch buffer, many at once.
+STRAIGHT_BYTES = 64 << 10
+
+
+def copy_bytes(target: int, source: int, count: int) -> None:
+    """Copy bytes from address to address on this thread only: torch's copy would start threads of its own for each
+    reading thread."""
+    for done in range(0, count, PIECE_BYTES):
+        ctypes.memmove(target + done, source + done, min(PIECE_BYTES, count - done))
+
+
+class TargetWriter:
+    """The targets of one restore. Shared by the reading threads."""
+
+    def __init__(self, fills: Sequence[Fill]) -> None:
+        """``fills`` are in image order."""
+        self._fills = fills
+        self._ends = [fill.end for fill in fills]
+        overlapping = _overlapping(fills)
+        self._straight = [
+            _memory(fill.targets[0])
+            if fill.end - fill.start >= STRAIGHT_BYTES
+            and fill.targets[0].is_cpu
+            and number not in overlapping
+            else None
+            for number, fill in enumerate(fills)
+        ]
+
+    def within(self, start: int, end: int) -> Iterator[tuple[Fill, int, int]]:
+        """Yield the fills that overlap bytes ``start`` to ``end`` of the data, each with the range of these in it."""
+        at = bisect_right(self._ends, start)
+        while at < len(self._fills) and (fill := self._fills[at]).start < end:
+            yield fill, max(fill.start, start), min(fill.end, end)
+            at += 1
+
+    def is_in_host_memory(self, start: int, end: int) -> bool:
+        """Return whether all targets of a range are in host memory, so that ``pieces`` can fill them."""
+        return all(t.is_cpu for fill, _, _ in self.within(start, end) for t in fill.targets)
+
+    def pieces(
+        self, start: int, end: int, scratch: memoryview, digest: xxhash.xxh3_128
+    ) -> Iterator[memoryview]:
+        """Yield views to fill with bytes ``start`` to ``end`` of the data, one after the other. None is longer than
+        ``scratch``.
+
+        Each filled view is added to ``digest``, and copied to the further targets of its bytes.
+        """
+        at = start
+        while at < end:
+            number = bisect_right(self._ends, at)
+            view, first = self._piece(number, at, end, scratch)
+            yield view
+            digest.update(view)
+            if not first or len(self._fills[number].targets) > first:
+                self._copy_to_targets(view, at, at + len(view), first=first)
+            at += len(view)
+
+    def _piece(self, number: int, at: int, end: int, scratch: memoryview) -> tuple[memoryview, int]:
+        """Return the next view, and how many targets of its fill contain its bytes once it is filled."""
+        end = min(end, at + min(PIECE_BYTES, len(scratch)))
+        if number < len(self._fills):
+            straight, fill = self._straight[number], self._fills[number]
+            if straight is not None and fill.start <= at:
+                return straight[at - fill.start : min(end, fill.end) - fill.start], 1
+        while number < len(self._fills) and self._fills[number].start < end:
+            if self._straight[number] is not None and self._fills[number].start > at:
+                end = self._fills[number].start
+                break
+            number += 1
+        return scratch[: end - at], 0
+
+    def _copy_to_targets(self, view: memoryview, start: int, end: int, *, first: int) -> None:
+        """Copy bytes to the targets of their fills, except for the ``first`` ones of each."""
+        source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        for fill, low, high in self.within(start, end):
+            for target in fill.targets[first:]:
+                copy_bytes(target.data_ptr() + low - fill.start, source + low - start, high - low)
+
+
+def digest_pieces(view: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
+    """Yield a view piece by piece, and add each to ``digest`` once it is filled."""
+    for at in range(0, len(view), PIECE_BYTES):
+        piece = view[at : at + PIECE_BYTES]
+        yield piece
+        digest.update(piece)
+
+
+def _memory(target: torch.Tensor) -> memoryview:
+    flat: np.ndarray[Any, np.dtype[np.uint8]] = target.numpy()
+    return flat.data
+
+
+def _overlapping(fills: Sequence[Fill]) -> set[int]:
+    """Return the numbers of fills whose targets share memory with those of another fill."""
+    ranges = sorted(
+        (target.data_ptr(), target.data_ptr() + target.nbytes, number)
+        for number, fill in enumerate(fills)
+        for target in fill.targets
+        if target.is_cpu
+    )
+    found: set[int] = set()
+    last_end, owner = 0, -1
+    for start, end, number in ranges:
+        if start < last_end and number != owner:
+            found |= {number, owner}
+        if end > last_end:
+            last_end, owner = end, number
+    return found
+
+
+# Targets on a device ------------------------------------------------------------------------------
+
+
+GATHERED_FROM = 8
+"""From this number of pieces on, a chunk's bytes are copied to the device in one copy, and distributed staged."""
+
+Piece = tuple[torch.Tensor, int]
+"""A flat target on a device, and the offset of its bytes in the chunk."""
+
+
+class DeviceCopies:
+    """The copies of one restore to devices, on streams of their own. Shared by the reading threads; the owner calls
+    ``finish``.
+
+    The caller's tensors need no ``Tensor.record_stream``: all work that was queued on their device has ended before the
+    first copy, and ``finish`` waits for the last one. Targets in host memory are not copied here.
+    """
+
+    def __init__(self, fills: Sequence[Fill], pool: BufferPool, streams: Streams) -> None:
+        """``pool`` lends the buffers that chunks are read into. Waits for all work on the targets' devices: the copy
+        streams are not ordered with the caller's streams, or with others that use the targets."""
+        self._pool = pool
+        self._streams: dict[torch.device, CopyStream | None] = {}
+        self._held: list[torch.Tensor] = []
+        for device in {t.device for fill in fills for t in fill.targets if not t.is_cpu}:
+            synchronize(device)
+            self._streams[device] = streams.of(device)
+
+    def launch(
+        self, device: torch.device, source: torch.Tensor, pieces: Sequence[Piece], buffer: Buffer
+    ) -> None:
+        """Queue the copies of a verified chunk ``source`` to its ``pieces`` on ``device``, in the chunk's order.
+
+        ``buffer`` is the buffer of the read. If the chunk is in it, the buffer gets an event for the end of the copies.
+        Other memory is kept alive, and must not change, until ``finish``. If this fails, no copy is in progress.
+        """
+        stream = self._streams[device]
+        if stream is None:  # this kind of device has no copy stream
+            _copy_each(source, pieces, non_blocking=False)
+            return
+        in_buffer = buffer.contains(source.data_ptr())
+        if in_buffer:
+            self._pool.lock_pages(buffer, device)
+        else:
+            self._held.append(source)
+        try:
+            event = stream.enqueue(lambda: _copy(source, pieces))
+        except BaseException:
+            stream.finish()  # a part may be queued
+            raise
+        if in_buffer:
+            buffer.events.append(event)
+
+    def finish(self) -> None:
+        """Wait for the end of every copy, on all devices; raises the error of one that failed."""
+        with ExitStack() as stack:
+            for stream in self._streams.values():
+                if stream is not None:
+                    stack.callback(stream.finish)
+        self._held.clear()
+
+
+def _copy(source: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Queue copies on the current stream; many small ones through memory of the device, if it has room."""
+    staged = _room_for(pieces) if len(pieces) >= GATHERED_FROM else None
+    if staged is None:
+        _copy_each(source, pieces, non_blocking=True)
+        return
+    first = pieces[0][1]
+    with torch.inference_mode():
+        _copy_cut(staged, source[first : first + staged.numel()], non_blocking=True)
+        torch._foreach_copy_(
+            [target for target, _ in pieces],
+            [staged[start - first :][: target.numel()] for target, start in pieces],
+        )
+
+
+def _room_for(pieces: Sequence[Piece]) -> torch.Tensor | None:
+    """Allocate device memory for the range from the first piece to the last; None if there is none.
+
+    The memory belongs to the current stream: its next user runs after what is queued there now.
+    """
+    first, (last, start) = pieces[0][1], pieces[-1]
+    try:
+        return last.new_empty(start + last.numel() - first)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _copy_each(source: torch.Tensor, pieces: Sequence[Piece], *, non_blocking: bool) -> None:
+    with torch.inference_mode():  # inference tensors can be written only in this mode
+        for target, start in pieces:
+            _copy_cut(target, source[start : start + target.numel()], non_blocking=non_blocking)
+
+
+def _copy_cut(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    """Copy flat bytes; those of an image in memory may be page-locked in part."""
+    for start, end in cut_at(locked_bounds(), source.data_ptr(), source.numel()):
+        target[start:end].copy_(source[start:end], non_blocking=non_blocking)

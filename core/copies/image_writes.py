@@ -19,7 +19,7 @@ from tierfall.core.format.records import Commit, Geometry, Lineage, Manifest, Na
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.buffers import allocate
 from tierfall.core.state.view import StateView
-from tierfall.core.tensors.tensors import as_bytes, copy_whole
+from tierfall.core.tensors.tensors import to_bytes
 from tierfall.core.types.values import CheckpointId, Shard
 
 Load = Callable[[torch.Tensor], torch.Tensor]
@@ -172,8 +172,4 @@ class _ImageBytes:
     def _next(self) -> None:
         placement = next(self._parts)
         source = self._load(self._sources[placement.index])
-        flat = as_bytes(source)
-        if flat is None:
-            flat = torch.empty(placement.end - placement.start, dtype=torch.uint8)
-            copy_whole(flat, source)
-        self._start, self._flat = self._data_start + placement.start, flat
+        self._start, self._flat = self._data_start + placement.start, to_bytes(source)

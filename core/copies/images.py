@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -101,14 +101,11 @@ class StoredImage:
     store: ReadableStore
     id: CheckpointId
     shard: Shard
+    in_memory: ClassVar[bool] = False
 
     @property
     def tier(self) -> str:
         return self.store.name
-
-    @property
-    def in_memory(self) -> bool:
-        return False
 
     def manifest_bytes(self) -> bytes:
         return self.store.read_manifest(self.id, self.shard)
@@ -148,6 +145,8 @@ class StoredImage:
 class PackedImage:
     """A packed image on a stored tier. It is shared by threads; each read uses one more buffer of a chunk's length."""
 
+    in_memory: ClassVar[bool] = False
+
     def __init__(self, raw: StoredImage, packed: FrameTable, *, chunk_bytes: int) -> None:
         self._raw = raw
         self._packed = packed
@@ -157,10 +156,6 @@ class PackedImage:
     @property
     def tier(self) -> str:
         return self._raw.tier
-
-    @property
-    def in_memory(self) -> bool:
-        return False
 
     def manifest_bytes(self) -> bytes:
         return self._raw.manifest_bytes()
@@ -203,10 +198,7 @@ class RegionImage:
 
     tier: str
     region: HostRegion
-
-    @property
-    def in_memory(self) -> bool:
-        return True
+    in_memory: ClassVar[bool] = True
 
     def manifest_bytes(self) -> bytes:
         with self._checking_region():

@@ -1,12 +1,13 @@
-"""One rank's image of a checkpoint, opened for reading: its good copies, its manifest, and buffers."""
+"""Images opened for reading: one rank's, with its good copies, manifest and buffers, and those of all ranks of a
+checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
@@ -106,11 +107,11 @@ class ShardReader:
                 what=f"checkpoint {self.manifest.lineage.checkpoint}",
             )
 
-    def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
+    def fill(self, fills: Sequence[Fill]) -> None:
         pool, streams = self._ring.pool, self._ring.streams
         on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
         threads = max(self._threads, self._device_threads) if on_device else self._threads
-        read_fills(self._reader, self.manifest, fills, threads, pool, streams, written)
+        read_fills(self._reader, self.manifest, fills, threads, pool, streams)
 
     def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
         """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it
@@ -198,3 +199,81 @@ def find_images(
             + ("; ".join(map(str, failures)) or nowhere)
         )
     return images, manifest
+
+
+@dataclass(slots=True)
+class CheckpointReader:
+    """Opens images on first use, and reads for this rank only.
+
+    Stored chunks are read through ``ring``; without it through buffers of this reader, for at most ``chunks_max``
+    chunks, if given. ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have
+    been written to.
+    """
+
+    checkpoint: KnownCheckpoint
+    tiers: Sequence[str]
+    open_image: OpenImage
+    tally: ReadTally
+    ring: BufferRing | None = None
+    chunks_max: int | None = None
+    nowhere: str = NOWHERE
+    touched: bool = False
+    _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
+
+    def world_size(self, ours: int) -> int:
+        """Return the number of ranks that saved the checkpoint; ``ours`` where that is unknown."""
+        commit = self.checkpoint.commit
+        return ours if commit is None else commit.world_size
+
+    def header(self, shard: Shard) -> ImageHeader:
+        """Read the header of one rank's image; raises one of PASSABLE if it cannot be read."""
+        return self.header_here(shard)
+
+    def header_here(self, shard: Shard) -> ImageHeader:
+        """Read a header on this rank only, without the other ranks; raises as ``header`` does."""
+        with self.open(shard) as reader:
+            return reader.read_header()
+
+    def headers(self, world_size: int) -> dict[int, ImageHeader]:
+        """Read the headers of all ranks' images; raises as ``header`` does."""
+        return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
+
+    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
+        """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``
+        does."""
+        shards = (Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size)
+        return {shard.rank: self.find(shard)[1] for shard in shards}
+
+    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+        """Fill the targets of the ``fills`` of each rank's image."""
+        self.touched = True
+        self.fill_here(fills, world_size)
+
+    def fill_here(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+        """Fill memory of this process on this rank only, without the other ranks."""
+        for rank, image_fills in sorted(fills.items()):
+            with self.open(Shard(rank, world_size)) as reader:
+                reader.fill(image_fills)
+
+    def give_up(self, error: BaseException) -> TierfallError | None:
+        """Record that this rank has failed with ``error``; return the error that prevents telling the other ranks, or
+        None."""
+        return None
+
+    def open(self, shard: Shard) -> ShardReader:
+        """Open one rank's image for reading; raises as ``header`` does."""
+        images, manifest = self.find(shard)
+        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max)
+
+    def find(self, shard: Shard) -> tuple[list[Image], Manifest]:
+        """Open the good copies of one rank's image; raises as ``find_images`` does."""
+        if shard not in self._found:
+            self._found[shard] = find_images(
+                self.checkpoint,
+                self.tiers,
+                self.open_image,
+                shard,
+                self.tally,
+                nowhere=self.nowhere,
+            )
+        return self._found[shard]

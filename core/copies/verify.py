@@ -8,13 +8,13 @@ other: it has their threads and buffers, and distinguishes deletion from damage.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.compression.frame_table import FrameTable, read_frame_table
+from tierfall.core.compression.frame_table import FrameTable
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import BUFFER_BYTES
 from tierfall.core.copies.images import (
@@ -31,14 +31,7 @@ from tierfall.core.copies.images import (
 )
 from tierfall.core.format.commit_files import image_file, wrong_files
 from tierfall.core.format.documents import read_twice
-from tierfall.core.format.records import (
-    Commit,
-    Manifest,
-    Mark,
-    parse_commit,
-    parse_manifest,
-    parse_mark,
-)
+from tierfall.core.format.records import Commit, Manifest, Mark, parse_commit, parse_mark
 from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
@@ -138,29 +131,35 @@ class CopyCheck:
     # A copy on a stored tier -------------------------------------------------------------------------
 
     def stored(self, store: CheckableStore) -> None:
+        """Check a copy. Without a commit record that can be read, only its marks: nothing says what else has to be
+        there."""
         self._commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(self._id))
         sizes = {stored.key: stored.bytes for stored in store.files(self._id, self._commit)}
         if self._commit is not None:
-            self._check_names(self._commit, sizes)
-            self._foreign = tuple(
-                name
-                for name in sizes
-                if name != keys.COMMIT_NAME
-                and not name.startswith(f"{keys.MARKS_FOLDER}/")
-                and self._commit.file(name) is None
-            )
-        for shard in self._shards(sizes):
-            image = StoredImage(store, self._id, shard)
-            manifest = self._manifest(image, shard)
-            if manifest is not None:
-                self._check_image(image, manifest, sizes)
-        if self._commit is not None and self._commit.file(keys.INDEX_NAME) is not None:
-            self._check_index(store, self._commit)
+            self._check_files(store, self._commit, sizes)
         for name in sizes:
             if name.startswith(f"{keys.MARKS_FOLDER}/"):
                 self._check_mark(store, name)
 
-    def _check_names(self, commit: Commit, sizes: dict[str, int]) -> None:
+    def _check_files(self, store: CheckableStore, commit: Commit, sizes: Mapping[str, int]) -> None:
+        self._check_names(commit, sizes)
+        self._foreign = tuple(
+            name
+            for name in sizes
+            if name != keys.COMMIT_NAME
+            and not name.startswith(f"{keys.MARKS_FOLDER}/")
+            and commit.file(name) is None
+        )
+        named = {shard for file in commit.files if (shard := keys.parse_shard(file.name))}
+        for shard in sorted(named, key=lambda shard: (shard.world_size, shard.rank)):
+            image = StoredImage(store, self._id, shard)
+            manifest = self._manifest(image, commit, shard)
+            if manifest is not None:
+                self._check_image(image, commit, manifest, sizes)
+        if commit.file(keys.INDEX_NAME) is not None:
+            self._check_index(store, commit)
+
+    def _check_names(self, commit: Commit, sizes: Mapping[str, int]) -> None:
         """Compare the folder with the commit record: every rank is named, and every file exists with its length.
 
         The record of a tier that only one node sees names the image and manifest of that node's ranks.
@@ -180,72 +179,36 @@ class CopyCheck:
         for name, problem in wrong_files(commit, sizes):
             self._record(name, problem)
 
-    def _shards(self, sizes: dict[str, int]) -> list[Shard]:
-        """Return the shards that the commit record names; without a commit record, those that exist."""
-        named = sizes if self._commit is None else [file.name for file in self._commit.files]
-        shards = {shard for name in named if (shard := keys.parse_shard(name)) is not None}
-        return sorted(shards, key=lambda shard: (shard.world_size, shard.rank))
-
-    def _manifest(self, image: Image, shard: Shard) -> Manifest | None:
+    def _manifest(self, image: Image, commit: Commit, shard: Shard) -> Manifest | None:
         name = keys.manifest_name(shard)
-        if self._commit is None:
-            return self._try(name, lambda: self._unnamed_manifest(image, name))
-        commit = self._commit
-        if any(damage.file == name for damage in self.damage):
+        if self._is_damaged(name):
             return None
         return self._try(name, lambda: checked_manifest(image, commit, shard))
 
-    def _unnamed_manifest(self, image: Image, name: str) -> Manifest:
-        manifest = parse_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
-        if manifest.lineage.checkpoint != self._id:
-            raise IntegrityError(
-                f"{self._tier}: {name} is of {manifest.lineage.checkpoint}, not of {self._id}"
-            )
-        return manifest
+    def _check_image(
+        self, image: StoredImage, commit: Commit, manifest: Manifest, sizes: Mapping[str, int]
+    ) -> None:
+        named = image_file(commit, manifest.shard)
+        size = None if named is None else sizes.get(named.file.name)
+        if named is None or size is None:
+            return  # recorded by its name
+        if named.codec is Codec.NONE:
+            self._check_chunks(image, manifest, manifest.chunk_range, size, named.file.name)
+        else:
+            self._check_packed(image, commit, manifest, named.file.name, size)
 
-    def _check_image(self, image: StoredImage, manifest: Manifest, sizes: dict[str, int]) -> None:
-        codec = self._codec(manifest.shard, sizes)
-        name = keys.shard_name(manifest.shard, codec)
-        size = sizes.get(name)
-        if size is None:
-            if self._commit is None:
-                self._record(name, "it is missing")
-            return
-        if codec is not Codec.NONE:
-            self._check_packed(image, manifest, name, size)
-            return
-        if size != manifest.image_bytes and self._commit is None:
-            self._record(
-                name, f"it has {size} bytes, expected {manifest.image_bytes} by its manifest"
-            )
-        whole = [
-            index
-            for index in range(manifest.chunk_count)
-            if manifest.chunk_range(index)[1] <= min(size, manifest.image_bytes)
-        ]
-        self._check_chunks(image, manifest, whole, name)
-
-    def _codec(self, shard: Shard, sizes: dict[str, int]) -> Codec:
-        """Return how the image is packed: by the commit record, or without one by the name of the file."""
-        if self._commit is not None:
-            found = image_file(self._commit, shard)
-            return Codec.NONE if found is None else found.codec
-        there = (codec for codec in Codec if keys.shard_name(shard, codec) in sizes)
-        return next(there, Codec.NONE)
-
-    def _check_packed(self, image: StoredImage, manifest: Manifest, name: str, size: int) -> None:
+    def _check_packed(
+        self, image: StoredImage, commit: Commit, manifest: Manifest, name: str, size: int
+    ) -> None:
         """Check every frame that is whole in the file, and the seek table behind them."""
         stored = keys.stored_name(manifest.shard)
-        if any(damage.file == stored for damage in self.damage):
+        if self._is_damaged(stored):
             return
-        packed = self._try(stored, lambda: self._packed(image, manifest, stored))
+        packed = self._try(stored, lambda: checked_packed(image, commit, manifest))
         if packed is None:
             return
-        if size != packed.stored_bytes and self._commit is None:
-            self._record(name, f"it has {size} bytes, expected {packed.stored_bytes} by its record")
-        whole = [i for i in range(packed.chunk_count) if packed.chunk_range(i)[1] <= size]
         reader = PackedImage(image, packed, chunk_bytes=manifest.chunk_bytes)
-        self._check_chunks(reader, manifest, whole, name)
+        self._check_chunks(reader, manifest, packed.chunk_range, size, name)
         if size < packed.stored_bytes:
             return
         self._try(name, lambda: read_twice(lambda: self._check_seek_table(image, manifest, packed)))
@@ -259,15 +222,9 @@ class CopyCheck:
         if tail != packed.seek_table(manifest):
             raise IntegrityError("its seek table differs from the one that was written")
 
-    def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> FrameTable | None:
-        if self._commit is not None:
-            return checked_packed(image, self._commit, manifest)
-        data = image.store.read_stored(self._id, manifest.shard)
-        return read_frame_table(data, manifest, what=f"{self._tier}: {name}")
-
     def _check_index(self, store: CheckableStore, commit: Commit) -> None:
         name = keys.INDEX_NAME
-        if any(damage.file == name for damage in self.damage):
+        if self._is_damaged(name):
             return  # it is missing, or has another length
         what = f"{self._tier}: {name}"
         self._try(
@@ -298,40 +255,38 @@ class CopyCheck:
         for number, data in enumerate(self._try(keys.MARKS_FOLDER, region.marks) or ()):
             name = f"{keys.MARKS_FOLDER}/{number}"
             self._try(name, partial(parse_mark, data, what=name))
-        for file in self._commit.files if self._commit else ():
+        commit = self._commit
+        for file in commit.files if commit else ():
             shard = keys.parse_shard(file.name)
-            if shard is None or file.digest is not None:
+            if commit is None or shard is None or file.digest is not None:
                 continue
             image = RegionImage(self._tier, region)
-            manifest = self._manifest(image, shard)
+            manifest = self._manifest(image, commit, shard)
             if manifest is not None:
-                whole = [
-                    index
-                    for index in range(manifest.chunk_count)
-                    if manifest.chunk_range(index)[1] <= len(region.image)
-                ]
-                self._check_chunks(image, manifest, whole, file.name)
+                size = len(region.image)
+                self._check_chunks(image, manifest, manifest.chunk_range, size, file.name)
 
     # Chunks ------------------------------------------------------------------------------------------
 
-    def _check_chunks(self, image: Image, manifest: Manifest, whole: list[int], name: str) -> None:
-        """Check the chunks ``whole`` of the file ``name``; missing ones have been recorded before."""
-        stop = threading.Event()
+    def _check_chunks(
+        self,
+        image: Image,
+        manifest: Manifest,
+        range_of: Callable[[int], tuple[int, int]],
+        size: int,
+        name: str,
+    ) -> None:
+        """Check the chunks that are whole in the file ``name`` of ``size`` bytes, where each is at ``range_of``."""
         pool = self._resources.pool_for(manifest)
 
         def check(index: int) -> None:
-            if stop.is_set():
-                return
             start, end = manifest.chunk_range(index)
-            try:
-                with pool.lend_view(end - start) as buffer:
-                    self._check_chunk(image, manifest, index, buffer, name)
-            except BaseException:
-                stop.set()
-                raise
-            self._resources.read(end - start)
+            with pool.lend_view(end - start) as buffer:
+                self._check_chunk(image, manifest, index, buffer, name)
+            self._resources.on_bytes(end - start)
 
-        self._resources.map(check, whole)
+        whole = [index for index in range(manifest.chunk_count) if range_of(index)[1] <= size]
+        run_in_threads(READ_THREADS, check, whole)
 
     def _check_chunk(
         self, image: Image, manifest: Manifest, index: int, buffer: memoryview, name: str
@@ -354,6 +309,9 @@ class CopyCheck:
             self._bytes += len(view)
 
     # Recording ---------------------------------------------------------------------------------------
+
+    def _is_damaged(self, file: str) -> bool:
+        return any(damage.file == file for damage in self.damage)
 
     def _try(self, file: str, read: Callable[[], T], chunk: int | None = None) -> T | None:
         try:
@@ -391,7 +349,7 @@ class CopyVerifier:
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
         """``on_bytes`` is called, by several threads, with the number of image bytes that were read."""
-        self._on_bytes = on_bytes
+        self.on_bytes = on_bytes
         self._pool = BufferPool(bytes=1, count=1)
 
     def check_stored(self, store: CheckableStore, id: CheckpointId) -> CheckedCopy:
@@ -424,21 +382,11 @@ class CopyVerifier:
             self._pool = BufferPool(bytes=largest, count=count)
         return self._pool
 
-    def map(self, check: Callable[[int], None], indexes: Iterable[int]) -> None:
-        """Run ``check`` for every chunk; raises the first failure once all have stopped."""
-        run_in_threads(READ_THREADS, check, indexes)
-
-    def read(self, bytes: int) -> None:
-        self._on_bytes(bytes)
-
-    def close(self) -> None:
-        self._pool.release()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        self.close()
+        self._pool.release()
 
 
 def _is_gone(store: CheckableStore, id: CheckpointId) -> bool:

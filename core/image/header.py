@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from tierfall.core.image.tree import (
 from tierfall.core.tensors import dtypes, numpy_values, value_codec
 from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.tensors import are_dense
-from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.tensors.value_codec import Coded, Contents
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 # The limit of a header's content, plus what rounding up adds.
@@ -350,7 +351,28 @@ class _ValueCheck:
                 raise ValueError("an optimizer's group is not a mapping")
 
     def _decode(self, node: ValueNode) -> Any:
-        return value_codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
+        return value_codec.decode(self._values[node.number], Contents(partial(self._blob, node)))
+
+    def _blob(self, node: ValueNode, number: int, kind: str, members: dict[str, Any]) -> object:
+        if not 0 <= number < len(node.blobs):
+            raise ValueError("a value refers to a blob that it does not have")
+        tensor = self._tensors[node.blobs[number]]
+        dtype, shape = members.get("d"), members.get("s")
+        match kind:
+            case "array":
+                if not isinstance(dtype, str) or not dtypes.is_shape(shape):
+                    raise ValueError("an array lacks its dtype or its shape")
+                numpy_values.check_bytes(dtype, shape or [], tensor.length)
+            case "generator":
+                if not isinstance(dtype, str) or tensor.dtype is not torch.uint8:
+                    raise ValueError("a generator lacks its device or its state")
+                value_codec.decode({value_codec.TAG: "device", "v": dtype}, Contents())
+            case "str" | "bytes":
+                if tensor.dtype is not torch.uint8:
+                    raise ValueError("bytes are stored as a tensor of another dtype")
+            case _:
+                raise ValueError(f"a blob is of the unknown kind {kind[:40]!r}")
+        return None
 
     def _wrapper(self, node: WrapperNode) -> None:
         shape = self._decode(node.shape)
@@ -391,36 +413,6 @@ class _ValueCheck:
                 raise ValueError(
                     f"tensor {tensor.name!r} has scales or zero points of another length"
                 )
-
-
-class _BlobCheck:
-    def __init__(self, node: ValueNode, tensors: tuple[StoredTensor, ...]) -> None:
-        self._node = node
-        self._tensors = tensors
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        if not 0 <= number < len(self._node.blobs):
-            raise ValueError("a value refers to a blob that it does not have")
-        tensor = self._tensors[self._node.blobs[number]]
-        dtype, shape = members.get("d"), members.get("s")
-        match kind:
-            case "array":
-                if not isinstance(dtype, str) or not dtypes.is_shape(shape):
-                    raise ValueError("an array lacks its dtype or its shape")
-                numpy_values.check_bytes(dtype, shape or [], tensor.length)
-            case "generator":
-                if not isinstance(dtype, str) or tensor.dtype is not torch.uint8:
-                    raise ValueError("a generator lacks its device or its state")
-                value_codec.decode({value_codec.TAG: "device", "v": dtype}, self)
-            case "str" | "bytes":
-                if tensor.dtype is not torch.uint8:
-                    raise ValueError("bytes are stored as a tensor of another dtype")
-            case _:
-                raise ValueError(f"a blob is of the unknown kind {kind[:40]!r}")
-        return None
-
-    def registered(self, name: str, value: object) -> object:
-        return None
 
 
 # ---- JSON

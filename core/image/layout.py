@@ -41,7 +41,7 @@ WRAPPERS = "wrappers"
 class Placement:
     """One tensor's byte range, relative to the start of the data, and its safetensors dtype and shape.
 
-    ``index`` is its index in ``StateView.tensors``.
+    ``index`` is its index in ``StateView.sources``.
     """
 
     index: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec, wrappers
 from tierfall.core.tensors.builtin_codecs import UnknownValue, ValueCodec
-from tierfall.core.tensors.value_codec import MAPPING_TYPES
+from tierfall.core.tensors.value_codec import MAPPING_TYPES, Contents
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
 CPU = torch.device("cpu")
@@ -55,7 +56,6 @@ class Fill:
     """One stored tensor to read: bytes ``start`` to ``end`` of the image's data are copied to each of the flat
     targets."""
 
-    name: str
     start: int
     end: int
     targets: tuple[torch.Tensor, ...]
@@ -162,23 +162,22 @@ class Builder:
     def _prepare_value(self, node: ValueNode) -> None:
         for position in node.blobs:
             self.flat(position, CPU)
-        value_codec.decode(self.header.values[node.number], _NameCheck(self))
+        value_codec.decode(self.header.values[node.number], Contents(registered=self._check_named))
+
+    def _check_named(self, name: str, value: object) -> object:
+        """Check that the class or codec that a value names is there; the value has no contents yet."""
+        if name.startswith(builtin_codecs.CLASSES) or self.codec(name) is None:
+            return self.registered(name, value)
+        return None
 
     def fills(self) -> tuple[Fill, ...]:
         """Return the tensors to read, in image order, without those of no bytes."""
-        found = []
-        for position in sorted(self._targets):
-            stored = self.header.tensors[position]
-            if stored.length:
-                found.append(
-                    Fill(
-                        name=stored.name,
-                        start=stored.start,
-                        end=stored.end,
-                        targets=tuple(self._targets[position]),
-                    )
-                )
-        return tuple(found)
+        wanted = [(self.header.tensors[at], self._targets[at]) for at in sorted(self._targets)]
+        return tuple(
+            Fill(start=stored.start, end=stored.end, targets=tuple(targets))
+            for stored, targets in wanted
+            if stored.length
+        )
 
     # ---- after the bytes
 
@@ -260,10 +259,24 @@ class Builder:
 
     def value(self, node: ValueNode) -> Any:
         """Return a plain value; IntegrityError where its bytes cannot be decoded."""
+        contents = Contents(partial(self._blob, node), self.registered)
         try:
-            return value_codec.decode(self.header.values[node.number], _BlobReader(self, node))
+            return value_codec.decode(self.header.values[node.number], contents)
         except ValueError as error:
             raise IntegrityError(f"{self.header.what}: a value is damaged: {error}") from error
+
+    def _blob(self, node: ValueNode, number: int, kind: str, members: dict[str, Any]) -> object:
+        flat = self.flat(node.blobs[number], CPU)
+        match kind:
+            case "bytes":
+                return ctypes.string_at(flat.data_ptr(), flat.numel())
+            case "str":
+                return ctypes.string_at(flat.data_ptr(), flat.numel()).decode(
+                    "utf-8", "surrogatepass"
+                )
+            case "array":
+                return numpy_values.from_bytes(flat, members["d"], members["s"])
+        return _generator(flat, torch.device(members["d"]))
 
     def codec(self, name: str) -> ValueCodec | None:
         """Return the codec of a name; None if it is not there."""
@@ -294,43 +307,6 @@ def _unknown_wrapper(
     name = node.class_name
     reason = reason or builtin_codecs.not_found(name, "a tensor class")
     return UnknownValue(builtin_codecs.class_title(name), inner, reason, name)
-
-
-class _NameCheck:
-    """Decodes a value without its contents, to check the classes and codecs that it names."""
-
-    def __init__(self, builder: Builder) -> None:
-        self._builder = builder
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return None
-
-    def registered(self, name: str, value: object) -> object:
-        if name.startswith(builtin_codecs.CLASSES) or self._builder.codec(name) is None:
-            return self._builder.registered(name, value)
-        return None
-
-
-class _BlobReader:
-    def __init__(self, builder: Builder, node: ValueNode) -> None:
-        self._builder = builder
-        self._node = node
-
-    def registered(self, name: str, value: object) -> object:
-        return self._builder.registered(name, value)
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        flat = self._builder.flat(self._node.blobs[number], CPU)
-        match kind:
-            case "bytes":
-                return ctypes.string_at(flat.data_ptr(), flat.numel())
-            case "str":
-                return ctypes.string_at(flat.data_ptr(), flat.numel()).decode(
-                    "utf-8", "surrogatepass"
-                )
-            case "array":
-                return numpy_values.from_bytes(flat, members["d"], members["s"])
-        return _generator(flat, torch.device(members["d"]))
 
 
 def _empty_quantized(

@@ -22,97 +22,70 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
+from tierfall.core.tensors.value_codec import Contents
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import are_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The options of a restore; by default, all of the state is filled by equal names.
+    """The options of a restore; by default, all of the state is filled by equal names. Raises RestoreError where one
+    is not a list, or not a mapping, of names.
 
     ``is_going_back``: the state has been trained since the checkpoint, so that its plain mappings may have new keys.
     ``doing``: the call, for error messages.
     """
 
-    only: tuple[str, ...] | None = None
-    skip: tuple[str, ...] = ()
+    only: Sequence[str] | None = None
+    skip: Sequence[str] | None = None
     rename: Mapping[str, str] | None = None
-    retype: tuple[str, ...] = ()
-    resize: tuple[str, ...] = ()
+    retype: Sequence[str] | None = None
+    resize: Sequence[str] | None = None
     strict: bool = True
     is_going_back: bool = False
     doing: str = "restore"
 
-    def resizes(self, name: str) -> bool:
-        """Return whether the tensor at ``name`` may have another shape in the state."""
-        return any(_matches(name, pattern) for pattern in self.resize)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        only: Sequence[str] | None = None,
-        skip: Sequence[str] | None = None,
-        rename: Mapping[str, str] | None = None,
-        retype: Sequence[str] | None = None,
-        resize: Sequence[str] | None = None,
-        strict: bool = True,
-        goes_back: bool = False,
-        doing: str = "restore",
-    ) -> Choices:
-        """Check the options of a caller. Raises RestoreError where one is not a list, or not a mapping, of names."""
-        lists = {"only": only, "skip": skip, "retype": retype, "resize": resize}
-        for what, names in lists.items():
+    def __post_init__(self) -> None:
+        for what in ("only", "skip", "retype", "resize"):
+            names = getattr(self, what)
             if isinstance(names, str):
                 raise RestoreError(
-                    f"{doing}: {what} must be a list of names, such as [{names!r}], not a string"
+                    f"{self.doing}: {what} must be a list of names, such as [{names!r}], not a string"
                 )
             if names is not None and not are_texts(names):
-                raise RestoreError(f"{doing}: {what} must be a list of names, not {names!r}")
-        if rename is not None and not _are_names(rename):
+                raise RestoreError(f"{self.doing}: {what} must be a list of names, not {names!r}")
+        if self.rename is not None and not _are_names(self.rename):
             raise RestoreError(
                 "restore: rename must be a mapping {name in the checkpoint: name in the state}, such as "
-                f"{{'encoder': 'backbone'}}, not {rename!r}; to leave an entry of the state unchanged, pass skip=[...]"
+                f"{{'encoder': 'backbone'}}, not {self.rename!r}; to leave an entry of the state unchanged, pass "
+                "skip=[...]"
             )
-        return cls(
-            only=None if only is None else tuple(only),
-            skip=tuple(skip or ()),
-            rename=rename or None,
-            retype=tuple(retype or ()),
-            resize=tuple(resize or ()),
-            strict=strict,
-            is_going_back=goes_back,
-            doing=doing,
-        )
-
-
-def _are_names(rename: object) -> bool:
-    return isinstance(rename, Mapping) and all(
-        isinstance(name, str) and name for both in rename.items() for name in both
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The selected part of a checkpoint: all of it or dotted prefixes of names, without the skipped entries."""
-
-    prefixes: tuple[str, ...] | None
-    skips: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
-        """Return whether ``name`` is selected."""
-        asked = self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
+        """Return whether ``name`` is selected: all of a checkpoint, or ``only`` these and what is below them, without
+        the skipped entries."""
+        asked = self.only is None or any(naming.is_within(name, each) for each in self.only)
         return asked and not self.skipped(name)
 
     def selects_at_or_below(self, name: str) -> bool:
         """Return whether anything at or below ``name`` is selected."""
         if self.skipped(name):
             return False
-        return self.has(name) or any(naming.is_within(p, name) for p in self.prefixes or ())
+        return self.has(name) or any(naming.is_within(each, name) for each in self.only or ())
 
     def skipped(self, name: str) -> bool:
         """Return whether ``name`` stays unchanged in the state."""
-        return any(_matches(name, pattern) for pattern in self.skips)
+        return any(_matches(name, pattern) for pattern in self.skip or ())
+
+    def resizes(self, name: str) -> bool:
+        """Return whether the tensor at ``name`` may have another shape in the state."""
+        return any(_matches(name, pattern) for pattern in self.resize or ())
+
+
+def _are_names(rename: object) -> bool:
+    return isinstance(rename, Mapping) and all(
+        isinstance(name, str) and name for both in rename.items() for name in both
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -122,30 +95,29 @@ def _matches(name: str, pattern: str) -> bool:
     )
 
 
-def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Selection:
-    """Return the selected part of a checkpoint. ``live`` are the names of the state.
+def check_names(header: ImageHeader, choices: Choices, live: Iterable[str]) -> None:
+    """Raise RestoreError for a chosen name that occurs nowhere. ``live`` are the names of the state.
 
-    The header has been renamed to the names of the state. Raises RestoreError for a name that occurs nowhere.
+    The header has been renamed to the names of the state.
     """
     whole = [name for name, _ in leaves(header.tree, "")]
     for prefix in choices.only or ():
         _check_only(prefix, whole, header.what, choices.doing)
     both = [*stored_names(header), *live] if choices.skip or choices.resize else []
-    patterns = [("skip", each) for each in choices.skip]
-    patterns += [("resize", each) for each in choices.resize]
+    patterns = [("skip", each) for each in choices.skip or ()]
+    patterns += [("resize", each) for each in choices.resize or ()]
     for what, pattern in patterns:
         if not any(_matches(name, pattern) for name in both):
             raise RestoreError(
                 f"restore: {what}={pattern!r} names nothing in {header.what} or in the state; nearest: "
                 f"{_nearest(pattern, both)}"
             )
-    for name in choices.retype:
+    for name in choices.retype or ():
         if name not in header.types:
             raise RestoreError(
                 f"restore: retype={name!r} names no optimizer or object of {header.what}; it has "
                 f"{', '.join(sorted(header.types)) or 'none'}"
             )
-    return Selection(choices.only, choices.skip)
 
 
 def _check_only(prefix: str, names: Sequence[str], what: str, doing: str) -> None:
@@ -193,17 +165,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
 
 def plain_value(header: ImageHeader, node: ValueNode) -> object:
     """Return a plain value; None replaces each array, long text and value of a registered codec."""
-    return value_codec.decode(header.values[node.number], _NoContents())
-
-
-class _NoContents:
-    """Decodes without the contents of blobs and registered types."""
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return None
-
-    def registered(self, name: str, value: object) -> object:
-        return None
+    return value_codec.decode(header.values[node.number], Contents())
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +177,9 @@ class Blob:
 
 def value_blobs(header: ImageHeader, node: ValueNode) -> object:
     """Return a plain value with a ``Blob`` in each of their places."""
-    return value_codec.decode(header.values[node.number], _Blobs())
-
-
-class _Blobs(_NoContents):
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return Blob(number)
+    return value_codec.decode(
+        header.values[node.number], Contents(lambda number, kind, members: Blob(number))
+    )
 
 
 # ---- renaming

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +33,13 @@ from tierfall.core.image.tree import (
     positions_of,
     walk,
 )
-from tierfall.core.load import assign
-from tierfall.core.load.build import CPU, BlockTarget, Fill
+from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.match import SharedMemory
-from tierfall.core.load.plan import Action, RestoreWork, Setter, live_names
+from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, assigned, live_parts
 from tierfall.core.state import optimizers
-from tierfall.core.state.item import Item, unwrap
+from tierfall.core.state.item import Item, visit_state
 from tierfall.core.state.state_dicts import (
     is_stateful,
     lost_entries,
@@ -52,7 +49,6 @@ from tierfall.core.state.state_dicts import (
 from tierfall.core.tensors import names, rng, value_codec
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import with_article
 
@@ -129,9 +125,8 @@ class ValueFiller:
                 report.absent(names.join(name, names.component(key)))
         elif only_live and stored and len(plain) == len(live):
             self._work.assignments.append(lambda: _log_removed(only_live, name))
-        for key in plain:
-            if key in stored and not self._is_skipped(name, key):
-                self._compare_keys(stored[key], live[key], names.join(name, names.component(key)))
+        for key, below in self._common(stored, plain, name):
+            self._compare_keys(stored[key], live[key], below)
 
     def _share(self, stored: Any, live: Any, name: str) -> None:
         """Record the arrays and generators of ``live`` that are changed in place."""
@@ -141,9 +136,8 @@ class ValueFiller:
         elif type(live) is not type(stored):
             return
         elif type(live) in value_codec.MAPPINGS:
-            for key, child in live.items():
-                if key in stored and not self._is_skipped(name, key):
-                    self._share(stored[key], child, names.join(name, names.component(key)))
+            for key, below in self._common(stored, live, name):
+                self._share(stored[key], live[key], below)
         elif type(live) in (list, tuple):
             for index, (below, child) in enumerate(zip(stored, live, strict=False)):
                 self._share(below, child, f"{name}.{index}")
@@ -164,15 +158,21 @@ class ValueFiller:
         else:
             self._work.report.differs(name, "a plain value", with_article(type(live).__qualname__))
 
+    def _common(self, stored: Any, keys: Any, name: str) -> Iterator[tuple[Any, str]]:
+        """Yield those of the keys that are also in ``stored`` and not skipped, with their names."""
+        for key in keys:
+            if key in stored and not self._is_skipped(name, key):
+                yield key, names.join(name, names.component(key))
+
     def _is_skipped(self, name: str, key: Any) -> bool:
-        return self._work.selection.skipped(names.join(name, names.component(key)))
+        return self._work.choices.skipped(names.join(name, names.component(key)))
 
     # ---- after the bytes
 
     def _assign(self) -> None:
         value = self._work.builder.build(self._node, CPU)
         self._keep_skipped(self._live, value, self._name)
-        self._set_value(assign.merge(self._live, value))
+        self._set_value(assigned(self._live, value))
 
     def _assign_plain_entries(self) -> None:
         """Replace the plain entries of a dict that holds tensors, too."""
@@ -182,19 +182,16 @@ class ValueFiller:
         self._keep_skipped(live, source, self._name)
         for key, value in source.items():
             if key not in live or not holds_tensors(live[key]):
-                live[key] = assign.merge(live.get(key), value)
+                live[key] = assigned(live.get(key), value)
 
     def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
         """Copy the skipped entries of ``live`` into the mapping that replaces it."""
         if type(live) not in value_codec.MAPPINGS or type(value) not in value_codec.MAPPINGS:
             return
-        for key in [*value, *(key for key in live if key not in value)]:
-            if not self._is_skipped(name, key):
-                if key in live and key in value:
-                    self._keep_skipped(
-                        live[key], value[key], names.join(name, names.component(key))
-                    )
-            elif key in live:
+        for key, below in self._common(value, live, name):
+            self._keep_skipped(live[key], value[key], below)
+        for key in [each for each in {**value, **live} if self._is_skipped(name, each)]:
+            if key in live:
                 value[key] = live[key]
             else:
                 del value[key]
@@ -217,46 +214,12 @@ def _log_removed(keys: Sequence[Any], name: str) -> None:
 
 def holds_tensors(live: Any) -> bool:
     """Return whether a value of the state is, or holds, a tensor or an object with a state_dict."""
-    return any(True for _ in live_names(live, ""))
-
-
-@dataclass(frozen=True, slots=True)
-class FillPlan:
-    """The reads of a restore. ``shared`` are checked before any; ``finish`` is called once all are done."""
-
-    fills: tuple[Fill, ...]
-    targets: tuple[BlockTarget, ...]
-    shared: tuple[SharedMemory, ...]
-    _stages: tuple[tuple[Action, ...], ...]
-    _work: RestoreWork
-
-    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
-        """Return the tensors of the state that ``targets``, parts of those of ``fills``, have written to."""
-        ranges = AddressRanges(AddressRange.of(target) for target in targets)
-        return [live for live in self._work.matcher.in_place() if ranges.overlaps(live.range)]
-
-    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
-        """Return the names of those tensors of ``written``, by another plan for this state, that this plan neither
-        fills nor removes from the state."""
-        filled = AddressRanges(live.range for live in self._work.matcher.in_place())
-        return [
-            live.name
-            for live in written
-            if not filled.contains(live.range)
-            and not any(names.is_within(live.name, name) for name in self._work.replaced_names)
-        ]
-
-    def finish(self) -> None:
-        """Run the actions that need the bytes: copy into tensors without a flat view, assign values, call
-        load_state_dict of other objects in the order of the state, and set the random state last."""
-        for stage in self._stages:
-            for action in stage:
-                action()
+    return any(True for _ in live_parts(live, ""))
 
 
 def plan_fill(
     state: Mapping[Any, object], header: ImageHeader, choices: Choices | None = None
-) -> FillPlan:
+) -> ReadPlan:
     """Plan to restore an image into a state, in place. Writes nothing.
 
     Without ``choices`` all is restored, including the random state, and both sides must have the same names. Raises
@@ -274,7 +237,14 @@ def plan_fill(
     work.report_names()
     shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.builder.targets(), shared, work.stages(), work)
+    return ReadPlan(
+        fills=work.builder.fills(),
+        targets=work.builder.targets(),
+        shared=shared,
+        in_place=work.matcher.in_place,
+        replaced_names=tuple(work.replaced_names),
+        actions=work.actions(),
+    )
 
 
 class _Filler:
@@ -282,21 +252,21 @@ class _Filler:
 
     def __init__(self, work: RestoreWork) -> None:
         self.work = work
-        self.selection = work.selection
+        self.choices = work.choices
         self.report = work.report
         self.builder = work.builder
         self.matcher = work.matcher
 
     def top(self, state: Mapping[Any, object], tree: MapNode) -> None:
         random = [n for _, n in tree.entries if isinstance(n, RandomNode)]
-        if random and rng.ENTRY not in state and self.selection.has(rng.ENTRY):
+        if random and rng.ENTRY not in state and self.choices.has(rng.ENTRY):
             self.builder.prepare(random[0], CPU)
             self.work.final_actions.append(lambda: rng.apply(self.builder.build(random[0], CPU)))
         self._mapping(tree, state, "", None)
 
     def visit(self, node: Node, live: Any, set_value: Setter, name: str, trail: Trail) -> None:
         """Restore ``node`` into ``live``, the state's object under ``name``; ``set_value`` replaces the object."""
-        if not self.selection.selects_at_or_below(name):
+        if not self.choices.selects_at_or_below(name):
             return
         live, set_value = self._open(node, live, set_value)
         match node:
@@ -358,7 +328,7 @@ class _Filler:
     def _is_of_type(self, live: object, name: str) -> bool:
         """Return whether an object is of the class that was saved; report it where it is not."""
         stored = self.work.header.types.get(name)
-        if stored is None or stored == type_name(live) or name in self.work.choices.retype:
+        if stored is None or stored == type_name(live) or name in (self.choices.retype or ()):
             return True
         self.report.refuses(
             name,
@@ -405,7 +375,7 @@ class _Filler:
         lost = lost_entries(live)
         for key, value in live.items():
             below = names.join(name, names.component(key))
-            if key in lost and self.selection.selects_at_or_below(below):
+            if key in lost and self.choices.selects_at_or_below(below):
                 self.report.refuses(
                     below,
                     "is an entry of a module's state_dict() that does not share memory with the module: restoring into "
@@ -491,14 +461,15 @@ class _Filler:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
             self._refuse_plain(node, live, name)
             return
-        if self._holds_state_dict(live, name):
+        reported = [self._is_state_dict(each, below) for below, each in visit_state(live, name)]
+        if any(reported):
             return
         ValueFiller(self.work, node, live, set_value, name).plan()
 
     # ---- objects with a state_dict
 
     def _object(self, node: Node, live: Any, name: str, trail: Trail) -> None:
-        if not self.selection.has(name):
+        if not self.choices.has(name):
             self.report.differs(
                 name, "a part that was selected", "an object that is only restored as a whole"
             )
@@ -520,22 +491,6 @@ class _Filler:
         """Return whether an object's saved state is an empty dict."""
         inner = node.state if isinstance(node, ObjectNode) else None
         return isinstance(inner, ValueNode) and plain_value(self.work.header, inner) == {}
-
-    def _holds_state_dict(self, live: Any, name: str) -> bool:
-        """Return whether a value is, or holds, a dict that an object's state_dict() returned; report it where it
-        does."""
-        live = unwrap(live)
-        if self._is_state_dict(live, name):
-            return True
-        inner: list[tuple[Any, Any]] = []
-        if type(live) in value_codec.MAPPINGS:
-            inner = [
-                (names.component(key), child) for key, child in live.items() if type(key) is str
-            ]
-        elif type(live) in (list, tuple):
-            inner = [*enumerate(live)]
-        held = [self._holds_state_dict(child, f"{name}.{key}") for key, child in inner]
-        return any(held)
 
     def _is_state_dict(self, live: Any, name: str) -> bool:
         """Return whether a dict is what an object's state_dict() returned; report it where it is."""

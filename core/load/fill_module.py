@@ -29,14 +29,12 @@ from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
 from tierfall.core.tensors import names, wrappers
 from tierfall.core.tensors.dtensor import (
-    NotOneBlockError,
     as_dtensor_like,
     is_sharded,
-    local_part,
     local_tensor,
 )
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.tensors import as_bytes, copy_whole, refusal
+from tierfall.core.tensors.tensors import refusal, to_bytes
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import format_some
 
@@ -70,7 +68,7 @@ class ModuleFiller:
         for _, below, child in self._node.entries:
             full = f"{self._name}.{below}"
             key = keys.pop(below, None)
-            if not work.selection.has(full):
+            if not work.choices.has(full):
                 continue
             if key is None:
                 work.absent(child, full)
@@ -78,7 +76,7 @@ class ModuleFiller:
                 self._entry(key, state[key], child, full)
         for below, key in keys.items():
             full = f"{self._name}.{below}"
-            if work.selection.has(full):
+            if work.choices.has(full):
                 work.extra(state[key], full, is_object=key in scan.by_extra_state_key)
         if self._rest or self._has_own_load():
             work.state_loads.append(lambda: self._load(tuple(state)))
@@ -90,7 +88,7 @@ class ModuleFiller:
         name, stored, live = self._name, sorted(n for _, n, _ in self._node.entries), sorted(keys)
         if len(stored) != len(live) or not set(stored).isdisjoint(live):
             return False
-        if not all(self._work.selection.has(f"{name}.{each}") for each in stored):
+        if not all(self._work.choices.has(f"{name}.{each}") for each in stored):
             return False
         for what, longer, shorter, before, after in (
             ("in the state, and not in the checkpoint", live, stored, name, f"{name}.{{}}"),
@@ -165,14 +163,9 @@ class ModuleFiller:
             builder.prepare(node, live.device)
             self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
             return
-        try:
-            local, piece = local_part(live)
-        except NotOneBlockError as error:
-            self._work.report.refuses(name, f"cannot be restored into: {error}")
-            return
-        flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-        builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
-        self._rest[key] = lambda: as_dtensor_like(live, flat.view(local.dtype).view(local.shape))
+        made = self._work.block_like(node.position, live, live.device, name)
+        if made is not None:
+            self._rest[key] = lambda: made
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
         builder = self._work.builder
@@ -250,9 +243,5 @@ def _digest(tensor: torch.Tensor) -> bytes:
     tensors."""
     found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for local in map(local_tensor, wrappers.inner_tensors(tensor)):
-        flat = as_bytes(local)
-        if flat is None:
-            flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-            copy_whole(flat, local)
-        found.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
+        found.update(memoryview(to_bytes(local).cpu().numpy()))  # type: ignore[arg-type]
     return found.digest()

@@ -25,19 +25,16 @@ from tierfall.core.image.tree import (
     WrapperNode,
     leaves,
 )
-from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
-from tierfall.core.load.plan import RestoreWork
-from tierfall.core.load.resize import can_resize, part_of, plan_common, shape_of_state
+from tierfall.core.load.match import can_resize, part_of, plan_common, shape_of_state
+from tierfall.core.load.plan import RestoreWork, assigned
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
-    NotOneBlockError,
     TensorPiece,
     as_dtensor_like,
     is_block,
     is_sharded,
-    local_part,
     piece_of,
 )
 from tierfall.core.tensors.tensors import laid_out_as, refusal
@@ -224,12 +221,12 @@ class OptimizerFiller:
 
     def _group(self, node: Node, live: dict[str, Any], name: str) -> None:
         work = self._work
-        if not work.selection.has(name):
+        if not work.choices.has(name):
             return
 
         def is_selected(key: Any) -> bool:
             # The group of the state keeps its names, which are in the order of its parameters.
-            return key != _NAMES and not work.selection.skipped(f"{name}.{names.component(key)}")
+            return key != _NAMES and not work.choices.skipped(f"{name}.{names.component(key)}")
 
         if isinstance(node, ValueNode):
             work.assignments.append(
@@ -265,8 +262,8 @@ class OptimizerFiller:
         name: str,
     ) -> None:
         """Restore the state under ``key``; ``parameter`` is its parameter in the image."""
-        selection = self._work.selection
-        if not selection.selects_at_or_below(name):
+        choices = self._work.choices
+        if not choices.selects_at_or_below(name):
             return
         if isinstance(key, torch.Tensor) and is_lazy(key):
             self._work.report.refuses(name, f"cannot be restored for it: {refusal(key)}")
@@ -281,7 +278,7 @@ class OptimizerFiller:
         made: list[_StateEntry] = []
         for entry, child in node.entries:
             below = f"{name}.{names.component(entry)}"
-            if not selection.selects_at_or_below(below):
+            if not choices.selects_at_or_below(below):
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
@@ -294,12 +291,14 @@ class OptimizerFiller:
                 self._check_piece(child, key, below)
                 self._check_shape(entry, child, key, parameter, below)
                 if self._is_cut(child, key):
-                    made.append(_StateEntry(entry, self._block(child, key, target, below), target))
+                    assert isinstance(child, TensorNode)
+                    block = self._work.block_like(child.position, key, target, below)
+                    made.append(_StateEntry(entry, block, target))
                     continue
                 self._builder.prepare(child, target)
                 as_parameter = self._has_layout_of(parameter, child)
                 made.append(_StateEntry(entry, child, target, as_parameter=as_parameter))
-        whole = selection.has(name)
+        whole = choices.has(name)
         self._work.assignments.append(lambda: self._renew(key, made, whole))
 
     def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
@@ -389,21 +388,6 @@ class OptimizerFiller:
             and self._builder.header.tensors[node.position].shape == tuple(parameter.shape)
         )
 
-    def _block(
-        self, node: Node, parameter: Any, device: torch.device, name: str
-    ) -> torch.Tensor | None:
-        """Allocate this rank's block of such a tensor; None, once reported, where the rank has no single block."""
-        assert isinstance(node, TensorNode)
-        dtype = self._builder.header.tensors[node.position].dtype
-        try:
-            local, piece = local_part(parameter)
-        except NotOneBlockError as error:
-            self._work.report.refuses(name, f"cannot be restored: {error}")
-            return None
-        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
-        self._builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
-        return as_dtensor_like(parameter, flat.view(dtype).view(local.shape))
-
     def _stored_piece(self, node: Node) -> TensorPiece | None:
         if not isinstance(node, TensorNode):
             return None
@@ -472,7 +456,7 @@ class OptimizerFiller:
         }
         if whole:
             name = self._state_name(key)
-            skipped = self._work.selection.skipped
+            skipped = self._work.choices.skipped
             kept = {e: v for e, v in live.items() if skipped(f"{name}.{names.component(e)}")}
             live.clear()
             live.update(kept)
@@ -487,12 +471,12 @@ class OptimizerFiller:
             raise RestoreError(f"restore: __setstate__ of {self._name} failed: {error}") from error
 
     def _replace(self, key: Any, value: Any) -> None:
-        self._live.state[key] = assign.merge(self._live.state.get(key), value)
+        self._live.state[key] = assigned(self._live.state.get(key), value)
 
     def _remove_others(self, kept: set[Any]) -> None:
         for key in list(self._live.state):
             known = id(key) if isinstance(key, torch.Tensor) else key
-            if known not in kept and self._work.selection.has(self._state_name(key)):
+            if known not in kept and self._work.choices.has(self._state_name(key)):
                 del self._live.state[key]
 
     def _state_name(self, key: Any) -> str:
@@ -507,4 +491,4 @@ class OptimizerFiller:
 
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
     for key, value in values.items():
-        live[key] = assign.merge(live.get(key), value)
+        live[key] = assigned(live.get(key), value)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
-from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
-from tierfall.core.load.choices import Choices, Selection, select
-from tierfall.core.load.match import SharedMemory
+from tierfall.core.load.build import CPU, Builder
+from tierfall.core.load.choices import Choices, check_names
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.tensors.builtin_codecs import UnknownValue
-from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import ConfigError, RestoreError
 
 logger = logging.getLogger("tierfall")
@@ -32,34 +29,6 @@ class _LenientBuilder(Builder):
     def unknown(self, value: UnknownValue) -> object:
         self.reasons[value.name] = value.reason
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """The reads of a load; ``finish`` is called once all of them are done, and fills ``loaded``: the nested dict, with
-    tensors on the chosen device and values as they were saved."""
-
-    fills: tuple[Fill, ...]
-    targets: tuple[BlockTarget, ...]
-    shared: ClassVar[tuple[SharedMemory, ...]] = ()
-    _builder: _LenientBuilder
-    _tree: MapNode
-    _device: torch.device
-    loaded: dict[Any, Any] = field(default_factory=dict)
-
-    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
-        """Return no tensors: the memory of a failed load is nobody's."""
-        return []
-
-    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
-        """Return no names, for the same reason."""
-        return []
-
-    def finish(self) -> None:
-        """Build the objects."""
-        self.loaded.update(self._builder.build(self._tree, self._device))
-        for name, reason in self._builder.reasons.items():
-            logger.warning("load: each value of %s is a tierfall.UnknownValue: %s", name, reason)
 
 
 def check_device(map_location: str | torch.device) -> None:
@@ -79,7 +48,7 @@ def plan_load(
     map_location: str | torch.device | None = None,
     choices: Choices | None = None,
     whole: bool = False,
-) -> LoadPlan:
+) -> ReadPlan:
     """Plan to load an image, or what ``choices`` select of it, onto ``map_location`` (None: the CPU).
 
     Allocates every tensor. A value whose class or codec is not there becomes an ``UnknownValue``, which is logged.
@@ -88,12 +57,22 @@ def plan_load(
     device = CPU if map_location is None else torch.device(map_location)
     tree = header.tree
     if choices is not None and choices.only is not None:
-        tree = _selected(tree, "", select(header, choices, ()))
+        check_names(header, choices, ())
+        tree = _selected(tree, "", choices)
     if whole:
         _refuse_blocks(header, tree)
     builder = _LenientBuilder(header)
     builder.prepare(tree, device)
-    return LoadPlan(builder.fills(), builder.targets(), builder, tree, device)
+    loaded: dict[Any, Any] = {}
+
+    def build() -> None:
+        loaded.update(builder.build(tree, device))
+        for name, reason in builder.reasons.items():
+            logger.warning("load: each value of %s is a tierfall.UnknownValue: %s", name, reason)
+
+    return ReadPlan(
+        fills=builder.fills(), targets=builder.targets(), actions=(build,), loaded=loaded
+    )
 
 
 def _refuse_blocks(header: ImageHeader, tree: MapNode) -> None:
@@ -103,24 +82,24 @@ def _refuse_blocks(header: ImageHeader, tree: MapNode) -> None:
             raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
 
 
-def _selected(tree: MapNode, name: str, selection: Selection) -> MapNode:
+def _selected(tree: MapNode, name: str, choices: Choices) -> MapNode:
     """Return a mapping with the selected entries. Of a list, a tuple, an optimizer and an object, all is selected as
     soon as a part is."""
     kept: list[tuple[Any, Node]] = []
     for (key, child), (below, _) in zip(tree.entries, tree.named(name), strict=True):
-        if not selection.selects_at_or_below(below):
+        if not choices.selects_at_or_below(below):
             continue
-        if not selection.has(below):
-            child = _narrowed(child, below, selection)
+        if not choices.has(below):
+            child = _narrowed(child, below, choices)
         kept.append((key, child))
     return MapNode(tree.kind, tuple(kept))
 
 
-def _narrowed(node: Node, name: str, selection: Selection) -> Node:
+def _narrowed(node: Node, name: str, choices: Choices) -> Node:
     match node:
         case MapNode():
-            return _selected(node, name, selection)
+            return _selected(node, name, choices)
         case ModuleNode():
-            kept = [e for e in node.entries if selection.selects_at_or_below(f"{name}.{e[1]}")]
+            kept = [e for e in node.entries if choices.selects_at_or_below(f"{name}.{e[1]}")]
             return ModuleNode(tuple(kept))
     return node

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from tierfall.core.image.header import StoredTensor
 from tierfall.core.image.tree import (
     TENSORS,
     Node,
@@ -24,7 +27,6 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import Builder, Fill
 from tierfall.core.load.mismatch import MismatchReport
-from tierfall.core.load.resize import can_resize, part_of, plan_common
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
@@ -34,7 +36,7 @@ from tierfall.core.tensors.dtensor import (
     local_tensor,
     piece_of,
 )
-from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
+from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.types.errors import RestoreError
 
 _GENERATOR_BYTES = 1 << 14
@@ -68,14 +70,15 @@ class SharedMemory:
         start = min(tensors.span(claim.live)[0] for claim in self.claims) & -_ALIGNMENT
         end = max(tensors.span(claim.live)[1] for claim in self.claims)
         memory = torch.empty(end - start, dtype=torch.uint8).untyped_storage()
-        views = [_view_like(claim.live, memory, start) for claim in self.claims]
+        places = [(c.live.data_ptr() - start) // c.live.element_size() for c in self.claims]
+        views = [
+            tensors.view_like(claim.live, memory, at)
+            for claim, at in zip(self.claims, places, strict=True)
+        ]
         for claim, view in zip(self.claims, views, strict=True):
             tensors.fill_whole(view, self.copies[claim.position])
         for claim, view in zip(self.claims, views, strict=True):
-            copy = self.copies[claim.position]
-            found = torch.empty_like(copy)
-            tensors.copy_whole(found, view)
-            if not torch.equal(found, copy):
+            if not torch.equal(tensors.to_bytes(view), self.copies[claim.position]):
                 raise RestoreError(f"restore: {claim.name} {_conflict(claim, self.claims)}")
 
 
@@ -143,19 +146,17 @@ class TensorMatcher:
         if self._resizes(name) and self._resize(position, live, name):
             return
         self._written.append(live)
-        if is_sharded(live):
-            if self.compare(position, live, name):
-                local, piece = local_part(live)
-                self._local(position, local, name, piece if self._builder.header.merged else None)
-            return
         if wrappers.is_wrapper(live):
             self._report.differs(name, "a plain tensor", f"one of {_class_of(live)}")
             return
-        reason = tensors.refusal(live)
+        reason = tensors.refusal(local_tensor(live))
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self.compare(position, live, name) and self._claim(position, live, name):
-            self._target(position, live.detach(), name)
+        elif self.compare(position, live, name):
+            local, piece = local_part(live) if is_sharded(live) else (live, None)
+            if self._claim(position, local, name):
+                block = piece if self._builder.header.merged else None
+                self._target(position, local.detach(), name, block)
 
     def _resize(self, position: int, live: torch.Tensor, name: str) -> bool:
         """Fill what a tensor of another shape has in common with the stored one; False where the shapes are equal, or
@@ -172,15 +173,6 @@ class TensorMatcher:
             self._resized.add(name)
             self.copies.append(plan_common(self._builder, position, local.detach(), offset))
         return True
-
-    def _local(
-        self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None
-    ) -> None:
-        reason = tensors.refusal(live)
-        if reason is not None:
-            self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self._claim(position, live, name):
-            self._target(position, live.detach(), name, block)
 
     def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
         """Fill a quantized tensor, and set its stored scale and zero point."""
@@ -239,11 +231,14 @@ class TensorMatcher:
             for child, (attribute, each) in inner:
                 self.fill(child, each, f"{name}%{attribute}")
 
-    def in_place(self) -> Iterator[LiveMemory]:
-        """Yield the tensors that are read into directly, before all bytes are verified."""
-        for claim in self._all_claims():
-            if claim.name not in self._resized and tensors.as_bytes(claim.live) is not None:
-                yield LiveMemory(claim.name, AddressRange.of(claim.live))
+    def in_place(self) -> dict[AddressRange, str]:
+        """Return the names of the tensors that are read into directly, before all bytes are verified, by their
+        memory."""
+        return {
+            AddressRange.of(claim.live): claim.name
+            for claim in self._all_claims()
+            if claim.name not in self._resized and tensors.as_bytes(claim.live) is not None
+        }
 
     def _all_claims(self) -> Iterator[_Claim]:
         return chain.from_iterable(self._claims.values())
@@ -328,7 +323,7 @@ class TensorMatcher:
         stored = {claim.position: header.tensors[claim.position] for claim in claims}
         copies = {at: torch.empty(s.length, dtype=torch.uint8) for at, s in stored.items()}
         fills = (
-            Fill(name=s.name, start=s.start, end=s.end, targets=(copies[at],))
+            Fill(start=s.start, end=s.end, targets=(copies[at],))
             for at, s in sorted(stored.items())
         )
         return SharedMemory(tuple(claims), copies, tuple(fills))
@@ -405,13 +400,6 @@ def _bytes_like(live: torch.Tensor, memory: torch.Tensor, start: int) -> torch.T
     return memory.as_strided((*live.shape, size), strides, live.data_ptr() - start)
 
 
-def _view_like(live: torch.Tensor, memory: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """Return the view of ``memory`` that ``live`` is of its own memory. Byte 0 of ``memory`` is address ``start``."""
-    at = (live.data_ptr() - start) // live.element_size()
-    view = torch.empty(0, dtype=torch.uint8).view(live.dtype)
-    return view.set_(memory, at, live.shape, live.stride())
-
-
 def _conflict(
     claim: _Claim, claims: Sequence[_Claim], stored: str = "has other values for it"
 ) -> str:
@@ -429,3 +417,102 @@ def _class_of(live: torch.Tensor) -> str:
 def _describe(dtype: torch.dtype, shape: tuple[int, ...], piece: TensorPiece | None) -> str:
     where = "" if piece is None else f", of which this rank has {piece.lengths} at {piece.offset}"
     return f"{dtypes.name_of(dtype)} {shape}{where}"
+
+
+# Tensors of another shape -------------------------------------------------------------------------
+# Both have the same number of dimensions. The block that they have in common, at the low indices, is copied; the rest
+# of the state's tensor keeps its values.
+
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name, None)
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+    )
+)
+_PER_ELEMENT = frozenset(
+    (
+        *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
+        *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
+    )
+)
+"""The entries of their state that have the shape of the parameter."""
+
+
+def shape_of_state(
+    optimizer: Optimizer,
+    entry: Any,
+    shape: tuple[int, ...],
+    saved: StoredTensor | None,
+    now: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Return the shape of state that was saved with ``shape``, for a parameter of the shape ``now``; ``saved`` is the
+    parameter in the image, if that has it.
+
+    Each dimension that is the parameter's follows it: those of state of the parameter's shape, and of a factor, in
+    which others have length 1 or are left out. None if several dimensions fit, or none does.
+    """
+    if shape and type(optimizer) in _ELEMENTWISE and entry in _PER_ELEMENT:
+        return now
+    if not shape or saved is None or saved.whole_shape == now:
+        return shape
+    if saved.whole_shape == shape:
+        return now
+    if len(saved.whole_shape) != len(now):
+        return None
+    found = {*_factors(shape, saved.whole_shape, now)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _factors(
+    shape: tuple[int, ...], before: tuple[int, ...], now: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes that a factor of ``shape`` of a parameter may have now."""
+    if not before:
+        if not shape:
+            yield ()
+        return
+    yield from _factors(shape, before[1:], now[1:])  # without the first dimension
+    for length, follows in ((before[0], now[0]), (1, 1)):
+        if shape and shape[0] == length:
+            yield from ((follows, *rest) for rest in _factors(shape[1:], before[1:], now[1:]))
+
+
+def can_resize(stored: StoredTensor, live: torch.Tensor) -> bool:
+    """Return whether a stored tensor can be copied into one of another shape: the number of dimensions is equal, and
+    the image, or all images merged, have it whole."""
+    if stored.is_quantized or len(stored.whole_shape) != live.dim():
+        return False
+    if stored.shape != stored.whole_shape:
+        return False
+    try:
+        piece_of(live)
+    except NotOneBlockError:
+        return False
+    return True
+
+
+def part_of(live: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and its offset in the whole one."""
+    if not is_sharded(live):
+        return live, (0,) * live.dim()
+    local, piece = local_part(live)
+    return local, piece.offset
+
+
+def plan_common(
+    builder: Builder, position: int, local: torch.Tensor, offset: tuple[int, ...]
+) -> Callable[[], None]:
+    """Plan to read a stored tensor, and return what copies the part that ``local``, at ``offset``, has in common with
+    it."""
+    whole = builder.tensor(position, local.device)
+    ends = [min(o + n, end) for o, n, end in zip(offset, local.shape, whole.shape, strict=True)]
+    source = tuple(slice(o, max(o, end)) for o, end in zip(offset, ends, strict=True))
+    target = tuple(slice(0, max(0, end - o)) for o, end in zip(offset, ends, strict=True))
+
+    def copy() -> None:
+        with torch.no_grad():
+            local[target].copy_(whole[source])
+
+    return copy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +26,18 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.load.build import Builder
-from tierfall.core.load.choices import Choices, Selection, key_names, select
-from tierfall.core.load.match import TensorMatcher, kept_by_skip
+from tierfall.core.load.build import BlockTarget, Builder, Fill
+from tierfall.core.load.choices import Choices, check_names, key_names
+from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
-from tierfall.core.state.item import unwrap
+from tierfall.core.state.item import unwrap, visit_state
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
-from tierfall.core.tensors import builtin_codecs, names, value_codec
+from tierfall.core.tensors import builtin_codecs, names, numpy_values
+from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
+from tierfall.core.tensors.tensors import AddressRange
+from tierfall.core.types.errors import RestoreError
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
@@ -43,19 +47,46 @@ _NEVER_REPORTED = (RandomNode, KeptNode)
 """A state may lack these entries of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The reads of a restore or a load; ``finish`` is called once all are done.
+
+    ``fills`` are the reads of one image, ``targets`` those of merged images. ``shared`` are read ahead and checked.
+    ``in_place`` returns the names of the state's tensors that are read into directly, by their memory. Below
+    ``replaced_names`` nothing is left in the state that the checkpoint does not have.
+    """
+
+    fills: tuple[Fill, ...]
+    targets: tuple[BlockTarget, ...]
+    actions: tuple[Action, ...]
+    shared: tuple[SharedMemory, ...] = ()
+    in_place: Callable[[], dict[AddressRange, str]] = dict
+    replaced_names: tuple[str, ...] = ()
+    loaded: dict[Any, Any] = field(default_factory=dict)
+    """Of a load: the nested dict, with tensors on the chosen device and values as they were saved."""
+
+    def finish(self) -> None:
+        """Run the actions that need the bytes: copy into tensors without a flat view, assign values, call
+        load_state_dict of other objects in the order of the state, and set the random state last."""
+        for action in self.actions:
+            action()
+
+    def replaces(self, name: str) -> bool:
+        """Return whether what the state has under a name is removed, unless the checkpoint has it, too."""
+        return any(names.is_within(name, replaced) for replaced in self.replaced_names)
+
+
 @dataclass(slots=True)
 class RestoreWork:
     """The state of planning, shared by the walks over containers, modules and optimizers.
 
     ``positions`` has the stored tensor of each name in the checkpoint. ``filled_parameters`` are parameters whose
-    values are restored, so that their gradients are out of date. Below ``replaced_names`` nothing is left in the state
-    that the checkpoint does not have. Actions run in the order of ``stages``.
+    values are restored, so that their gradients are out of date. ``replaced_names`` as in ``ReadPlan``.
     """
 
     state: Mapping[Any, object]
     header: ImageHeader
     choices: Choices
-    selection: Selection
     report: MismatchReport
     scans: Scans
     builder: Builder = field(init=False)
@@ -84,20 +115,19 @@ class RestoreWork:
     ) -> RestoreWork:
         """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
-        selection = select(header, choices, live)
+        check_names(header, choices, live)
         report = MismatchReport(choices.strict, choices.rename)
-        return cls(state, header, choices, selection, report, modules.scan_state(state))
+        return cls(state, header, choices, report, modules.scan_state(state))
 
-    def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the actions, stage by stage."""
-        stages = (
-            self.matcher.copies,
-            self.assignments,
-            self.state_loads,
-            [self._clear_gradients],
-            self.final_actions,
+    def actions(self) -> tuple[Action, ...]:
+        """Return the actions in the order in which they run."""
+        return (
+            *self.matcher.copies,
+            *self.assignments,
+            *self.state_loads,
+            self._clear_gradients,
+            *self.final_actions,
         )
-        return tuple(tuple(stage) for stage in stages)
 
     def _clear_gradients(self) -> None:
         for parameter in self.filled_parameters:
@@ -105,8 +135,23 @@ class RestoreWork:
 
     def is_scheduled(self, optimizer: Optimizer) -> bool:
         """Return whether the state holds a learning rate scheduler of ``optimizer``."""
-        parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
+        parts = (part for value in self.state.values() for _, part in visit_state(value))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
+
+    def block_like(
+        self, position: int, live: Any, device: torch.device, name: str
+    ) -> torch.Tensor | None:
+        """Return a new tensor, sharded as ``live``, whose part of this rank is read of a merged image; None, once
+        reported, where the rank has no single part."""
+        dtype = self.header.tensors[position].dtype
+        try:
+            local, piece = local_part(live)
+        except NotOneBlockError as error:
+            self.report.refuses(name, f"cannot be restored: {error}")
+            return None
+        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+        self.builder.add_block(position, flat, piece.offset, tuple(local.shape))
+        return as_dtensor_like(live, flat.view(dtype).view(local.shape))
 
     # ---- names
 
@@ -155,11 +200,8 @@ class RestoreWork:
 
     def report_kept(self) -> None:
         """Report what the caller skips, and the restore of another name would change."""
-        kept: list[tuple[str, Any]] = []
-        for key, value in self.state.items() if self.selection.skips else ():
-            with suppress(builtin_codecs.NotEncodableError):  # no checkpoint has such a key
-                kept += live_parts({key: value}, "")
-        kept = [each for each in kept if self.selection.skipped(each[0])]
+        live = live_parts(dict(self.state), "") if self.choices.skip else ()
+        kept = [each for each in live if self.choices.skipped(each[0])]
         self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))
         for name, part in kept:
             if id(part) in self._objects:
@@ -173,7 +215,7 @@ class RestoreWork:
             missing = [
                 each
                 for each, leaf in stored
-                if self.selection.selects_at_or_below(each) and not self.matcher.has_filled(leaf)
+                if self.choices.selects_at_or_below(each) and not self.matcher.has_filled(leaf)
             ]
             contents = {each: self._content(leaf, each) for each, leaf in stored}
             for each, content in _whole_or_parts(name, contents, missing):
@@ -182,7 +224,7 @@ class RestoreWork:
             kept = [
                 each
                 for each, part in live
-                if self.selection.has(each) and not self.matcher.has_memory(part)
+                if self.choices.has(each) and not self.matcher.has_memory(part)
             ]
             contents = {each: _live_content(part) for each, part in live}
             for each, content in _whole_or_parts(name, contents, kept):
@@ -220,30 +262,60 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
     except builtin_codecs.NotEncodableError:
         return
     yield name
-    yield from live_names(value, name)
+    yield from (found for found, _ in live_parts(value, name))
     yield from key_names(unwrap(value), name)
 
 
-def live_names(live: Any, name: str) -> Iterator[str]:
-    """Yield the names of the tensors and objects at and below a name of the state."""
-    return (found for found, _ in live_parts(live, name))
-
-
-def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def live_parts(live: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and objects at and below a name of the state, each with its name."""
-    live = unwrap(live)
-    if depth > value_codec.DEPTH_MAX:
-        return
-    if isinstance(live, nn.Module):
-        scan = modules.scan(live, name)
-        if scan.refused is None:
-            for key, value in live.state_dict().items():
-                yield f"{name}.{scan.key_name(key)}", value
-    elif isinstance(live, torch.Tensor) or is_stateful(live):
-        yield name, live
-    elif type(live) in value_codec.MAPPINGS:
-        for key, child in live.items():
-            yield from live_parts(child, names.join(name, names.component(key)), depth + 1)
-    elif type(live) in (list, tuple):
-        for index, child in enumerate(live):
-            yield from live_parts(child, f"{name}.{index}", depth + 1)
+    for below, value in visit_state(live, name):
+        if isinstance(value, nn.Module):
+            scan = modules.scan(value, below)
+            if scan.refused is None:
+                for key, each in value.state_dict().items():
+                    yield f"{below}.{scan.key_name(key)}", each
+        elif isinstance(value, torch.Tensor) or is_stateful(value):
+            yield below, value
+
+
+def assigned(target: Any, source: Any) -> Any:
+    """Make ``target`` equal to ``source``, in place where the state holds a list, dict, set, array or generator: the
+    program's references to it see the restored value. Return the object to store in the state."""
+    if isinstance(target, torch.Generator):
+        return _set_generator(target, source)
+    if type(target) is not type(source):
+        return source
+    if type(source) in (dict, OrderedDict, Counter):
+        items = {k: assigned(target[k], v) if k in target else v for k, v in source.items()}
+        target.clear()
+        for key, value in items.items():
+            target[key] = value
+        return target
+    if type(source) is list:
+        kept = [assigned(t, s) for t, s in zip(target, source, strict=False)]
+        target[:] = kept + source[len(kept) :]
+        return target
+    if type(source) is tuple and len(source) == len(target):
+        merged = tuple(map(assigned, target, source))
+        return target if all(map(operator.is_, merged, target)) else merged
+    if type(source) is set:
+        target.clear()
+        target.update(source)
+        return target
+    return target if numpy_values.refill(target, source) else source
+
+
+def _set_generator(target: torch.Generator, source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        if source.device.type != target.device.type:
+            return source
+        source = source.get_state()
+    elif not isinstance(source, torch.Tensor):
+        return source
+    try:
+        target.set_state(source)
+    except RuntimeError as error:
+        raise RestoreError(
+            f"restore: the saved generator does not fit the one on {target.device}: {error}"
+        ) from error
+    return target

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
+from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
@@ -29,7 +30,7 @@ from tierfall.core.restore.inventory import (
     describe,
     merge_ranks,
 )
-from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
+from tierfall.core.restore.restore import HALF_FILLED, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.text import format_ranks
@@ -74,7 +75,6 @@ def agree_to_restore(
     mine: Sequence[str],
     tally: ReadTally,
     look_again: Callable[[], Sequence[Listing]] | None = None,
-    timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint.
 
@@ -90,7 +90,7 @@ def agree_to_restore(
         return choose_candidates({rank: c.tiers for rank, c in calls.items()}, order, request)
 
     call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
-    decision = ranks.agree("restore", call, decide, Candidates, timeout_s=timeout_s)
+    decision = ranks.agree("restore", call, decide, Candidates)
     for fallback in decision.fallbacks:
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:
@@ -122,18 +122,14 @@ def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FillFailure(Message):
-    """``for_good``: no older checkpoint is to be tried; ``lost``: another rank knows the reason."""
+class _FillOutcome(Message):
+    """``failed`` is the error of a rank that failed. ``for_good``: no older checkpoint is to be tried; ``lost``:
+    another rank knows the reason."""
 
-    message: str
+    id: CheckpointId
+    failed: str | None
     for_good: bool
     lost: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FillOutcome(Message):
-    id: CheckpointId
-    failed: _FillFailure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +144,13 @@ def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
     def exchange_outcome(
         checkpoint: KnownCheckpoint, error: BaseException | None
     ) -> RankFailure | None:
-        failed = None
-        if error is not None:
-            text = str(error) if isinstance(error, TierfallError) else repr(error)
-            failed = _FillFailure(
-                message=text.removesuffix(HALF_FILLED),
-                for_good=not isinstance(error, PASSABLE),
-                lost=isinstance(error, LostError),
-            )
-        outcome = _FillOutcome(id=checkpoint.id, failed=failed)
+        text = str(error) if isinstance(error, TierfallError) else repr(error)
+        outcome = _FillOutcome(
+            id=checkpoint.id,
+            failed=None if error is None else text.removesuffix(HALF_FILLED),
+            for_good=not isinstance(error, PASSABLE),
+            lost=isinstance(error, LostError),
+        )
         # A rank that has lost another one does not wait for it as long as for a slow one.
         patience_s = None if isinstance(error, LostError) else timeout_s
         return ranks.agree(
@@ -250,15 +244,13 @@ def _decisive_failure(outcomes: Mapping[int, _FillOutcome]) -> _FillDecision:
         raise RanksError(
             f"restore: {format_ranks(others)} filled {outcomes[others[0]].id} where rank 0 filled {outcomes[0].id}"
         )
-    failed = {rank: one.failed for rank, one in outcomes.items() if one.failed is not None}
-    known = {rank: f for rank, f in failed.items() if not f.lost} or failed
-    worst = next((r for r, f in known.items() if f.for_good), next(iter(known), None))
-    if worst is None:
-        return _FillDecision(failed=None)
-    failure = known[worst]
-    return _FillDecision(
-        failed=RankFailure(rank=worst, message=failure.message, permanent=failure.for_good)
-    )
+    failed = [
+        (one.lost, RankFailure(rank=rank, message=one.failed, permanent=one.for_good))
+        for rank, one in outcomes.items()
+        if one.failed is not None
+    ]
+    known = [failure for lost, failure in failed if not lost] or [failure for _, failure in failed]
+    return _FillDecision(failed=next((f for f in known if f.permanent), next(iter(known), None)))
 
 
 def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:

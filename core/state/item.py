@@ -5,7 +5,7 @@ The walk unwraps it; a restore assigns plain values through it.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -68,18 +68,23 @@ def unwrap(value: object) -> object:
     return value
 
 
-def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnResize]:
-    """The ``on_resize`` rules of a state by name, without defaults."""
-    rules: dict[str, OnResize] = {}
-    if type(state) is Item:
-        if state.on_resize is not OnResize.RESHARD:
-            rules[name] = state.on_resize
-        rules.update(resize_rules(state.value, name, depth + 1))
+def visit_state(value: object, name: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield a value of a state and what is in its plain containers and wrappers, each with its name. A key that no
+    checkpoint can have is left out: the walk refuses it, with its path."""
+    yield name, value
+    if type(value) is Item:
+        yield from visit_state(value.value, name, depth + 1)
     elif depth <= value_codec.DEPTH_MAX:
-        is_mapping = type(state) in value_codec.MAPPINGS
-        for key, value in value_codec.children(state):
-            # planning refuses an invalid key, with its path
-            with suppress(builtin_codecs.NotEncodableError):
+        is_mapping = type(value) in value_codec.MAPPINGS
+        for key, child in value_codec.children(value):
+            try:
                 part = names.component(key) if is_mapping else str(key)
-                rules.update(resize_rules(value, names.join(name, part), depth + 1))
-    return rules
+            except builtin_codecs.NotEncodableError:
+                continue
+            yield from visit_state(child, names.join(name, part), depth + 1)
+
+
+def resize_rules(state: object) -> dict[str, OnResize]:
+    """The ``on_resize`` rules of a state by name, without defaults."""
+    items = ((name, value) for name, value in visit_state(state) if type(value) is Item)
+    return {n: each.on_resize for n, each in items if each.on_resize is not OnResize.RESHARD}

@@ -254,7 +254,7 @@ class TensorTable:
                 and columns.shapes[other] == shape
                 and tensors.same_memory(self.tensors[other], tensor)
             ):
-                if columns.pieces[other] == piece:
+                if columns.block_positions[other] == piece:
                     return other
                 break
         self._more_at.setdefault(address, []).append(number)

@@ -12,14 +12,14 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tierfall.core.state.item import Item
-from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree, tree_of
 from tierfall.core.state.view import NO_OWNER
 from tierfall.core.tensors import builtin_codecs, tensors, value_codec, wrappers
 from tierfall.core.tensors import names as naming
@@ -110,15 +110,6 @@ class ModuleScan:
             leaf = f"{more}.{leaf}"
         return (self._bare[prefix + "."] if dot else self._bare.get("", "")) + leaf
 
-    def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
-        """The parameter that shares the memory of a state_dict's tensor."""
-        found = self._raw_key(key)
-        owner = self.parameters.get(found)
-        if owner is not None and _is_same_memory(owner, tensor):
-            return owner
-        found_key = self._by_pointer(tensor)
-        return None if found_key is None else self.parameters.get(found_key)
-
     def owners_of(self, state: Mapping[str, object]) -> list[int]:
         """For each entry of the state_dict, the id of the parameter whose memory it shares, in whole or part, or
         NO_OWNER."""
@@ -126,8 +117,9 @@ class ModuleScan:
         for key, value in state.items():
             found = None
             if isinstance(value, torch.Tensor):
-                found = self.parameter_of(key, value)
-                found = self._containing_parameter(value) if found is None else found
+                found = self.owner_of(key, value)
+                if not isinstance(found, nn.Parameter):
+                    found = self._containing_parameter(value)
             owners.append(NO_OWNER if found is None else id(found))
         return owners
 
@@ -356,3 +348,102 @@ def _may_name(key: object) -> bool:
 
 
 _LEAVES = frozenset({int, float, str, bool, bytes, type(None), torch.Tensor})
+
+
+# Trees that depend on nothing but their tensors ---------------------------------------------------
+
+
+_TREE_MODULES_MAX = 1 << 20
+"""A tree with more modules contains itself."""
+
+
+class ModuleTreeShape(NamedTuple):
+    """Everything but the tensors that determines the entries of a module tree's ``state_dict``."""
+
+    modules: list[type[Any]]
+    lengths: list[list[int]]
+    keys: list[list[str]]
+    tensors: list[type[Any]]
+    not_persistent: list[frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleTree:
+    """A module and its descendants, all with the ``state_dict`` of nn.Module and without hooks or extra state. In
+    ``tensors``, the first ``parameters`` are parameters, the others buffers."""
+
+    shape: ModuleTreeShape
+    modules: list[nn.Module]
+    parameters: int
+    tensors: list[torch.Tensor | None]
+
+
+def tree_of(root: nn.Module) -> ModuleTree | None:
+    """The tree of a module; None if anything but its tensors determines its state_dict."""
+    modules = [root]
+    children: list[Any] = []
+    parameters: list[Any] = []
+    buffers: list[Any] = []
+    not_persistent = []
+    for module in modules:  # grows during the loop
+        own = module.__dict__
+        if "state_dict" in own or "_save_to_state_dict" in own:
+            return None
+        if own.get("_state_dict_hooks", 1) or own.get("_state_dict_pre_hooks", 1):
+            return None
+        below = own.get("_modules")
+        children.append(below)
+        parameters.append(own.get("_parameters"))
+        buffers.append(own.get("_buffers"))
+        if below:
+            modules += [child for child in below.values() if child is not None]
+        if hidden := own.get("_non_persistent_buffers_set"):
+            not_persistent.append(frozenset(hidden))
+        if len(modules) > _TREE_MODULES_MAX:
+            return None
+    kinds = [*map(type, modules)]
+    tables = (children, parameters, buffers)
+    if not all(map(_is_stock, set(kinds))) or set(map(type, chain(*tables))) != {dict}:
+        return None
+    tensors: list[torch.Tensor | None] = [*chain.from_iterable(map(dict.values, parameters))]
+    count = len(tensors)
+    tensors += chain.from_iterable(map(dict.values, buffers))
+    found = [*map(type, tensors)]
+    if not set(found) <= _PLAIN_KINDS:
+        return None
+    shape = ModuleTreeShape(
+        kinds,
+        [[*map(len, table)] for table in tables],
+        [[*chain.from_iterable(table)] for table in tables],
+        found,
+        not_persistent,
+    )
+    return ModuleTree(shape, modules, count, tensors)
+
+
+_PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
+
+
+def _is_stock(kind: type[nn.Module]) -> bool:
+    """Whether a class builds its state_dict as nn.Module does."""
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModuleTree:
+    """The state_dict of a tree of some shape, as indices into the tree's tensors.
+
+    ``parameters`` are the names of the parameters, ``parameters_at`` their indices. ``entries_at`` are the indices of
+    the state_dict's entries, in its order; ``buffers`` are the positions of those that are buffers. ``declared`` is
+    the ``changes`` of the ``item()`` around the module."""
+
+    shape: ModuleTreeShape
+    parameters: tuple[str, ...]
+    parameters_at: tuple[int, ...]
+    entries_at: tuple[int, ...]
+    buffers: tuple[int, ...]
+    declared: object

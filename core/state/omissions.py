@@ -23,8 +23,8 @@ from tierfall.core.tensors import names, tensors, value_codec
 from tierfall.core.tensors.builtin_codecs import is_of_script, name_of_script
 from tierfall.core.tensors.dtensor import local_tensor
 from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.tensors.wrappers import inner_tensors
-from tierfall.core.tensors.written_memory import AddressRange, AddressRanges
 from tierfall.core.types.text import format_some
 
 _KEEPS_ORDER = (DataLoader, Dataset, Sampler, torch.Generator)

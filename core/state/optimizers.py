@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -69,7 +68,3 @@ def number_parameters(
     return Numbering(
         parameters, numbers, names, tuple(map(tuple, groups)), found_in=(ids, names, lengths)
     )
-
-
-def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

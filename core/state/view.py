@@ -22,14 +22,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.state.item import OnResize
-from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
@@ -45,20 +44,6 @@ UNSHARED = -2
 """Owner of a tensor that a state_dict hook created and only the view references: nothing can change it."""
 IN_OPTIMIZER = -3
 """Owner of a plain tensor in the memory of an optimizer that stepped since the last save."""
-
-
-class SourceTensor(NamedTuple):
-    """One stored tensor: its name in the image, itself (detached), when it may change, and its path in the state."""
-
-    name: str
-    tensor: torch.Tensor
-    changes: Changes
-    trail: Trail
-
-    @property
-    def path(self) -> str:
-        """The path as a Python expression: ``state["model"]["layer.weight"]``."""
-        return naming.path(self.trail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +78,3 @@ class StateView:
     rules: Mapping[str, OnResize]
     types: Mapping[str, str]
     structure: tuple[Any, ...]
-
-    @property
-    def tensors(self) -> tuple[SourceTensor, ...]:
-        return tuple(map(SourceTensor, self.names, self.sources, self.changes, self.trails))

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from tierfall.core.state import modules, optimizers
 from tierfall.core.state.item import Item, OnResize
 from tierfall.core.state.leaves import Leaves, PlainValue, call_user_code, refuse
-from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree
-from tierfall.core.state.modules import Scans
+from tierfall.core.state.modules import KnownModuleTree, ModuleTree, Scans
 from tierfall.core.state.state_dicts import is_stateful, object_state, type_name
 from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
 from tierfall.core.state.walk_cache import WalkCache, take_fingerprints
@@ -54,26 +53,19 @@ def walk_state(
     tree = walk.state(state, with_random=with_random)
     walk.finish()
     table = walk.table
-    names, dtypes, shapes, changes, owners, trails, plain, strides, pieces = table.finish()
+    rows = table.finish()
+    kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.strides)
     return StateView(
-        names=names,
+        **rows._asdict(),
         sources=table.tensors,
         pointers=table.pointers,
-        changes=changes,
-        owners=owners,
-        trails=trails,
-        plain=plain,
-        strides=strides,
         parameters=scans.parameters,
         optimizers=tuple(walk.optimizers),
         tree=tree,
-        dtypes=dtypes,
-        shapes=shapes,
-        block_positions=pieces,
         values=walk.values,
         rules=walk.rules,
         types=walk.types,
-        structure=(tree, names, dtypes, shapes, pieces, strides, walk.types),
+        structure=(tree, *kinds, walk.types),
     )
 
 
@@ -123,7 +115,7 @@ class _Walk:
             return self.leaves.text(value, name, trail)
         if depth > value_codec.DEPTH_MAX:
             refuse(trail, f"is nested deeper than {value_codec.DEPTH_MAX} levels")
-        if kind is tuple or kind is list or kind in value_codec.MAPPINGS:
+        if kind in (tuple, list, Branch) or kind in value_codec.MAPPINGS:
             return self._container(value, name, trail, depth)
         registered = value_codec.codec_for(kind)
         if registered is not None:
@@ -133,8 +125,8 @@ class _Walk:
     def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | PlainValue:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
-        if isinstance(value, LocalBlocks | Branch):
-            return self._blocks_or_branch(value, name, trail, depth)
+        if isinstance(value, LocalBlocks):
+            return self.leaves.blocks(value, name, trail)
         if isinstance(value, nn.Module):
             return self._guard_cycle(value, trail, lambda: self._module(value, name, trail, depth))
         if isinstance(value, Optimizer):
@@ -207,13 +199,13 @@ class _Walk:
                     coded if type(value) is list else value_codec.tagged("tuple", coded), found
                 )
             return ("l" if type(value) is list else "t", tuple(map(self.leaves.to_node, found)))
-        kind = value_codec.MAPPINGS[type(value)]
+        kind = value_codec.MAPPINGS.get(type(value), "dict")  # a Branch
         keys = [self.leaves.key(key, (trail, key)) for key in value]
         found = [
             self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
         ]
-        if PlainValue.are(found):
+        if type(value) is not Branch and PlainValue.are(found):
             return PlainValue.join(
                 value_codec.encode_items(kind, list(value), [c.coded for c in found]), found
             )
@@ -230,20 +222,6 @@ class _Walk:
             )
         finally:
             self.leaves.declared = outer
-
-    def _blocks_or_branch(
-        self, value: LocalBlocks | Branch, name: str, trail: Trail, depth: int
-    ) -> Node:
-        if isinstance(value, LocalBlocks):
-            return self.leaves.blocks(value, name, trail)
-        nodes = [
-            self.leaves.to_node(
-                self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
-            )
-            for key, child in value.items()
-        ]
-        keys = tuple(self.leaves.key(key, (trail, key)) for key in value)
-        return ("d", "dict", keys, tuple(nodes))
 
     # ---- objects with a state_dict
 
@@ -358,7 +336,7 @@ class _Walk:
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             place = ((trail, "param_groups"), index)
-            values = optimizers.group_values(group)
+            values = {key: value for key, value in group.items() if key != "params"}
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
             groups.append((numbering.groups[index], self.leaves.to_node(found)))
         state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)

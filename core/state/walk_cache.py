@@ -2,7 +2,7 @@
 
 A part has only the addresses, shapes, strides and dtypes of its tensors, never a reference, so that memory which the
 training releases is freed. A part is reused only if everything that a walk examines is unchanged. If nothing but
-tensors determines a module's ``state_dict`` (``module_tree``), the method is not called.
+tensors determines a module's ``state_dict`` (``modules.tree_of``), the method is not called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfall.core.state.module_tree import KnownModuleTree
+from tierfall.core.state.modules import KnownModuleTree
 from tierfall.core.state.optimizers import Numbering
 
 BLOCK = 256
@@ -67,7 +67,7 @@ class Columns(NamedTuple):
     trails: Any
     plain: Any
     strides: Any
-    pieces: Any
+    block_positions: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

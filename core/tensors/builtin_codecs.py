@@ -83,15 +83,10 @@ def codec_of(value: object) -> ValueCodec | None:
         return _deque("" if value.maxlen is None else str(value.maxlen))  # type: ignore[attr-defined]
     if kind is defaultdict:
         return _defaultdict(_factory_name(value.default_factory))  # type: ignore[attr-defined]
-    if isinstance(value, Enum):
-        return _of_class("enum", kind)
-    if isinstance(value, tuple) and _is_named_tuple(kind):
-        return _of_class("namedtuple", kind)
     if kind is UnknownValue:
         return ValueCodec(kind, value.codec, lambda unknown: unknown.value, _same)  # type: ignore[attr-defined]
-    if dataclasses.is_dataclass(kind):
-        return _of_class("dataclass", kind)
-    return None
+    word = _word_of(kind)
+    return _of_class(word, kind) if word else None
 
 
 def codec_named(name: str) -> ValueCodec | None:
@@ -107,7 +102,7 @@ def codec_named(name: str) -> ValueCodec | None:
         return _defaultdict(argument)
     if kind in _WORDS:
         found = find_class(argument)
-        return _of_class(kind, found) if found is not None and _is_of(kind, found) else None
+        return _of_class(kind, found) if found is not None and _word_of(found) == kind else None
     return None
 
 
@@ -247,12 +242,13 @@ def _is_named_tuple(kind: type) -> bool:
     )
 
 
-def _is_of(word: str, kind: type) -> bool:
-    return {
-        "enum": issubclass(kind, Enum),
-        "namedtuple": _is_named_tuple(kind),
-        "dataclass": dataclasses.is_dataclass(kind),
-    }[word]
+def _word_of(kind: type) -> str:
+    """Return what kind of class it is; empty if its values have no codec."""
+    if issubclass(kind, Enum):
+        return "enum"
+    if _is_named_tuple(kind):
+        return "namedtuple"
+    return "dataclass" if dataclasses.is_dataclass(kind) else ""
 
 
 _MAINS = ("__main__", "__mp_main__")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -136,11 +137,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the elements of any tensor that can be saved, flat uint8 on its own device: a view, or a copy."""
+    return _bytes_or_integers(tensor).contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_or_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The flat bytes of any tensor that can be saved; integers in its shape, if its memory is not contiguous."""
     flat = as_bytes(tensor)
     if flat is None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         flat = as_bytes(tensor.contiguous() if tensor.is_quantized else tensor)
-    return as_integers(tensor).contiguous().view(-1).view(torch.uint8) if flat is None else flat
+    return as_integers(tensor) if flat is None else flat
 
 
 def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,23 +165,10 @@ def copy_whole(target: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool
     NaN payloads are preserved; a lazy conjugation or negation is resolved.
     """
     with torch.no_grad():
-        flat = as_bytes(tensor)
-        if flat is not None:
-            target.copy_(flat, non_blocking=non_blocking)
-            return
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.is_quantized:
-            tensor = tensor.contiguous()
-        flat = as_bytes(tensor)
-        if flat is not None:
-            target.copy_(flat, non_blocking=non_blocking)
-            return
-        source = as_integers(tensor)
+        source = _bytes_or_integers(tensor)
         if target.storage_offset() % source.element_size():
-            flat = source.contiguous().view(-1).view(torch.uint8)
-            target.copy_(flat, non_blocking=non_blocking)
-        else:
-            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+            source = source.contiguous().view(-1).view(torch.uint8)
+        target.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
 
 
 def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
@@ -190,7 +183,7 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
             target.copy_(flat.view(target.dtype).view(target.shape))
             return
         if target.is_inference():
-            target = _writable(target)
+            target = view_like(target, target.untyped_storage(), int(target.storage_offset()))
         integers = as_integers(target)
         integers.copy_(flat.view(integers.dtype).view(integers.shape))
 
@@ -207,11 +200,10 @@ def strided_copy(source: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return made
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    fresh = torch.empty(0, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
-    return fresh.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+def view_like(tensor: torch.Tensor, storage: torch.UntypedStorage, at: int) -> torch.Tensor:
+    """A new tensor over a storage, as ``tensor`` is over its own: element ``at`` is the first."""
+    fresh = torch.empty(0, dtype=torch.uint8, device=storage.device).view(tensor.dtype)
+    return fresh.set_(storage, at, tensor.shape, tensor.stride())
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,3 +313,43 @@ def laid_out_as(parameter: Any, built: Any) -> Any:
     if strides is None or built.shape != parameter.shape or not built.is_contiguous():
         return built
     return strided_copy(built, strides)
+
+
+class AddressRange(NamedTuple):
+    """Addresses ``start`` to ``end`` on a device."""
+
+    device: torch.device
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """The range from the first to the last element of a non-empty tensor."""
+        return cls(tensor.device, *span(tensor))
+
+
+class AddressRanges:
+    """A set of addresses, as disjoint ranges by device."""
+
+    def __init__(self, ranges: Iterable[AddressRange]) -> None:
+        self._starts: dict[torch.device, list[int]] = {}
+        self._ends: dict[torch.device, list[int]] = {}
+        for device, start, end in sorted(ranges, key=lambda r: (str(r.device), r.start)):
+            starts, ends = self._starts.setdefault(device, []), self._ends.setdefault(device, [])
+            if ends and start <= ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                starts.append(start)
+                ends.append(end)
+
+    def overlaps(self, range: AddressRange) -> bool:
+        """Whether any address of a range is in the set."""
+        ends = self._ends.get(range.device, [])
+        at = bisect_right(ends, range.start)
+        return at < len(ends) and self._starts[range.device][at] < range.end
+
+    def contains(self, range: AddressRange) -> bool:
+        """Whether all addresses of a range are in the set."""
+        starts = self._starts.get(range.device, [])
+        at = bisect_right(starts, range.start) - 1
+        return at >= 0 and range.end <= self._ends[range.device][at]

@@ -9,14 +9,14 @@ turn into an error that names the place. This module knows neither tensors nor p
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from inspect import isclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,12 +33,13 @@ DEPTH_MAX = 64
 Coded = Any  # what json.dumps accepts
 
 
-class BlobSource(Protocol):
-    """What the caller of ``decode`` provides: the content of blobs, and values of registered types."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the caller of ``decode`` provides: the content of blobs, by number, kind and members, and values of
+    registered types, by name and encoded value. None stands for them without."""
 
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object: ...
-
-    def registered(self, name: str, value: object) -> object: ...
+    blob: Callable[[int, str, dict[str, Any]], object] = lambda number, kind, members: None
+    registered: Callable[[str, object], object] = lambda name, value: None
 
 
 # Process-wide, as register_codec is: a type has one codec in all states.
@@ -187,76 +188,73 @@ MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {
 # ---- decoding
 
 
-def decode(coded: Coded, blobs: BlobSource, depth: int = 0) -> Any:
+def decode(coded: Coded, contents: Contents, depth: int = 0) -> Any:
     """Decode a value; ValueError for JSON that no encoder writes."""
     if depth > 2 * DEPTH_MAX:
         raise ValueError("a value is nested too deeply")
     if isinstance(coded, list):
-        return [decode(value, blobs, depth + 1) for value in coded]
+        return [decode(value, contents, depth + 1) for value in coded]
     if not isinstance(coded, dict):
         return coded
     if TAG not in coded:
-        return {key: decode(value, blobs, depth + 1) for key, value in coded.items()}
+        return {key: decode(value, contents, depth + 1) for key, value in coded.items()}
     tag = coded[TAG]
     decode_tagged = _TAGS.get(tag) if isinstance(tag, str) else None
     if decode_tagged is not None:
         return decode_tagged(_member(coded, "v", object))
-    return _decode_nested(str(tag), coded, blobs, depth)
+    return _decode_nested(str(tag), coded, contents, depth)
 
 
-def _decode_nested(tag: str, coded: dict[str, Any], blobs: BlobSource, depth: int) -> Any:
+def _decode_nested(tag: str, coded: dict[str, Any], contents: Contents, depth: int) -> Any:
     match tag:
         case "tuple":
-            return tuple(decode(v, blobs, depth + 1) for v in _member(coded, "v", list))
+            return tuple(decode(v, contents, depth + 1) for v in _member(coded, "v", list))
         case "set":
-            return {hashable(decode(v, blobs, depth + 1)) for v in _member(coded, "v", list)}
+            return {hashable(decode(v, contents, depth + 1)) for v in _member(coded, "v", list)}
         case "dict" | "ordered" | "counter":
-            return _decode_items(tag, _member(coded, "v", list), blobs, depth)
+            return _decode_items(tag, _member(coded, "v", list), contents, depth)
         case "scalar":
             return numpy_values.decode_scalar(
                 _member(coded, "d", str), bytes.fromhex(_member(coded, "v", str))
             )
         case "codec":
-            value = decode(_member(coded, "v", object), blobs, depth + 1)
-            return blobs.registered(_member(coded, "n", str), value)
+            value = decode(_member(coded, "v", object), contents, depth + 1)
+            return contents.registered(_member(coded, "n", str), value)
         case "blob":
-            return blobs.blob(_member(coded, "t", int), _member(coded, "k", str), coded)
+            return contents.blob(_member(coded, "t", int), _member(coded, "k", str), coded)
     raise ValueError(f"a value has the unknown tag {tag[:40]!r}")
 
 
-def _decode_items(kind: str, items: list[Any], blobs: BlobSource, depth: int) -> dict[Any, Any]:
+def _decode_items(kind: str, items: list[Any], contents: Contents, depth: int) -> dict[Any, Any]:
     result = MAPPING_TYPES[kind]()
     for entry in items:
         if not isinstance(entry, list) or len(entry) != 2:
             raise ValueError("a mapping's entry is not a pair")
-        result[decode_key(entry[0], blobs)] = decode(entry[1], blobs, depth + 1)
+        result[decode_key(entry[0], contents)] = decode(entry[1], contents, depth + 1)
     return result
 
 
-class _KeySource:
-    """Decodes keys, which have no blobs. Without a source of its own, an unknown type is an ``UnknownValue``."""
-
-    def __init__(self, source: BlobSource | None) -> None:
-        self._source = source
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        raise ValueError("a key holds a blob")
-
-    def registered(self, name: str, value: object) -> object:
-        if self._source is not None:
-            return self._source.registered(name, value)
-        codec = codec_named(name)
-        try:
-            return (
-                builtin_codecs.unknown_value(name, value) if codec is None else codec.decode(value)
-            )
-        except RestoreError as error:
-            return builtin_codecs.unknown_value(name, value, str(error))
+def decode_key(coded: Coded, contents: Contents | None = None) -> Any:
+    """Decode a key of a mapping: hashable, and without blobs. Without ``contents`` an unknown type is an
+    ``UnknownValue``."""
+    if type(coded) is str:
+        return coded
+    registered = _decode_or_unknown if contents is None else contents.registered
+    return hashable(decode(coded, Contents(_refuse_blob, registered)))
 
 
-def decode_key(coded: Coded, blobs: BlobSource | None = None) -> Any:
-    """Decode a key of a mapping: hashable, and without blobs."""
-    return coded if type(coded) is str else hashable(decode(coded, _KeySource(blobs)))
+def _refuse_blob(number: int, kind: str, members: dict[str, Any]) -> object:
+    raise ValueError("a key holds a blob")
+
+
+def _decode_or_unknown(name: str, value: object) -> object:
+    codec = codec_named(name)
+    if codec is None:
+        return builtin_codecs.unknown_value(name, value)
+    try:
+        return codec.decode(value)
+    except RestoreError as error:
+        return builtin_codecs.unknown_value(name, value, str(error))
 
 
 def hashable(value: Any) -> Any:
@@ -277,13 +275,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("a tagged value is not a string")
     return value
-
-
-def _decode_bytes(value: Any) -> bytes:
-    try:
-        return base64.b64decode(_text(value), validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"bytes are not base64: {error}") from error
 
 
 def _decode_float(value: Any) -> float:
@@ -317,7 +308,7 @@ def _decode_device(value: Any) -> torch.device:
 _TAGS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(_text(value), 16),
     "float": _decode_float,
-    "bytes": _decode_bytes,
+    "bytes": lambda value: base64.b64decode(_text(value), validate=True),
     "dtype": _decode_dtype,
     "size": _decode_size,
     "device": _decode_device,

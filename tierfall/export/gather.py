@@ -14,17 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfall.core.copies.cached_reads import WrittenTargets
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import OpenImage, ShardReader
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
-from tierfall.core.restore.reshard_reads import plan_block_reads
+from tierfall.core.restore.reshard import BlockReads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST
@@ -55,11 +53,11 @@ class RankImages:
 
     def read(self, rank: int, fills: Sequence[Fill]) -> None:
         with self.open(rank) as job:
-            job.fill(fills, WrittenTargets())
+            job.fill(fills)
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
         """Return an identity of a range of an image: its offset and the digests of the chunks around it."""
-        manifest = self._parts.manifest(Shard(rank, self.world_size))
+        _, manifest = self._parts.find(Shard(rank, self.world_size))
         low, high = start // manifest.chunk_bytes, (end - 1) // manifest.chunk_bytes
         return start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
@@ -169,7 +167,7 @@ class MergedCheckpoint:
             )
             for rows, shape in zip(batch, shapes, strict=True)
         ]
-        reads = plan_block_reads(self.merged, targets, same=())
+        reads = BlockReads(self.merged, targets)
         for rank, fills in sorted(reads.fills.items()):
             self.images.read(rank, fills)
         reads.finish()
@@ -322,7 +320,7 @@ def _compare(
 
 def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     read = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in sorted(set(ranges))}
-    images.read(rank, [Fill(name="", start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
+    images.read(rank, [Fill(start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
     return [read[span] for span in ranges]
 
 

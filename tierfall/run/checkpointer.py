@@ -22,13 +22,15 @@ from tierfall.core.capture.device_copies import device_of
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
-from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.load.load import LoadPlan, check_device, plan_load
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import check_device, plan_load
+from tierfall.core.load.plan import ReadPlan
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind
@@ -211,23 +213,24 @@ class Checkpointer:
         self._opened.check_usable()
         restorer = self._opened.restorer
         request = restorer.request(step, attempt, tier, unreachable)
-        choices = Choices.of(
+        choices = Choices(
             only=only,
             skip=skip,
             rename=rename,
             retype=retype,
             resize=resize,
             strict=strict,
-            goes_back=self._lineage.saved_any or self._lineage.started_from is not None,
+            is_going_back=self._lineage.saved_any or self._lineage.started_from is not None,
         )
+        part = None if only is None else tuple(only)
         self._opened.prepare_restore(continues=only is None)
         self._opened.forget_last()
         with (
             restorer.deletions_paused(),
-            restorer.noting_half_filled(choices.only) as note_begin,
+            restorer.noting_half_filled(part) as note_begin,
         ):
 
-            def plan(header: ImageHeader) -> FillPlan:
+            def plan(header: ImageHeader) -> ReadPlan:
                 planned = plan_fill(state, header, choices)
                 note_begin()
                 return planned
@@ -235,7 +238,7 @@ class Checkpointer:
             rules = ResizeRules(rules=resize_rules(state))
             restored = self._read(request, plan, rules, continues=only is None)
             if restored is not None:
-                self._lineage.half_filled.discard(choices.only)
+                self._lineage.half_filled.discard(part)
         self._opened.session.host.prepare(device_of(state))
         return None if restored is None else self._report(restored, began)
 
@@ -273,20 +276,16 @@ class Checkpointer:
             in_place=False,
             advice="or make the tier reachable",
         )
-        choices = Choices.of(only=only, doing="load")
+        choices = Choices(only=only, doing="load")
         continues = resume and only is None
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)
-
-        def plan(header: ImageHeader) -> LoadPlan:
-            return plan_load(header, map_location=map_location, choices=choices, whole=True)
-
+        plan = partial(plan_load, map_location=map_location, choices=choices, whole=True)
         with self._opened.restorer.deletions_paused():
             restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
         if restored is None:
             return None
-        loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
-        return self._report(restored, began), loaded
+        return self._report(restored, began), restored.plan.loaded
 
     def _read(
         self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool

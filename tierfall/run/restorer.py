@@ -12,21 +12,14 @@ from typing import Any
 
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
+from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.candidates import naming_deletion
+from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules
-from tierfall.core.restore.restore import (
-    HALF_FILLED,
-    Choice,
-    RestoreRequest,
-    RestoreResult,
-    choose,
-    fill_first,
-)
+from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, fill_first
 from tierfall.core.types.errors import ConfigError, StepError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
@@ -141,18 +134,14 @@ class Restorer:
             seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
             seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
             return fill_first(
-                chosen.candidates,
-                chosen.listings,
+                chosen,
                 request,
                 tally,
-                open_image=chosen.open_image,
                 make_plan=make_plan,
                 shard=ranks.shard,
-                ring=session.ring,
+                make_reader=self.reader,
                 resize=resize,
                 together=make_barrier(ranks, timeout_s=self.patience_s),
-                exchange=self.exchange(),
-                nowhere=self.nowhere,
                 choose_again=choose_now,
             )
 
@@ -167,22 +156,27 @@ class Restorer:
                 self._session.run, others,
             )  # fmt: skip
 
-    @property
-    def nowhere(self) -> str:
-        """Return what an error adds where no tier of this rank holds an image."""
-        return NOT_SENT if self._session.ranks.many and self._connect is None else NOWHERE
-
-    def exchange(self) -> Exchange | None:
-        """Return what exchanges bytes between ranks; None where each rank reads for itself."""
+    def reader(
+        self,
+        checkpoint: KnownCheckpoint,
+        tiers: Sequence[str],
+        open_image: OpenImage,
+        tally: ReadTally,
+    ) -> CheckpointReader:
+        """Return a reader of the images of a checkpoint, which the ranks exchange if they can."""
+        session = self._session
+        ring, ranks = session.ring, session.ranks
         if self._connect is None:
-            return None
-        return Exchange(
-            ranks=self._session.ranks,
+            nowhere = NOT_SENT if ranks.many else NOWHERE
+            return CheckpointReader(checkpoint, tiers, open_image, tally, ring, nowhere=nowhere)
+        exchange = Exchange(
+            ranks=ranks,
             connect=self._connect,
             order=[tier.name for tier in self._config.chain],
             shared=[tier.name for tier in self._config.stored if is_shared(tier)],
             timeout_s=self.patience_s,
         )
+        return exchange.reader(checkpoint, tiers, open_image, tally, ring)
 
     def candidates(
         self,

@@ -15,10 +15,9 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import BUFFER_BYTES, BufferRing, ChunkReader, ReadTally
 from tierfall.core.copies.images import READ_THREADS
-from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
+from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Manifest
@@ -80,13 +79,10 @@ class Exchange:
         tiers: Sequence[str],
         open_image: OpenImage,
         tally: ReadTally,
-        ring: BufferRing | None,
-        chunks_max: int | None,
-        nowhere: str,
+        ring: BufferRing | None = None,
     ) -> CheckpointReader:
         """Return the reader of one checkpoint, which all ranks try now."""
-        made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
-        return _ExchangedReader(*made, exchange=self)
+        return _ExchangedReader(checkpoint, tiers, open_image, tally, ring, exchange=self)
 
 
 @dataclass(slots=True)
@@ -131,9 +127,6 @@ class _ExchangedReader(CheckpointReader):
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         return self._request_headers(range(world_size))
-
-    def manifest(self, shard: Shard) -> Manifest:
-        return self._known[shard.rank][0]
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         wanted = [rank for rank in sorted(ranks) if rank < world_size]
@@ -299,7 +292,6 @@ class _ExchangedReader(CheckpointReader):
                 sizes,
                 self.exchange.order,
                 self.tally,
-                self.written,
                 ring=ring,
                 incoming=incoming,
             )

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets
 from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
+    DeviceCopies,
     ReadTally,
+    TargetWriter,
     read_chunk_to_targets,
     scatter,
 )
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.copies.to_device import DeviceCopies
 from tierfall.core.format.records import Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
@@ -366,7 +366,6 @@ class ChunkPayload:
         sizes: Mapping[int, int],
         order: Sequence[str],
         tally: ReadTally,
-        written: WrittenTargets,
         *,
         ring: BufferRing,
         incoming: BufferRing,
@@ -374,7 +373,7 @@ class ChunkPayload:
         """``sizes`` are the lengths of the images' chunks."""
         self.got: set[tuple[int, int]] = set()
         self._open, self._order, self._tally = open_reader, order, tally
-        self._writers = {image: TargetWriter(those, written) for image, those in fills.items()}
+        self._writers = {image: TargetWriter(those) for image, those in fills.items()}
         self._sizes = sizes
         self._ring, self._incoming = ring, incoming
         every = [fill for those in fills.values() for fill in those]

@@ -58,7 +58,7 @@ def load(image: bytes) -> dict[Any, Any]:
 
 def restore(state: Any, image: bytes, **options: Any) -> None:
     header = header_of(image)
-    plan = plan_fill(state, header, Choices.of(**options))
+    plan = plan_fill(state, header, Choices(**options))
     for memory in plan.shared:
         deliver(memory.fills, image, header.data_start)
         memory.check()

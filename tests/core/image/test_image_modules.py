@@ -33,7 +33,7 @@ def compiled_(module: nn.Module) -> nn.Module:
 
 
 def names_of(state: object) -> set[str]:
-    return {source.name for source in walk_state(state).tensors}
+    return set(walk_state(state).names)
 
 
 def test_item_refuses_words_that_it_does_not_know() -> None:
@@ -269,7 +269,7 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
         with torch.no_grad():
             source[1].weight.add_(1)
         view = walk_state({"m": source, "rng": None}, recall)
-        found = {tensor.name: tensor.tensor for tensor in view.tensors}
+        found = dict(zip(view.names, view.sources, strict=True))
         wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
         wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
         assert found.keys() == wanted

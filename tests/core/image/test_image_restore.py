@@ -47,7 +47,7 @@ def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> Non
     }
     kept = {key: value for key, value in state.items() if key not in ("epoch", "rng")}
     inner = state["extra"]["log"], state["extra"]["log"][2], state["list"][1]
-    restore(state, image, goes_back=True)
+    restore(state, image, is_going_back=True)
     assert state["array"].tolist() == [0, 1, 2]
     del saved["array"]
     assert {k: v for k, v in state.items() if k != "array"} == saved
@@ -96,7 +96,7 @@ def test_a_key_that_a_restore_removes_is_reported_and_can_be_kept(
     """As one that came to the dict after the checkpoint that a loop goes back to."""
     image, _ = make_image({"extra": {"epoch": 3}, "rng": None})
     state: dict[str, Any] = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
-    restore(state, image, goes_back=True)
+    restore(state, image, is_going_back=True)
     assert state["extra"] == {"epoch": 3}
     assert "'best' of extra is not in the checkpoint, and is removed" in caplog.text
     state = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
@@ -275,13 +275,13 @@ def test_unknown_part_is_refused_with_the_nearest_names() -> None:
     image, _ = make_image({"model": nn.Linear(1, 1), "extra": {"epoch": 1}, "rng": None})
     header = header_of(image)
     with pytest.raises(RestoreError, match=r"'modle'; nearest: model"):
-        plan_fill({}, header, Choices.of(only=["modle"]))
+        plan_fill({}, header, Choices(only=["modle"]))
     with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
-        plan_fill({}, header, Choices.of(only=["model.weigh"]))
+        plan_fill({}, header, Choices(only=["model.weigh"]))
     with pytest.raises(
         RestoreError, match=r"a part of 'extra', which can only be restored as a whole"
     ):
-        plan_fill({}, header, Choices.of(only=["extra.epoch"]))
+        plan_fill({}, header, Choices(only=["extra.epoch"]))
 
 
 # ---- objects with state_dict and load_state_dict

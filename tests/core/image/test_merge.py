@@ -92,6 +92,6 @@ def test_what_is_in_conflict_does_not_keep_the_rest_from_being_restored() -> Non
     names = {position: found.header.tensors[position].name for position in found.replicas}
     assert set(names.values()) == {"other"}
     live = {"x": torch.zeros(2), "other": torch.zeros(4), "rng": None}
-    assert plan_fill(live, found.header, Choices.of(only=["other"])).targets
+    assert plan_fill(live, found.header, Choices(only=["other"])).targets
     with pytest.raises(RestoreError, match=r"x: is torch.float32"):
         plan_fill(live, found.header)

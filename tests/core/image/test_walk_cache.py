@@ -51,10 +51,12 @@ class Run:
 def seen(view: StateView) -> dict[str, Any]:
     """All that a walk found, but what is made anew by each: the random state."""
     kept = [
-        (tensor.name, tensor.tensor.data_ptr(), tensor.tensor.shape, tensor.tensor.stride())
-        + (tensor.tensor.dtype, tensor.changes, tensor.path, plain, tensor.tensor.requires_grad)
-        for tensor, plain in zip(view.tensors, view.plain, strict=True)
-        if not tensor.name.startswith("rng")
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *more)
+        + (tensor.requires_grad,)
+        for name, tensor, *more in zip(
+            view.names, view.sources, view.changes, view.trails, view.plain, strict=True
+        )
+        if not name.startswith("rng")
     ]
     return {
         "tensors": kept,
@@ -315,5 +317,5 @@ def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(
 
     monkeypatch.setattr(Net, "state_dict", doubled)
     view = walk_state(run.state, recall)
-    (weight,) = (t.tensor for t in view.tensors if t.name == "model.first.weight")
+    weight = view.sources[view.names.index("model.first.weight")]
     assert torch.equal(weight, 2 * run.model.first.weight)

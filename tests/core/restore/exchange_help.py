@@ -13,13 +13,15 @@ from restore_help import DictImage, Made
 from several_help import PATIENCE_S, all_named, sharded
 
 from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, fill_first
+from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 ORDER = ("host", "nvme", "store")
@@ -159,17 +161,19 @@ class Peer:
             timeout_s=PATIENCE_S,
         )
         restored = fill_first(
-            candidates,
-            listings,
+            Choice(
+                candidates=candidates,
+                listings=listings,
+                open_image=lambda tier, id, shard: self.images[tier, id, shard],
+            ),
             asked,
             self.tally,
-            open_image=lambda tier, id, shard: self.images[tier, id, shard],
             make_plan=self.make_plan,
             shard=self.ranks.shard,
             together=make_barrier(self.ranks),
-            exchange=exchange if exchanges else None,
+            make_reader=exchange.reader if exchanges else CheckpointReader,
         )
-        restored.plan.finish()  # type: ignore[attr-defined]
+        restored.plan.finish()
         return restored
 
 

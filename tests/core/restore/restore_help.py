@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import CheckpointReader
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import plan_layout
@@ -17,7 +20,9 @@ from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.restore.candidates import RestoreRequest, choose
+from tierfall.core.restore.reshard import MakePlan
+from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -160,16 +165,34 @@ class Tiers:
             for name in self.names
         )
 
-    def restore(self, state: dict[str, Any], **request: Any) -> RestoreResult | None:
-        restored = restore(
-            self.listings(),
-            RestoreRequest(**request),
+    def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choice:
+        return Choice(
+            candidates=candidates,
+            listings=self.listings(),
             open_image=lambda tier, id, shard: self.images[tier, id],
-            make_plan=lambda header: plan_fill(state, header),
-            shard=SHARD,
         )
-        if restored is not None:
-            restored.plan.finish()  # type: ignore[attr-defined]
+
+    def restore(self, state: dict[str, Any], **request: Any) -> RestoreResult | None:
+        return self.fill(lambda header: plan_fill(state, header), RestoreRequest(**request))
+
+    def fill(
+        self, make_plan: MakePlan, request: RestoreRequest | None = None, **reader: Any
+    ) -> RestoreResult | None:
+        """As one process does it. ``reader`` are arguments of a CheckpointReader."""
+        request = request or RestoreRequest()
+        tally = ReadTally()
+        candidates = choose(self.listings(), request, tally)
+        if not candidates:
+            return None
+        restored = fill_first(
+            self.chosen(candidates),
+            request,
+            tally,
+            make_plan=make_plan,
+            shard=SHARD,
+            make_reader=partial(CheckpointReader, **reader),
+        )
+        restored.plan.finish()
         return restored
 
 

@@ -15,7 +15,8 @@ from tierfall.core.format.records import Commit, NamedFile
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, fill_first
+from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.restore import RestoreResult, fill_first
 from tierfall.core.types.keys import manifest_name, shard_name
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -90,14 +91,12 @@ class Rank:
             return tell(known, error)
 
         restored = fill_first(
-            candidates,
-            listings,
+            self.tiers.chosen(candidates),
             asked,
             self.tally,
-            open_image=lambda tier, id, shard: self.tiers.images[tier, id],
             make_plan=self.make_plan,
             shard=self.ranks.shard,
             together=note_and_tell,
         )
-        restored.plan.finish()  # type: ignore[attr-defined]
+        restored.plan.finish()
         return restored

@@ -24,11 +24,10 @@ from restore_help import (
     state_of,
 )
 
-from tierfall.core.copies.cached_reads import (
+from tierfall.core.copies.chunk_reader import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
     TargetWriter,
-    WrittenTargets,
     copy_bytes,
 )
 from tierfall.core.copies.images import StoredImage
@@ -55,11 +54,11 @@ def test_copy_moves_just_these_bytes(count: int) -> None:
 def fills_of(rng: random.Random) -> list[Fill]:
     """Fills of all lengths, some with several targets, and holes between them."""
     fills, at = [], 0
-    for number in range(rng.randrange(1, 12)):
+    for _ in range(rng.randrange(1, 12)):
         at += rng.choice([0, 0, 0, 1, 700, STRAIGHT_BYTES, PIECE_BYTES + 5])
         length = rng.choice([1, 9, 4000, STRAIGHT_BYTES - 1, STRAIGHT_BYTES, 2 * PIECE_BYTES + 3])
         targets = [torch.zeros(length, dtype=torch.uint8) for _ in range(rng.choice([1, 1, 2]))]
-        fills.append(Fill(name=str(number), start=at, end=at + length, targets=tuple(targets)))
+        fills.append(Fill(start=at, end=at + length, targets=tuple(targets)))
         at += length
     return fills
 
@@ -82,7 +81,7 @@ def test_every_byte_comes_to_all_its_targets_and_no_other_does(seed: int) -> Non
     fills = fills_of(rng)
     whole = fills[-1].end + rng.choice([0, 3000])
     image = rng.randbytes(whole)
-    landing = TargetWriter(fills, WrittenTargets())
+    landing = TargetWriter(fills)
     cuts = sorted({0, whole, *(rng.randrange(whole) for _ in range(rng.randrange(4)))})
     for start, end in pairwise(cuts):
         if rng.random() < 0.8:
@@ -109,12 +108,12 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
     one, other = memory[: 2 * STRAIGHT_BYTES], memory[STRAIGHT_BYTES:]
     apart = torch.zeros(STRAIGHT_BYTES, dtype=torch.uint8)
     fills, at = [], 0
-    for name, target in (("one", one), ("other", other), ("apart", apart)):
-        fills.append(Fill(name=name, start=at, end=at + len(target), targets=(target,)))
+    for target in (one, other, apart):
+        fills.append(Fill(start=at, end=at + len(target), targets=(target,)))
         at += len(target)
     image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
     scratch = memoryview(bytearray(PIECE_BYTES))
-    for view in TargetWriter(fills, WrittenTargets()).pieces(0, at, scratch, digest):
+    for view in TargetWriter(fills).pieces(0, at, scratch, digest):
         view[:] = image[start : start + view.nbytes]
         start += view.nbytes
         memory.fill_(0xEE)  # as another thread does, for what lies there too

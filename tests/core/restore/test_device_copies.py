@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.core.fake_device import OnDevice
-from tierfall.core.copies.to_device import _copy
+from tierfall.core.copies.chunk_reader import _copy
 
 
 class Full(OnDevice):

@@ -27,7 +27,7 @@ CHUNK = 10
 
 
 def fill(start: int, end: int) -> Fill:
-    return Fill(name="w", start=start, end=end, targets=(torch.empty(end - start),))
+    return Fill(start=start, end=end, targets=(torch.empty(end - start),))
 
 
 def group(*ranks: int, **requested: tuple[int, ...]) -> RankGroup:

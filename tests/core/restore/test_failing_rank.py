@@ -15,12 +15,11 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.agreement import make_barrier
+from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.restore import (
     RankFailure,
-    RestoreRequest,
     RestoreResult,
     Together,
-    choose,
     fill_first,
 )
 from tierfall.core.types.errors import (
@@ -176,11 +175,9 @@ class Alone:
         listings, asked, tally = self.tiers.listings(), RestoreRequest(**request), ReadTally()
         call: Together = tell
         return fill_first(
-            choose(listings, asked, tally),
-            listings,
+            self.tiers.chosen(choose(listings, asked, tally)),
             asked,
             tally,
-            open_image=lambda tier, id, shard: self.tiers.images[tier, id],
             make_plan=lambda header: plan_fill(self.state, header),
             shard=Shard(0, 1),
             together=call,

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import SHARD, Tiers, checkpoint, flip
+from restore_help import Tiers, checkpoint, flip
 from several_help import Rank, network, on_all, put_shared
 
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError
 
 COUNT = 5000  # five chunks
-LOOSE = Choices.of(strict=False)
+LOOSE = Choices(strict=False)
 
 
 def base_and_adapter(step: int) -> dict[str, Any]:
@@ -28,17 +29,11 @@ def only_base(step: int) -> dict[str, Any]:
 
 
 def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> RestoreResult | None:
-    done = restore(
-        tiers.listings(),
+    return tiers.fill(
+        lambda header: plan_fill(state, header, LOOSE),
         RestoreRequest(**request),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=lambda header: plan_fill(state, header, LOOSE),
-        shard=SHARD,
         chunks_max=1,  # one thread: what comes after a damaged chunk is not read
     )
-    if done is not None:
-        done.plan.finish()  # type: ignore[attr-defined]
-    return done
 
 
 def test_what_a_damaged_step_has_written_to_and_the_older_one_lacks_is_named() -> None:
@@ -58,10 +53,12 @@ def test_what_a_damaged_step_has_written_to_and_the_older_one_lacks_is_named() -
     assert (state["later"] == -1).all()
 
 
-def test_what_a_damaged_step_has_not_written_to_stays_as_it_was() -> None:
+def test_a_step_that_is_damaged_before_anything_is_written_leaves_the_state_to_the_older_one() -> (
+    None
+):
     tiers = Tiers("nvme")
     tiers.put("nvme", checkpoint(4, state=only_base(4)))
-    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 2)  # within the base
+    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 0)  # its header
     state = base_and_adapter(-1)
     assert refill(tiers, state) is not None
     assert (state["base"] == 4).all()
@@ -91,8 +88,7 @@ def test_one_rank_that_would_keep_bytes_of_another_step_ends_the_restore_on_all(
         put_shared([rank.tiers for rank in ranks], "store", 5, state=base_and_adapter(5))
         (flipped,) = [image for (_, id), image in ranks[1].tiers.images.items() if id.step == 5]
         flip(flipped, 1)
-        for rank in ranks:
-            state = base_and_adapter(-1)
+        for rank, state in zip(ranks, (base_and_adapter(-1), only_base(-1)), strict=True):
             rank.make_plan = lambda header, state=state: plan_fill(state, header, LOOSE)
         outcomes = on_all(lambda rank=rank: rank.restore() for rank in ranks)
     assert all(isinstance(outcome, RestoreError) for outcome in outcomes), outcomes

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from restore_help import CHUNK, ELEMENTS, SHARD, Tiers, checkpoint, flip, holds, state_of
+from restore_help import CHUNK, ELEMENTS, Tiers, checkpoint, flip, holds, state_of
 
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
-from tierfall.core.copies import to_device
+from tierfall.core.copies import chunk_reader
 from tierfall.core.copies.chunk_reader import BufferRing
-from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.plan import ReadPlan
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError
 
 PATIENCE_S = 20.0
@@ -56,7 +57,7 @@ def blank() -> dict[str, Any]:
     return {**state_of(-1), "w": torch.full((ELEMENTS,), UNTOUCHED)}
 
 
-def onto_device(plan: FillPlan) -> FillPlan:
+def onto_device(plan: ReadPlan) -> ReadPlan:
     """Put every tensor of a plan on the device that is none."""
     fills = tuple(
         dataclasses.replace(fill, targets=tuple(t.as_subclass(OnDevice) for t in fill.targets))
@@ -66,17 +67,7 @@ def onto_device(plan: FillPlan) -> FillPlan:
 
 
 def bring(tiers: Tiers, state: dict[str, Any], ring: BufferRing | None) -> RestoreResult | None:
-    restored = restore(
-        tiers.listings(),
-        RestoreRequest(),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=lambda header: onto_device(plan_fill(state, header)),
-        shard=SHARD,
-        ring=ring,
-    )
-    if restored is not None:
-        restored.plan.finish()  # type: ignore[attr-defined]
-    return restored
+    return tiers.fill(lambda header: onto_device(plan_fill(state, header)), ring=ring)
 
 
 class Bringing(threading.Thread):
@@ -133,21 +124,14 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
     state: dict[str, Any] = {name: torch.zeros_like(t) for name, t in saved.items()}
     ring = ring_of(stream, 2)
 
-    def make_plan(header: Any) -> FillPlan:
+    def make_plan(header: Any) -> ReadPlan:
         plan = plan_fill({**state, "rng": None}, header)
         here = torch.rand(len(plan.fills)).lt(0.1).tolist()
         there = onto_device(plan).fills
         fills = (a if stays else b for a, b, stays in zip(plan.fills, there, here, strict=True))
         return dataclasses.replace(plan, fills=tuple(fills))
 
-    restore(
-        tiers.listings(),
-        RestoreRequest(),
-        open_image=lambda tier, id, shard: tiers.images[tier, id],
-        make_plan=make_plan,
-        shard=SHARD,
-        ring=ring,
-    )
+    tiers.fill(make_plan, ring=ring)
     assert all(torch.equal(state[name], t) for name, t in saved.items())
 
 
@@ -203,7 +187,7 @@ def test_copies_come_after_what_was_queued_on_the_device(
         waited.append((device, len(stream.enqueued)))
         state["w"].fill_(UNTOUCHED)
 
-    monkeypatch.setattr(to_device, "synchronize", callers_work_ends)
+    monkeypatch.setattr(chunk_reader, "synchronize", callers_work_ends)
     bring(tiers, state, ring_of(stream))
     assert waited == [(OnDevice.device, 0)]
     assert holds(state, 1)

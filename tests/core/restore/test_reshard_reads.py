@@ -14,7 +14,7 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import MapNode
 from tierfall.core.load.build import BlockTarget
-from tierfall.core.restore.reshard_reads import BlockReads, plan_block_reads
+from tierfall.core.restore.reshard import BlockReads
 from tierfall.core.types.errors import RestoreError
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -105,7 +105,7 @@ def test_every_cut_goes_into_every_other(shape: list[int], stored: Cuts, wanted:
     for offset, lengths in blocks_of(shape, wanted[: len(shape)]):
         target = torch.full(lengths, -1, dtype=torch.int32)
         want = BlockTarget(position=0, target=flat(target), offset=offset, lengths=lengths)
-        images.read(plan_block_reads(images.merged, [want], same=()))
+        images.read(BlockReads(images.merged, [want]))
         assert torch.equal(target, take(whole, offset, lengths))
 
 
@@ -122,10 +122,10 @@ def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) ->
     same = [(first, second)] if known else []
     target = torch.empty(6, dtype=torch.int64)
     want = BlockTarget(position=0, target=flat(target))
-    read = images.read(plan_block_reads(images.merged, [want], same=same))
+    read = images.read(BlockReads(images.merged, [want], same=same))
     assert read == whole.nbytes * (1 if known else 2)
     assert torch.equal(target, whole)
     if not known:
         images.data[1][3] ^= 1
         with pytest.raises(RestoreError, match="w is a tensor of its own on ranks 0, 1"):
-            images.read(plan_block_reads(images.merged, [want], same=()))
+            images.read(BlockReads(images.merged, [want]))

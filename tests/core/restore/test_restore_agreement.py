@@ -27,9 +27,9 @@ from tierfall.core.restore.agreement import (
     complete,
     whole_on,
 )
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
-from tierfall.core.restore.restore import RestoreRequest
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.keys import ON_PEERS_MARK, PIN_MARK, TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId

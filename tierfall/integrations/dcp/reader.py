@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import ConflictNode, TensorNode
@@ -154,17 +153,7 @@ def _parts(
     ``Checkpointer.restore``."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     tiers = [tier for tier in held if request.tier in (None, tier)]
-    exchange = run.restorer.exchange()
-    made = (
-        checkpoint,
-        tiers,
-        run.restorer.opener(),
-        tally,
-        run.session.ring,
-        None,
-        run.restorer.nowhere,
-    )
-    return CheckpointReader(*made) if exchange is None else exchange.reader(*made)
+    return run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
 
 
 def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
@@ -210,7 +199,9 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
     assert merged is not None, "all have it"
 
     def of_all() -> MergedHeader:
-        return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
+        shards = (Shard(rank, own.world_size) for rank in range(own.world_size))
+        headers = {shard.rank: parts.header_here(shard) for shard in shards}
+        return merge_headers(headers, what=what, own=own.rank)
 
     return DcpEntries(merged, of_all)
 
