@@ -31,9 +31,9 @@ from tierfall.export.export import export as export_checkpoint
 from tierfall.export.options import DTYPES, format_of
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
-from tierfall.ops.copy import CopyResult
-from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
+from tierfall.ops.sync import CopyResult
+from tierfall.ops.sync import copy as copy_checkpoint
 
 
 def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json: bool) -> None:

@@ -22,11 +22,16 @@ from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.ops.commands import trained_elsewhere
-from tierfall.ops.findings import Finding
 from tierfall.ops.reader import RunReader
-from tierfall.ops.repair import Repairer, RepairResult
-from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, record_damage
-from tierfall.ops.write_copy import owned_reader
+from tierfall.ops.sync import Repairer, RepairResult, owned_reader
+from tierfall.ops.verify import (
+    Finding,
+    RunReport,
+    VerifyScope,
+    check_run,
+    planned_bytes,
+    record_damage,
+)
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 

@@ -20,9 +20,8 @@ from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.tensors.value_codec import DEPTH_MAX
-from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
+from tierfall.core.types.errors import CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX
-from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
@@ -32,7 +31,7 @@ from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
 from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
-from tierfall.ops.commands import Progress, Watch, trained_elsewhere, unread
+from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
@@ -168,7 +167,9 @@ def import_state(
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
-    _check_room(config, listings, size)
+    written = {tier.name for tier in config.written}
+    for listing in [listing for listing in listings if listing.tier in written]:
+        check_room(config, listing, size, doing="import")
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         check_step(run.session.listings, step, config.run, run.session.stores)  # by now
@@ -233,19 +234,6 @@ def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progre
     )
     store.commit(commit_of(request, files), attempt=request.attempt)
     store.write_latest(request.lineage.checkpoint)
-
-
-def _check_room(config: Config, listings: Sequence[Listing], size: int) -> None:
-    """Raise CapacityError where a tier's capacity is too small: nothing is deleted for an import."""
-    for tier in config.written:
-        there = next(listing for listing in listings if listing.tier == tier.name)
-        if tier.capacity_bytes is not None and there.used_bytes + size > tier.capacity_bytes:
-            raise CapacityError(
-                f"import to {tier.name}: it needs {format_size(size)}, of the capacity of "
-                f"{format_size(tier.capacity_bytes)} there is room for "
-                f"{format_size(max(0, tier.capacity_bytes - there.used_bytes))}: raise the capacity, or make room by "
-                "tierfall prune or tierfall rm"
-            )
 
 
 def _notes(read: ReadState) -> tuple[str, ...]:

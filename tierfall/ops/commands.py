@@ -27,11 +27,13 @@ from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
+    CapacityError,
     KeyNotFoundError,
     StepError,
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.defaults import missing_metrics, plan_retention, still_owed
@@ -210,6 +212,24 @@ def trained_elsewhere(
     if newest is None or newest[0].node == socket.gethostname():
         return None
     return newest[0]
+
+
+def check_room(
+    config: Config,
+    listing: Listing,
+    needed_bytes: int,
+    *,
+    doing: str,
+    advice: str = "make room by tierfall prune or tierfall rm",
+) -> None:
+    """Raise CapacityError where so many bytes more exceed the tier's capacity: nothing is deleted for them."""
+    capacity = next(t.capacity_bytes for t in config.stored if t.name == listing.tier)
+    if capacity is not None and listing.used_bytes + needed_bytes > capacity:
+        room = format_size(max(0, capacity - listing.used_bytes))
+        raise CapacityError(
+            f"{doing} to {listing.tier}: it needs {format_size(needed_bytes)}, of the capacity of "
+            f"{format_size(capacity)} there is room for {room}: raise the capacity, or {advice}"
+        )
 
 
 def check_folders(config: Config) -> None:

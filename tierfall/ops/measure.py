@@ -40,7 +40,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
 from tierfall.ops.reader import RunReader, known_slots
-from tierfall.ops.write_copy import open_writable
+from tierfall.ops.sync import open_writable
 from tierfall.setup.places import memory_root, run_folder
 from tierfall.setup.tiers import ANSWER_S, ask_within_bound, close_stores, lane_limits, open_stores
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
