@@ -169,7 +169,7 @@ def import_state(
         check_step(listings, step, config.run, reader.stores)
     written = {tier.name for tier in config.written}
     for listing in [listing for listing in listings if listing.tier in written]:
-        check_room(config, listing, size, doing="import")
+        check_room(config, listing, size, doing="import to")
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         check_step(run.session.listings, step, config.run, run.session.stores)  # by now

@@ -227,7 +227,7 @@ def check_room(
     if capacity is not None and listing.used_bytes + needed_bytes > capacity:
         room = format_size(max(0, capacity - listing.used_bytes))
         raise CapacityError(
-            f"{doing} to {listing.tier}: it needs {format_size(needed_bytes)}, of the capacity of "
+            f"{doing} {listing.tier}: it needs {format_size(needed_bytes)}, of the capacity of "
             f"{format_size(capacity)} there is room for {room}: raise the capacity, or {advice}"
         )
 

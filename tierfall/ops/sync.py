@@ -321,7 +321,7 @@ def _copy(
     commit, images = _open_source(checkpoint, held, reader)
     attempt = _writing_attempt(reader, listings, commit.lineage, store)
     there = next(listing for listing in listings if listing.tier == tier)
-    check_room(config, there, commit.stored_bytes, doing="copy")
+    check_room(config, there, commit.stored_bytes, doing="copy to")
     try:
         commit = write_files(store, lane_limits(store, config), commit, images, counter.add)
         store.delete_other_codecs(commit, attempt=attempt)  # of an unfinished copy

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,7 +29,6 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import ConflictNode, TensorNode
 from tierfall.core.load.build import CPU, BlockTarget, Builder
-from tierfall.core.ranks.messages import Message
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
@@ -205,7 +204,9 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
     slower_s = run.restorer.patience_s
     have = merged is not None
     ranks = run.session.ranks
-    if not ranks.agree("dcp.load: index", have, _all_have_it, bool, timeout_s=slower_s):
+    if not ranks.agree(
+        "dcp.load: index", have, lambda found: all(found.values()), bool, timeout_s=slower_s
+    ):
         return None
     assert merged is not None, "all have it"
 
@@ -213,10 +214,6 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
         return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
 
     return DcpEntries(merged, of_all)
-
-
-def _all_have_it(found: dict[int, bool]) -> bool:
-    return all(found.values())
 
 
 def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
@@ -332,84 +329,41 @@ class TierReader(StorageReader):
 
     def _request(self) -> RestoreRequest:
         step, attempt, tier = self._arguments
-        request = self._run.restorer.request(step, attempt, tier, "raise")
-        return RestoreRequest(
-            step=request.step,
-            attempt=request.attempt,
-            tier=request.tier,
-            operation="dcp.load",
-            advice="or name a tier (TierReader(ckpt, tier=...))",
-        )
+        request = self._run.restorer.request(step, attempt, tier, doing="dcp.load")
+        return replace(request, advice="or name a tier (TierReader(ckpt, tier=...))")
 
     def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
         """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
         rank if one has failed."""
         run, opened = self._run, self._opened
         assert opened is not None
-        failure: Exception | None = None
+        ranks, patience_s = run.session.ranks, run.restorer.patience_s
+        checkpoint, of = opened.checkpoint, f"dcp.load of {opened.checkpoint.id}"
+        error: Exception | None = None
         try:
             with run.restorer.deletions_paused():
                 read()
-        except Exception as error:
-            failure = error
-            if (unsent := opened.parts.give_up(error)) is not None:
-                raise unsent from error
-        lost = isinstance(failure, LostError)
-        failed = None if failure is None else str(failure) or repr(failure)
-        damaged = isinstance(failure, PASSABLE) and failure.is_damage
-        all_ranks = run.session.ranks.agree(
-            "dcp.load: read",
-            _ReadOutcome(failed=failed, lost=lost, damaged=damaged, saved=run.lineage.saved_any),
-            _read_by_all,
-            _ReadDecision,
-            timeout_s=run.restorer.patience_s,
-        )
-        self._damaged = all_ranks.damaged
-        if failure is not None and not lost:
-            if not (run.session.ranks.many and opened.parts.touched):
-                raise failure
-            of = f"dcp.load of {opened.checkpoint.id}"
-            raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
-        if all_ranks.failed is not None:
-            of = f"dcp.load of {opened.checkpoint.id}"
-            raise RestoreError(f"{of}: rank {all_ranks.rank}: {all_ranks.failed}{HALF_FILLED}")
+        except Exception as failure:
+            error = _error_to_raise(failure, checkpoint, self._request())
+            if (unsent := opened.parts.give_up(failure)) is not None:
+                raise unsent from failure
+        failed = make_barrier(ranks, timeout_s=patience_s)(checkpoint, error)
+        self._damaged = failed is not None and not failed.permanent
+        if error is not None and not isinstance(error, LostError):
+            if not (ranks.many and opened.parts.touched):
+                raise error
+            raise RestoreError(f"{of}: {error}{HALF_FILLED}") from error
+        if failed is not None:
+            raise RestoreError(f"{of}: rank {failed.rank}: {failed.message}{HALF_FILLED}")
         if self._resume:
-            run.restorer.continue_from(opened.checkpoint, all_ranks.saved)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadOutcome(Message):
-    """The outcome of one rank's read. ``lost``: another rank knows the reason; ``damaged``: no copy is good; ``saved``:
-    this rank has saved."""
-
-    failed: str | None
-    lost: bool
-    damaged: bool
-    saved: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadDecision(Message):
-    """``failed`` is the error of ``rank``, if one failed; ``damaged``: damage is the reason of all; ``saved``: any rank
-    has saved."""
-
-    rank: int
-    failed: str | None
-    damaged: bool
-    saved: bool
-
-
-def _read_by_all(outcomes: Mapping[int, _ReadOutcome]) -> _ReadDecision:
-    failed = [rank for rank, outcome in outcomes.items() if outcome.failed is not None]
-    rank = next((r for r in failed if not outcomes[r].lost), failed[0] if failed else 0)
-    saved = any(outcome.saved for outcome in outcomes.values())
-    damaged = all(outcomes[r].damaged for r in failed if not outcomes[r].lost)
-    return _ReadDecision(
-        rank=rank,
-        failed=outcomes[rank].failed,
-        damaged=outcomes[rank].damaged and damaged,
-        saved=saved,
-    )
+            saved = ranks.agree(
+                "dcp.load: saved",
+                run.lineage.saved_any,
+                lambda found: any(found.values()),
+                bool,
+                timeout_s=patience_s,
+            )
+            run.restorer.continue_from(checkpoint, saved)
 
 
 class _Reads:

@@ -2,6 +2,10 @@
 
 In the training process it passes DCP's plan to the Checkpointer. Pickled for a process of DCP's own, it becomes a
 ``DirectWriter`` (``direct``).
+
+LazyStager: ``dcp.async_save`` returns at once, and the state is captured while DCP plans, as by ``save``. DCP gets
+tensors without bytes: meta tensors of the state's shapes and dtypes. The bytes are captured from the state into the
+run's arena, lazily for what an optimizer changes, before its next step.
 """
 
 from __future__ import annotations
@@ -18,18 +22,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.runtime.public_calls import public_call
+from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.integrations.dcp.direct import DirectWriter, direct_write
-from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
+from tierfall.integrations.dcp.planning import (
+    Path,
+    count_outcomes,
+    nest,
+    planned_state,
+    refuse_wrapper,
+    results_of,
+    value_of,
+)
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.run.saver import checked_tags
@@ -230,7 +247,7 @@ def _shares_default_group() -> bool:
     return dist.get_world_size() > 1 and used == "gloo"
 
 
-def next_writer(run: OpenRun) -> TierWriter:
+def _next_writer(run: OpenRun) -> TierWriter:
     """Return the writer that a state is staged for: the only live one that has not been used.
 
     Raises ConfigError where there is none or are several: a state must not be saved as the step of another one.
@@ -252,3 +269,77 @@ def next_writer(run: OpenRun) -> TierWriter:
         "unused. Create each writer in the call of async_save: storage_writer=TierWriter(ckpt, step=...), and "
         "delete references to unused ones"
     )
+
+
+class LazyStager(AsyncStager):
+    """Stages lazily: ``dcp.async_save(state, storage_writer=TierWriter(ckpt, step=100),
+    async_stager=LazyStager(ckpt))``, in THREAD mode.
+
+    The parameters and the state of an optimizer that has stepped since the last save are captured lazily. Everything
+    else, and everything at the first save, is copied before ``async_save`` returns. Replicas of what is captured lazily
+    are assigned to ranks, as by ``Checkpointer.save``. One stager serves all saves of a Checkpointer.
+    """
+
+    _synchronize_after_execute = False
+
+    @public_call
+    def __init__(self, ckpt: Checkpointer) -> None:
+        self._run = open_run_of(ckpt)
+
+    @public_call
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Begin the capture for the only TierWriter that was created and not used yet; return the state without its
+        bytes.
+
+        Raises ConfigError where there are several such writers. Raises CaptureError for what cannot be saved; with
+        several ranks, the future of the save does.
+        """
+        flat, paths = flatten_state_dict(state_dict)
+        staged = {name: _hollow(value) for name, value in flat.items()}
+        _next_writer(self._run).stage(lambda writer: self._capture(flat, paths, writer))
+        return nest(staged, paths)
+
+    def _capture(
+        self, flat: Mapping[str, Any], paths: Mapping[str, Path], writer: TierWriter
+    ) -> Staged:
+        def walk(cache: WalkCache) -> StateView:
+            leaves = {name: _leaf(name, value) for name, value in flat.items()}
+            return walk_state(nest(leaves, paths), with_random=False)
+
+        tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
+        begun: SaveHandle | Exception
+        try:
+            begun = self._run.save(writer.step, walk, metrics=writer.metrics, tags=writer.tags)
+        except Exception as error:
+            if not self._run.session.ranks.many:
+                raise
+            begun = error  # the other ranks wait in DCP's planning, which raises it on all ranks
+        return Staged(begun, tensors)
+
+    def close(self) -> None:
+        """Do nothing: no resource is held."""
+
+
+def _leaf(name: str, value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value_of(name, value)
+    refuse_wrapper(name, value)
+    return value
+
+
+def _hollow(value: Any) -> Any:
+    """Return a tensor without bytes, as DCP plans it; a value unchanged."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            local = torch.empty_like(value.to_local(), device="meta")
+        return DTensor.from_local(
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta", requires_grad=False)
+    return value
