@@ -98,7 +98,7 @@ LINES = {
 FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
 MAY_USE_PRIVATE = {
     "tierfall/export/torch_file.py": ["getattr(value, '_untyped_storage', value)"],
-    "tierfall/imports/dcp_metadata.py": ["pickle._Unpickler"],
+    "tierfall/imports/dcp_files.py": ["pickle._Unpickler"],
     "tierfall/integrations/accelerate.py": [
         f"accelerator.{name}"
         for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")

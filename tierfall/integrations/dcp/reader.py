@@ -3,6 +3,10 @@ unpickled. All ranks choose the checkpoint together, and its shards are merged.
 
 Python values are stored as tagged JSON. DCP's planners unpickle bytes; they get bytes that are pickled here from the
 decoded values.
+
+DCP's names of entries (FQNs) are flat: it joins keys by dots, and flattens a list only if it contains tensors or
+mappings. Entries that ``Checkpointer.save`` wrote get such names, too: those of a module are the keys of its
+state_dict, those of an optimizer are the ones of ``get_optimizer_state_dict``, by parameter name.
 """
 
 from __future__ import annotations
@@ -12,12 +16,18 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -27,8 +37,21 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
-from tierfall.core.image.tree import ConflictNode, TensorNode
+from tierfall.core.image.tree import (
+    ConflictNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+    leaves,
+)
 from tierfall.core.load.build import CPU, BlockTarget, Builder
+from tierfall.core.load.choices import plain_value
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
@@ -38,11 +61,12 @@ from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensor_index.as_header import merge_with_index
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.tensor_index.store import read_named_index
+from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, NotSupportedError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.integrations.dcp.fqns import DcpEntries, Leaf, Paths
+from tierfall.integrations.dcp.planning import Path
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
@@ -437,3 +461,168 @@ class _Reads:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+# Entries under DCP's names -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The entry under one name: a node; a part of its value, at the keys ``inside``; or, without a node, a
+    ``value``."""
+
+    path: Path
+    node: Node | None
+    inside: tuple[Any, ...] = ()
+    value: object = None
+
+
+class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time.
+
+    ``merged`` may lack values that only other ranks have. ``of_all`` merges the headers of all ranks; it is called
+    once, on access to an unknown name or to all names, and replaces ``merged`` and ``leaves``.
+    """
+
+    def __init__(
+        self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
+    ) -> None:
+        self._of_all = of_all
+        self._set_merged(merged)
+
+    def _set_merged(self, merged: MergedHeader) -> None:
+        self.merged = merged
+        self.leaves: dict[str, Leaf] = {}
+        for leaf in _Names(merged).below(merged.header.tree, ()):
+            name = ".".join(map(str, leaf.path))
+            if name in self.leaves:
+                raise RestoreError(
+                    f"dcp.load: two entries of {merged.header.what} have the same name {name!r} in DCP: use "
+                    "Checkpointer.restore"
+                )
+            self.leaves[name] = leaf
+
+    def _all(self) -> dict[str, Leaf]:
+        if self._of_all is not None:
+            merge, self._of_all = self._of_all, None
+            self._set_merged(merge())
+        return self.leaves
+
+    def leaf(self, name: str) -> Leaf:
+        """Return the entry under a name; KeyError if there is none."""
+        return self.leaves[name] if name in self.leaves else self._all()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.leaves or name in self._all()
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        node = self.leaf(name).node
+        if not isinstance(node, TensorNode):
+            return BytesStorageMetadata()
+        stored = self.merged.header.tensors[node.position]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=stored.dtype),
+            size=torch.Size(stored.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.lengths))
+                for block in self.merged.blocks[node.position]
+            ],
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def keys(self) -> KeysView[str]:
+        """Return the names that are known so far. DCP's planner calls this at every load, to detect checkpoints with
+        the names of an old version."""
+        return self.leaves.keys()
+
+
+class Paths(Mapping[str, Path]):
+    """The path of each name in the nested state, for DCP's planners."""
+
+    def __init__(self, entries: DcpEntries) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Path:
+        return self._entries.leaf(name).path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _Names:
+    """Walks the tree of a checkpoint."""
+
+    def __init__(self, merged: MergedHeader) -> None:
+        self._header = merged.header
+        named = leaves(merged.header.tree, "", frozenset({MapNode}))
+        self._modules = tuple(name for name, node in named if isinstance(node, ModuleNode))
+
+    def below(self, node: Node, path: Path) -> Iterator[Leaf]:
+        match node:
+            case MapNode() | ModuleNode() | SequenceNode(is_tuple=False):
+                for key, child in _children(node):
+                    yield from self.below(child, (*path, key))
+            case OptimizerNode():
+                yield from self._optimizer(node, path)
+            case ObjectNode():
+                yield from self.below(node.state, path)
+            case ValueNode():
+                yield from _inside(plain_value(self._header, node), path, node, ())
+            case RandomNode():
+                return  # the random state of the process has no name in DCP
+            case _:
+                yield Leaf(path, node)
+
+    def _optimizer(self, node: OptimizerNode, path: Path) -> Iterator[Leaf]:
+        for key, child in node.state:
+            part = self._parameter(node, key) if isinstance(key, int) else str(key[0])
+            yield from self.below(child, (*path, "state", part))
+        for index, (numbers, child) in enumerate(node.groups):
+            group = (*path, "param_groups", index)
+            yield from self.below(child, group)
+            members = [self._parameter(node, number) for number in numbers]
+            yield Leaf((*group, "params"), None, value=members)
+
+    def _parameter(self, node: OptimizerNode, number: int) -> str:
+        """Return a parameter's name relative to its module; its number if it has no name."""
+        name = node.names[number]
+        if name is None:
+            return str(number)
+        within = next((m for m in self._modules if names.is_within(name, m)), None)
+        return name if within is None else name.removeprefix(f"{within}.")
+
+
+def _children(node: MapNode | ModuleNode | SequenceNode) -> list[tuple[str | int, Node]]:
+    match node:
+        case MapNode():
+            return [(str(key), child) for key, child in node.entries]
+        case ModuleNode():
+            return [(key, child) for key, _, child in node.entries]
+    return list(enumerate(node.nodes))
+
+
+def _inside(value: Any, path: Path, node: Node, inside: tuple[Any, ...]) -> Iterator[Leaf]:
+    """Flatten a value as DCP does: mappings, and lists that contain mappings."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _inside(child, (*path, str(key)), node, (*inside, key))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, child in enumerate(value):
+            yield from _inside(child, (*path, index), node, (*inside, index))
+    else:
+        yield Leaf(path, node, inside)
+
+
+def _is_leaf(value: object) -> bool:
+    """Return whether DCP does not flatten a value, though it may be a list."""
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, list) or all(map(_is_leaf, value))
