@@ -97,7 +97,7 @@ LINES = {
 
 FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
 MAY_USE_PRIVATE = {
-    "tierfall/export/torch_file.py": ["getattr(value, '_untyped_storage', value)"],
+    "tierfall/export/export.py": ["getattr(value, '_untyped_storage', value)"],
     "tierfall/imports/dcp_files.py": ["pickle._Unpickler"],
     "tierfall/integrations/accelerate.py": [
         f"accelerator.{name}"

@@ -28,7 +28,7 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST
 from tierfall.export.output import write_all
-from tierfall.export.select import StatePart
+from tierfall.export.structure import StatePart
 from tierfall.ops.commands import Progress, Watch
 
 CHUNKS_MAX = 2

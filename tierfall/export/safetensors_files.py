@@ -21,9 +21,8 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
 from tierfall.export.gather import MergedCheckpoint
 from tierfall.export.options import CAST, ExportOptions, file_name
-from tierfall.export.output import new_file, new_folder, write_all
-from tierfall.export.select import StatePart, tensors_of, values_of
-from tierfall.export.structure import Structure, entries_of
+from tierfall.export.output import new_output, write_all
+from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
 from tierfall.ops.commands import Progress
 
 TRUE_DTYPES = "tierfall.dtypes"
@@ -35,7 +34,7 @@ def export_safetensors(
 ) -> tuple[int, list[str]]:
     """Write the tensors of the parts, as one file at ``path`` or as a folder; return their number, and notes.
 
-    Raises ConfigError where there is no tensor, and as ``new_file``, ``new_folder`` and ``MergedCheckpoint.write`` do.
+    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.write`` do.
     """
     if not wish.only:
         return _export_image(gathered, parts, path, wish)
@@ -54,7 +53,7 @@ def export_safetensors(
         _export_folder(gathered, cast, named, metadata, path, wish)
     else:
         head, places, length = _lay_out(cast, named, metadata)
-        with new_file(path, replace=wish.replace, room_bytes=length) as file:
+        with new_output(path, replace=wish.replace, room_bytes=length) as file:
             _write(file, head, gathered, places, wish.dtype)
     return len(named), [*left_out(parts), *as_bytes(header, named)]
 
@@ -114,7 +113,7 @@ def _export_folder(
     ]
     room = sum(length for _, _, length in laid_out) + sum(b.stat().st_size for b in wish.beside)
     progress = gathered.progress(p for _, places, _ in laid_out for p in places)
-    with new_folder(path, room_bytes=room) as folder:
+    with new_output(path, folder=True, room_bytes=room) as folder:
         for name, (head, places, _) in zip(files, laid_out, strict=True):
             _write(folder / name, head, gathered, places, wish.dtype, progress)
         if len(shards) > 1:
@@ -150,7 +149,9 @@ def _export_image(
     if gathered.world_size == 1:
         with (
             gathered.open(0) as job,
-            new_file(path, replace=wish.replace, room_bytes=job.manifest.image_bytes) as unfinished,
+            new_output(
+                path, replace=wish.replace, room_bytes=job.manifest.image_bytes
+            ) as unfinished,
             open(unfinished, "xb") as file,
         ):
             gathered.write_image(job, file.fileno())
@@ -164,7 +165,7 @@ def _export_image(
         structure.positions[place.index]: [layout.data_start + place.start]
         for place in layout.placements
     }
-    with new_file(path, replace=wish.replace, room_bytes=layout.image_bytes) as file:
+    with new_output(path, replace=wish.replace, room_bytes=layout.image_bytes) as file:
         _write(file, head, gathered, places)
     return len(places), []
 

@@ -19,7 +19,6 @@ from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
-from tierfall.core.tensors.value_codec import DEPTH_MAX
 from tierfall.core.types.errors import CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.values import CheckpointId
@@ -30,7 +29,7 @@ from tierfall.imports.safetensors_files import read_safetensors
 from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
-from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
+from tierfall.integrations.dcp.writer import DirectWrite, commit_of, direct_write
 from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -95,11 +94,14 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         return ReadState(format=source.format, entries=entries, stripped=0, view=own, load=load)
     if not found:
         raise ConfigError(f"import: {path} is empty: it has no tensor and no value")
-    _check_depth(found, path)
     state = ImportedState()
-    state.add({entry or _MODEL: found} if is_module(found) else found)
     try:
+        state.add({entry or _MODEL: found} if is_module(found) else found)
         view = state.view()
+    except RecursionError as error:
+        raise ConfigError(
+            f"import: {path} holds a container that is nested too deep, or contains itself"
+        ) from error
     except CaptureError as error:
         raise CaptureError(f"import: {path}: {str(error).removeprefix('save: ')}") from error
     return ReadState(
@@ -110,21 +112,6 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         load=load,
         is_stale=source.format is Format.DCP and (source.path / CARRIED).exists(),
     )
-
-
-def _check_depth(found: Mapping[Any, Any], path: Path) -> None:
-    """Raise ConfigError for containers that are nested deeper than a state may be, as one that contains itself is."""
-    level: list[Any] = [found]
-    for _ in range(DEPTH_MAX + 2):
-        children = (each.values() if isinstance(each, Mapping) else each for each in level)
-        inner = {
-            id(c): c for each in children for c in each if isinstance(c, Mapping | list | tuple)
-        }
-        level = [*inner.values()]
-    if level:
-        raise ConfigError(
-            f"import: {path} holds a container that is nested deeper than {DEPTH_MAX} levels, or contains itself"
-        )
 
 
 def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping[str, Any]) -> None:

@@ -8,15 +8,13 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tierfall.backends.posix.backend import NoFolderError, PosixBackend
-from tierfall.backends.wrappers.base import LastAnswer
-from tierfall.backends.wrappers.bounded import Bounded
+from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config, PeerTierConfig, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
@@ -34,7 +32,6 @@ from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
-    READ_BYTES_PER_S_MIN,
     SLOT,
     ask_within_bound,
     bounds_s,
@@ -101,7 +98,7 @@ def config_of_place(place: str, run: str | None) -> Config:
     Raises ConfigError if ``run`` is not given, and the tier has not one run; else the error of a tier that could not be
     read.
     """
-    tier = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
+    tier: dict[str, object] = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
     advice = ""
     if not is_address(place):
         folder = Path(place).expanduser().absolute()
@@ -113,8 +110,7 @@ def config_of_place(place: str, run: str | None) -> Config:
         except OSError as refusal:
             raise UnreachableError(f"{place} could not be listed: {refusal.strerror}") from refusal
         tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
-    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
-    config = load_config({"run": run or "run", "tiers": [host, {**tier, "read_only": True}]})
+    config = _reading_only(tier, run or "run")
     if run is not None:
         return config
     names, errors = find_runs(config)
@@ -125,6 +121,11 @@ def config_of_place(place: str, run: str | None) -> Config:
     found = f"the runs {format_some(names)}: name one by --run" if names else "no run"
     shown = "the address" if is_address(place) else place
     raise ConfigError(f"{shown} has {found}{advice}")
+
+
+def _reading_only(tier: Mapping[str, object], run: str, **more: object) -> Config:
+    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
+    return load_config({"run": run, "tiers": [host, {**tier, "read_only": True}], **more})
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
@@ -320,6 +321,25 @@ class RunPath:
     checkpoint: CheckpointId | None = None
     shard: Shard | None = None
 
+    def settings(self) -> Config:
+        """Return a configuration that reads the run there, and no memory."""
+        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(self.root)}
+        return _reading_only(tier, self.run, max_wait=f"{PATH_ANSWER_S}s")
+
+    def advice_if_moved(self) -> str | None:
+        """Return where the folder belongs, by the commit records in it; None where it is there, or that is not
+        known."""
+        folder = self.root / self.run
+        if self.checkpoint is not None:
+            folder /= keys.step_folder(self.checkpoint)
+        return _answer_of(folder, lambda: advice_if_moved(folder))
+
+
+def find_place(path: Path) -> RunPath:
+    """Resolve a path, as ``resolve_path`` does. Raises RestoreError if its file system does not answer for
+    PATH_ANSWER_S seconds."""
+    return _answer_of(path, lambda: resolve_path(path))
+
 
 def resolve_path(path: Path) -> RunPath:
     """Resolve a path: a tier's root with one run, a run's folder, a step's folder or a shard.
@@ -377,72 +397,14 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: RunPath) -> StoredTier:
-    """Open the root of a resolved path as a tier, for reading, each read with a bound."""
-    backend = PosixBackend(place.root, read_only=True)
-    received = LastAnswer(backend)
-    bounded = Bounded(
-        received,
-        tier=str(place.root),
-        bound_s=PATH_ANSWER_S,
-        bytes_per_s_min=READ_BYTES_PER_S_MIN,
-        last_answer_s=lambda: received.last_answer_s,
-    )
-    return StoredTier(
-        name=str(place.root),
-        run=place.run,
-        backend=bounded,
-        names=backend.names,
-        last_answer_s=lambda: received.last_answer_s,
-    )
-
-
-class PathReader:
-    """The run of a path, open for reading. Whatever does not answer for PATH_ANSWER_S seconds is a RestoreError."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises as ``resolve_path`` does."""
-        self._path = path
-        self._calls = BoundedCalls()
-        self.place = self._call(lambda: resolve_path(path))
-        self.store = self._call(lambda: open_place(self.place), too_late=StoredTier.close)
-
-    def look(self) -> tuple[Sequence[Listing], OpenImage]:
-        """List the run, and return how its images are opened."""
-        return [self._call(self.store.list)], image_opener({self.store.name: self.store})
-
-    def advice_if_moved(self) -> str | None:
-        """See ``advice_if_moved``."""
-        place = self.place
-        folder = place.root / place.run
-        if place.checkpoint is not None:
-            folder /= keys.step_folder(place.checkpoint)
-        return self._call(lambda: advice_if_moved(folder))
-
-    def close(self) -> None:
-        close_stores({self.store.name: self.store}, ANSWER_S)
-
-    def _call(self, call: Callable[[], T], too_late: Callable[[T], None] = lambda value: None) -> T:
-        return _answer_of(self._path, self._calls, call, too_late)
-
-
 def find_pointer(path: Path) -> Pointer | None:
-    """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``PathReader`` do."""
-    return _answer_of(
-        path, BoundedCalls(), lambda: read_pointer(path) if is_pointer(path) else None
-    )
+    """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``find_place`` do."""
+    return _answer_of(path, lambda: read_pointer(path) if is_pointer(path) else None)
 
 
-def _answer_of(
-    path: Path,
-    calls: BoundedCalls,
-    call: Callable[[], T],
-    too_late: Callable[[T], None] = lambda value: None,
-) -> T:
+def _answer_of(path: Path, call: Callable[[], T]) -> T:
     name = str(path)
-    answer = calls.call_all({name: call}, {name: PATH_ANSWER_S}, doing="open", too_late=too_late)[
-        name
-    ]
+    answer = BoundedCalls().call_all({name: call}, {name: PATH_ANSWER_S}, doing="open")[name]
     if isinstance(answer.error, UnreachableError):
         raise RestoreError(
             f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
