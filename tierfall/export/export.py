@@ -37,7 +37,7 @@ from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
-from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
+from tierfall.export.options import ExportOptions, ExportResult, file_name
 from tierfall.export.output import check_free, first_cause, new_output
 from tierfall.export.safetensors_files import export_safetensors
 from tierfall.export.structure import (
@@ -76,7 +76,16 @@ def export(
     tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
         notes.append(f"entries that differ from rank 0's are below {gathered.own}, by rank")
-    return make_result(checkpoint.id, path, tensors, gathered.tally, notes)
+    files = [path] if path.is_file() else list(path.iterdir())
+    return ExportResult(
+        id=checkpoint.id,
+        path=path,
+        bytes=sum(file.stat().st_size for file in files),
+        tensors=tensors,
+        sources=dict(gathered.tally.bytes),
+        fallbacks=tuple(gathered.tally.fallbacks),
+        notes=tuple(notes),
+    )
 
 
 # torch and DCP ---------------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.image_writes import Load, write_view
+from tierfall.core.copies.image_writes import Load
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
@@ -29,7 +28,7 @@ from tierfall.imports.safetensors_files import read_safetensors
 from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
-from tierfall.integrations.dcp.writer import DirectWrite, commit_of, direct_write
+from tierfall.integrations.dcp.writer import commit_files, direct_write, write_image
 from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -164,7 +163,10 @@ def import_state(
         request = direct_write(run, step, metrics={}, tags=())
         # All tiers get it, whatever their flush rules are.
         request = replace(request, lineage=replace(request.lineage, at_end=True))
-        _write(run, request, read, Progress(watch, size))
+        store = run.session.stores[request.tier]
+        on_bytes = Progress(watch, size).add
+        files = write_image(request, store, read.view, load=read.load, on_bytes=on_bytes)
+        commit_files(request, store, files)
         ckpt.drain()
         id = request.lineage.checkpoint
         copies = next(
@@ -204,23 +206,6 @@ def _continue_from_newest(run: OpenRun, step: int) -> None:
     log_abandoned(run.run, run.session.known(), id)
     ledger = run.session.coordinator.ledger
     run.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
-
-
-def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progress) -> None:
-    store = run.session.stores[request.tier]
-    store.check_fence(request.attempt)
-    files = write_view(
-        store,
-        read.view,
-        lineage=request.lineage,
-        shard=request.shard,
-        chunk_bytes=request.config.chunk_bytes,
-        commit=partial(commit_of, request),
-        load=read.load,
-        on_bytes=progress.add,
-    )
-    store.commit(commit_of(request, files), attempt=request.attempt)
-    store.write_latest(request.lineage.checkpoint)
 
 
 def _notes(read: ReadState) -> tuple[str, ...]:

@@ -31,20 +31,15 @@ _SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers
 _WHOLE = frozenset({CopyState.SEALED, CopyState.COMMITTED})
 
 
-def version_problem(framework: str) -> str:
-    """Return what is wrong with the installed version of a framework; empty where it is supported."""
-    installed, (oldest, end) = metadata.version(framework), _SUPPORTED[framework]
-    found = re.match(r"(\d+)\.(\d+)", installed)
-    if found and oldest <= (int(found[1]), int(found[2])) < (end, 0):
-        return ""
-    wanted = f"{framework}>={oldest[0]}.{oldest[1]},<{end}"
-    return f"{framework} {installed} is installed: not supported; pip install '{wanted}'"
-
-
 def check_version(framework: str) -> None:
     """Raise ConfigError where the installed version of a framework is not supported."""
-    if problem := version_problem(framework):
-        raise ConfigError(problem)
+    installed, (oldest, end) = metadata.version(framework), _SUPPORTED[framework]
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    if found is None or not oldest <= (int(found[1]), int(found[2])) < (end, 0):
+        wanted = f"{framework}>={oldest[0]}.{oldest[1]},<{end}"
+        raise ConfigError(
+            f"{framework} {installed} is installed: not supported; pip install '{wanted}'"
+        )
 
 
 def check_interface(module: str, name: str, needed: Sequence[str], supported: str) -> None:

@@ -171,9 +171,8 @@ def write_files(
     the tier.
     """
     id, world_size = commit.lineage.checkpoint, commit.world_size
-    store.backend.discard_unfinished(
-        keys.step_prefix(commit.lineage.run, id)
-    )  # of a killed process
+    # What a killed process left there.
+    store.backend.discard_unfinished(keys.step_prefix(commit.lineage.run, id))
     for shard in [Shard(rank, world_size) for rank in range(world_size)]:
         found, manifest = images.find(shard)
         with begun_image(store, id, shard, geometry(manifest), manifest.pieces) as writer:
@@ -436,8 +435,9 @@ class Repairer:
         try:
             why = self._repair_copy(copy)
         except TierfallError as error:
-            lost = isinstance(error, IntegrityError)
-            why = self._lost(str(error)) if lost else str(error)
+            silent = ", ".join(x.tier for x in self._listings if x.error is not None)
+            more = f"; {silent} could not be read and may hold a good copy" if silent else ""
+            why = f"{error}{more if isinstance(error, IntegrityError) else ''}"
             self._note(copy.tier, copy.id, "", why, done=False)
             return copy
         again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
@@ -446,11 +446,6 @@ class Repairer:
         else:
             self._note(copy.tier, copy.id, "", why, done=True)
         return again
-
-    def _lost(self, why: str) -> str:
-        """Add to an error the tiers that could not be read, and may hold a good copy."""
-        silent = ", ".join(x.tier for x in self._listings if x.error is not None)
-        return f"{why}; {silent} could not be read and may hold a good copy" if silent else why
 
     def _repair_copy(self, copy: CheckedCopy) -> str:
         if copy.tier not in self._reader.stores:
@@ -525,6 +520,7 @@ class Repairer:
         """Replace the commit record. What was written of a checkpoint that was deleted meanwhile is deleted too, its
         commit record first; raises StepError then."""
         id = commit.lineage.checkpoint
+        store.check_fence(attempt)
         if store.is_committed(id):
             store.commit(commit, attempt=attempt, repairs=True)
             there = {stored.key for stored in store.files(id, commit)}
