@@ -84,14 +84,14 @@ LINES = {
     ("tiers",): 4_531,
     ("tierfall/config",): 3_145,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 9_314,
-    ("tierfall/ops",): 3_440,
+    ("tierfall/ops",): 3_171,
     ("tierfall/telemetry",): 2_063,
     ("tierfall/cli",): 4_196,
-    ("tierfall/integrations",): 3_454,
-    ("tierfall/imports", "tierfall/export"): 2_972,
+    ("tierfall/integrations",): 3_232,
+    ("tierfall/imports", "tierfall/export"): 2_823,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 599,
-    ("tierfall", "core"): 398,
+    ("tierfall", "core"): 394,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 
