@@ -28,9 +28,8 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops import copy as copying
-from tierfall.ops import write_copy
-from tierfall.ops.copy import CopyResult, copy
+from tierfall.ops import sync
+from tierfall.ops.sync import CopyResult, copy
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -144,7 +143,7 @@ def test_a_manifest_of_a_newer_version_is_copied_as_it_is(
 def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = write_copy.write_files
+    real = sync.write_files
 
     def start_elsewhere(*words: Any) -> Any:
         written = real(*words)
@@ -156,7 +155,7 @@ def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
             store.close()
         return written
 
-    monkeypatch.setattr(copying, "write_files", start_elsewhere)
+    monkeypatch.setattr(sync, "write_files", start_elsewhere)
     with pytest.raises(FencedError, match="process 7 on other"):
         run_copy(config)
     far = step_folder(tmp_path / "far")

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import tierfall
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.reader import open_place, resolve_path
+from tierfall.ops.reader import resolve_path
+from tierfall.tiers.stored import StoredTier
 
 TRIALS = pytest.mark.parametrize("trials", [300, pytest.param(3000, marks=pytest.mark.torture)])
 SEED = 20261121
@@ -58,7 +60,9 @@ def flips(folder: Path, trials: int) -> Iterator[tuple[str, int]]:
 
 @TRIALS
 def test_a_check_finds_every_flipped_bit(step_folder: Path, trials: int) -> None:
-    store = open_place(resolve_path(step_folder))
+    place = resolve_path(step_folder)
+    backend = PosixBackend(place.root, read_only=True)
+    store = StoredTier(name="disk", run=place.run, backend=backend)
     id = CheckpointId(1, 1)
     missed = []
     with CopyVerifier() as verifier:

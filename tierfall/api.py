@@ -25,7 +25,7 @@ from tierfall.core.restore.restore import Choice, fill_first
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import PathReader, RunReader, find_pointer
+from tierfall.ops.reader import RunReader, find_place, find_pointer
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
 from tierfall.setup.launcher import find_ranks, find_transport
@@ -153,7 +153,9 @@ def _load_pointer(
         ) from error
 
 
-def _load_config(config: Config, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
+def _load_config(
+    config: Config, request: RestoreRequest, plan: MakePlan, shard: Shard = SHARD
+) -> dict[str, Any]:
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
@@ -162,28 +164,22 @@ def _load_config(config: Config, request: RestoreRequest, plan: MakePlan) -> dic
             reader.reopen_memory()
             return reader.list(), reader.opener()
 
-        return _load(look, request, plan, SHARD, config.run, tally)
+        return _load(look, request, plan, shard, config.run, tally)
 
 
 def _load_path(path: Path, request: RestoreRequest, plan: MakePlan) -> dict[str, Any]:
-    reader = PathReader(path)
-    place, store = reader.place, reader.store
+    place = find_place(path)
+    if place.checkpoint is not None:
+        request = _within(place.checkpoint, request, path)
     try:
-        if place.checkpoint is not None:
-            request = _within(place.checkpoint, request, path)
-        tally = ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place}))
-        return _load(reader.look, request, plan, place.shard or SHARD, str(path), tally)
+        return _load_config(place.settings(), request, plan, place.shard or SHARD)
     except RestoreError as error:
-        if isinstance(error.__cause__, UnreachableError):
-            raise
-        elsewhere = reader.advice_if_moved()
-        if elsewhere is None:
-            raise
-        raise RestoreError(
-            f"{error}; {elsewhere}" if place.checkpoint else f"load: {elsewhere}"
-        ) from error
-    finally:
-        reader.close()
+        text = f"load: {path}: {str(error).removeprefix('load: ')}"
+        lost = isinstance(error.__cause__, UnreachableError)
+        elsewhere = None if lost else place.advice_if_moved()
+        if elsewhere is not None:
+            text = f"{text}; {elsewhere}" if place.checkpoint else f"load: {elsewhere}"
+        raise RestoreError(text) from error
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:

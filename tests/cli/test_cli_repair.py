@@ -16,10 +16,10 @@ import tierfall
 from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
-from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.format.records import Attempt, Commit, Mark
 from tierfall.core.types.errors import StorageFullError
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops import repair as repairing
+from tierfall.ops import sync
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -260,14 +260,13 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
     """What a trainer of another node does between the last look and the commit record."""
     two = folder(tmp_path / "disk", 2)
     flip(two / IMAGE, -1)
-    real = repairing.replace_document
+    real = StoredTier.commit
 
-    def drop_first(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
-        if name == "commit.json":
-            store.delete(id, attempt=None)
-        real(store, run, id, name, data)
+    def drop_first(store: StoredTier, commit: Commit, **words: Any) -> None:
+        store.delete(commit.lineage.checkpoint, attempt=None)
+        real(store, commit, **words)
 
-    monkeypatch.setattr(repairing, "replace_document", drop_first)
+    monkeypatch.setattr(StoredTier, "commit", drop_first)
     assert "it was deleted while it was repaired" in cli("verify", "--repair", code=1).err
     assert not two.exists()
     monkeypatch.undo()
@@ -280,7 +279,7 @@ def test_a_start_elsewhere_fences_a_repair(
 ) -> None:
     path = folder(tmp_path / "disk") / "commit.json"
     flip(path, 40)
-    damaged, real = path.read_bytes(), repairing.write_files
+    damaged, real = path.read_bytes(), sync.write_files
 
     def start(*words: Any) -> Any:
         store = store_of(tmp_path / "disk")
@@ -290,6 +289,6 @@ def test_a_start_elsewhere_fences_a_repair(
         store.close()
         return real(*words)
 
-    monkeypatch.setattr(repairing, "write_files", start)
+    monkeypatch.setattr(sync, "write_files", start)
     assert "process 7 on other" in cli("verify", "--repair", code=1).err
     assert path.read_bytes() == damaged

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 import tierfall
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format.documents import FORMAT
-from tierfall.ops.reader import open_place, resolve_path
+from tierfall.ops.reader import resolve_path
+from tierfall.tiers.stored import StoredTier
 
 HERE = Path(__file__).parent
 RELEASED = sorted(HERE.glob("format-*"))
@@ -50,7 +52,9 @@ def test_the_newest_golden_step_is_chosen(golden: Path) -> None:
 
 
 def test_every_golden_file_is_as_it_was_written(golden: Path) -> None:
-    store = open_place(resolve_path(golden))
+    place = resolve_path(golden)
+    backend = PosixBackend(place.root, read_only=True)
+    store = StoredTier(name="disk", run=place.run, backend=backend)
     listings = {store.name: store.list()}
     (listing,) = listings.values()
     assert [copy.id.step for copy in listing.copies] == list(contents.STEPS)

@@ -18,7 +18,7 @@ import torch
 
 from tests.imports.foreign import Trained, save_dcp, save_sharded, save_torch
 from tierfall.core.types.errors import CaptureError, ConfigError, IntegrityError
-from tierfall.imports import dcp_metadata
+from tierfall.imports import dcp_files
 from tierfall.imports.importer import read_state
 
 
@@ -164,13 +164,13 @@ def test_no_name_of_a_pickle_is_looked_up(tmp_path: Path, program: bytes) -> Non
 
 def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
     """BUILD may set attributes of whatever is on the stack: a class is not to be changed by it."""
-    before = dict(vars(dcp_metadata.Record)), dict(vars(dcp_metadata.MetadataRecord))
+    before = dict(vars(dcp_files.Record)), dict(vars(dcp_files.MetadataRecord))
     state = pickle.dumps((None, {"planner_data": "changed", "__setstate__": None}), 2)[2:-1]
     program = b"ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b"b."
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + program)
     with pytest.raises(IntegrityError):
         read_state(tmp_path)
-    assert (dict(vars(dcp_metadata.Record)), dict(vars(dcp_metadata.MetadataRecord))) == before
+    assert (dict(vars(dcp_files.Record)), dict(vars(dcp_files.MetadataRecord))) == before
 
 
 def test_a_class_in_a_value_of_dcp_is_refused(tmp_path: Path, trace: Path) -> None:

@@ -31,7 +31,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp import TierReader, TierWriter
-from tierfall.integrations.dcp.direct import DirectWriter
+from tierfall.integrations.dcp.writer import DirectWriter
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.tiers.stored import StoredTier
 

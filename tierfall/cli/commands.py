@@ -43,7 +43,6 @@ from tierfall.core.types.units import format_duration, format_size, parse_durati
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
-from tierfall.ops.delete_run import delete_run, foreign_files
 from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
 from tierfall.ops.memory import HeldMemory, held_by_runs
@@ -220,7 +219,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
                 "or without the tier in the file. If the run was deleted there from another machine, repeat it after "
                 "'tierfall forget TIER'"
             )
-        kept = foreign_files(reader.config, reader.stores)
+        kept = commands.foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
         if not is_there and not any(store.read_tier() for store in reader.stores.values()):
             refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
@@ -240,7 +239,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
     say(f"To delete it, type the name of the run: {run}")
     if not is_typed(run):
         answer.refuse(f"rm: the line was not {run!r}: nothing was deleted")
-    result = delete_run(settings, listings)
+    result = commands.delete_run(settings, listings)
     answer.document = {
         "run": run,
         "deleted": list(result.deleted),

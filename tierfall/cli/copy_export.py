@@ -29,10 +29,8 @@ from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
 from tierfall.export.options import DTYPES, format_of
-from tierfall.ops import commands
+from tierfall.ops import commands, sync
 from tierfall.ops.commands import unread
-from tierfall.ops.copy import CopyResult
-from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
@@ -64,7 +62,7 @@ def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json
                 naming_unread_tiers(answer, listings),
                 ProgressBar(f"copy {id}", 0, shown=watched(as_json)) as watch,
             ):
-                copied = copy_checkpoint(settings, id, to, watch.set)
+                copied = sync.copy(settings, id, to, watch.set)
         except CommandRefused as refusal:
             if len(set(found)) == 1:
                 raise
@@ -76,7 +74,7 @@ def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json
     answer.finish()
 
 
-def _report_copy(answer: CommandOutput, copied: CopyResult) -> None:
+def _report_copy(answer: CommandOutput, copied: sync.CopyResult) -> None:
     size = format_size(copied.bytes)
     if copied.already:
         answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")

@@ -21,12 +21,10 @@ from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
+from tierfall.ops import verify as checks
 from tierfall.ops.commands import trained_elsewhere
-from tierfall.ops.findings import Finding
 from tierfall.ops.reader import RunReader
-from tierfall.ops.repair import Repairer, RepairResult
-from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, record_damage
-from tierfall.ops.write_copy import owned_reader
+from tierfall.ops.sync import Repairer, RepairResult, owned_reader
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
@@ -53,17 +51,19 @@ def verify(
         found = frozenset(
             find_step(answer, listings, name, tier, doing="verify").id for name in names
         )
-        scope = VerifyScope(checkpoints=found or None, tier=tier)
-        total = planned_bytes(listings, scope)
+        scope = checks.VerifyScope(checkpoints=found or None, tier=tier)
+        total = checks.planned_bytes(listings, scope)
         with ProgressBar("verify", total, shown=watched(as_json)) as watch:
             if repair:
                 warn_of(trained_elsewhere(listings, reader.stores))
                 repairer = Repairer(reader, listings)
-                report = check_run(reader, listings, scope, watch.add, repairer)
+                report = checks.check_run(reader, listings, scope, watch.add, repairer)
                 repairs = tuple(repairer.repairs)
             else:
-                report = check_run(reader, listings, scope, watch.add)
-        report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
+                report = checks.check_run(reader, listings, scope, watch.add)
+        report = replace(
+            report, notes=(*report.notes, *checks.record_damage(settings, listings, report))
+        )
     _answer_verify(answer, settings, report, repairs)
     answer.finish()
 
@@ -81,7 +81,7 @@ def _check_ownerless(settings: Config) -> None:
 def _answer_verify(
     answer: CommandOutput,
     settings: Config,
-    report: RunReport,
+    report: checks.RunReport,
     repairs: tuple[RepairResult, ...] | None,
 ) -> None:
     for repair in repairs or ():
@@ -127,7 +127,7 @@ def _answer_verify(
     answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
 
 
-def _place(found: RepairResult | Finding) -> str:
+def _place(found: RepairResult | checks.Finding) -> str:
     return " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
 
 
@@ -141,7 +141,7 @@ def _verdict(copy: CheckedCopy) -> str:
     return "good" if copy.error is None else "could not be read"
 
 
-def _describe_finding(finding: Finding) -> str:
+def _describe_finding(finding: checks.Finding) -> str:
     chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
     verdict = "not checked" if finding.newer else "damaged"
     return f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tierfall.core.types.errors import BackendError
-from tierfall.export.torch_file import first_cause
+from tierfall.export.output import first_cause
 
 
 class _DcpWriter(FileSystemWriter):

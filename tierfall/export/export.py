@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,14 +34,20 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.tensors.builtin_codecs import UnknownValue
+from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
-from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
-from tierfall.export.output import check_free, check_free_folder, new_file, new_folder
+from tierfall.export.options import ExportOptions, ExportResult, file_name
+from tierfall.export.output import check_free, first_cause, new_output
 from tierfall.export.safetensors_files import export_safetensors
-from tierfall.export.select import StatePart, select
-from tierfall.export.structure import CARRIED, Structure, entries_of, plan_carried
-from tierfall.export.torch_file import add_member, save_torch, why_not_plain
+from tierfall.export.structure import (
+    CARRIED,
+    StatePart,
+    Structure,
+    entries_of,
+    plan_carried,
+    select,
+)
 from tierfall.ops.commands import Watch
 
 __all__ = ["ExportFormat", "ExportOptions", "ExportResult", "export"]
@@ -59,18 +68,24 @@ def export(
     wish.check()
     gathered = gather(checkpoint, tiers, open_image, watch)
     path = wish.to
-    if wish.is_folder:
-        check_free_folder(path)
-    else:
-        if not wish.is_file:
-            path = wish.to / file_name(gathered.run, gathered.id, wish)
-        check_free(path, replace=wish.replace)
+    if not (wish.is_folder or wish.is_file):
+        path = wish.to / file_name(gathered.run, gathered.id, wish)
+    check_free(path, folder=wish.is_folder, replace=wish.replace)
     parts = select(gathered.header, wish.only)
     gathered.check(parts)
     tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
         notes.append(f"entries that differ from rank 0's are below {gathered.own}, by rank")
-    return make_result(checkpoint.id, path, tensors, gathered.tally, notes)
+    files = [path] if path.is_file() else list(path.iterdir())
+    return ExportResult(
+        id=checkpoint.id,
+        path=path,
+        bytes=sum(file.stat().st_size for file in files),
+        tensors=tensors,
+        sources=dict(gathered.tally.bytes),
+        fallbacks=tuple(gathered.tally.fallbacks),
+        notes=tuple(notes),
+    )
 
 
 # torch and DCP ---------------------------------------------------------------------------------------
@@ -174,12 +189,67 @@ def _export_torch(
     gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     room_bytes = _room_bytes(gathered, parts)
-    with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
+    with new_output(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
         builder, state = _build(_MappedBuilder, gathered, parts, unfinished)
-        number_of = save_torch(state, unfinished, path)
-        add_member(unfinished, CARRIED, builder.carried(parts, number_of))
-        notes = [*builder.notes.values(), *why_not_plain(unfinished)]
+        number_of = _save_torch(state, unfinished, path)
+        _add_member(unfinished, CARRIED, builder.carried(parts, number_of))
+        notes = [*builder.notes.values(), *_why_not_plain(unfinished)]
     return len(positions_in(parts)), notes
+
+
+def _save_torch(value: object, unfinished: Path, path: Path) -> dict[int, str]:
+    """Write a value to ``unfinished``, which is renamed to ``path`` later; returns the numbers that torch gives to the
+    storages of its tensors, by their addresses.
+
+    Raises BackendError if torch cannot write it, or the OSError or KeyboardInterrupt that torch's error hides.
+    """
+    found: dict[int, str] = {}
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            """Watch what torch's subclass of this writes in place of a storage."""
+            number: Any = cls.persistent_id
+
+            def persistent_id(self: Any, value: Any) -> Any:
+                written = number(self, value)
+                if written is not None:
+                    found[getattr(value, "_untyped_storage", value).data_ptr()] = written[2]
+                return written
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    try:
+        with open(unfinished, "xb") as file:  # torch would record the temporary name in the file
+            module = SimpleNamespace(__name__="pickle", Pickler=Pickler)
+            torch.save(value, file, pickle_module=module)
+    except RuntimeError as error:  # also for a full disk, or Ctrl-C
+        if (first := first_cause(error)) is not None:
+            raise first from None
+        why = str(error).splitlines()[0]
+        raise BackendError(f"export to {path}: torch.save could not write it: {why}") from error
+    found.pop(0, None)  # of no bytes
+    return found
+
+
+def _add_member(unfinished: Path, name: str, data: Iterable[memoryview]) -> None:
+    """Add a member, which torch.load does not read, to the zip file that torch.save has written."""
+    with zipfile.ZipFile(unfinished, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        with archive.open(zipfile.ZipInfo(f"{folder}/{name}"), "w", force_zip64=True) as member:
+            for part in data:
+                member.write(part)
+
+
+def _why_not_plain(path: Path) -> list[str]:
+    """Return a note unless ``torch.load`` accepts the file by default; no tensor is read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        return [
+            "torch.load accepts it only with weights_only=False, since it contains more than tensors and plain values, "
+            "such as the random state of NumPy; --only names the parts to export"
+        ]
+    return []
 
 
 def _export_dcp(
@@ -187,7 +257,8 @@ def _export_dcp(
 ) -> tuple[int, list[str]]:
     from tierfall.export.dcp_folder import save_dcp
 
-    with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
+    room_bytes = _room_bytes(gathered, parts)
+    with new_output(path, folder=True, room_bytes=room_bytes) as unfinished:
         builder, state = _build(_DcpBuilder, gathered, parts, unfinished)
         name_of = save_dcp(_as_state(state, parts[0].name), unfinished, path)
         written_with = sha256((unfinished / ".metadata").read_bytes())

@@ -17,7 +17,7 @@ import torch
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
@@ -27,7 +27,7 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST
 from tierfall.export.output import write_all
-from tierfall.export.select import StatePart
+from tierfall.export.structure import StatePart
 from tierfall.ops.commands import Progress, Watch
 
 CHUNKS_MAX = 2
@@ -36,30 +36,6 @@ ROWS_BYTES = 128 << 20
 """The most that is assembled in memory at once, or one row if that is larger."""
 COMPARED_BYTES = 16 << 20
 """The most that is compared between two ranks at once."""
-
-
-class RankImages:
-    """The images of all ranks of one checkpoint."""
-
-    def __init__(self, parts: CheckpointReader, world_size: int) -> None:
-        self._parts = parts
-        self.world_size = world_size
-
-    def headers(self) -> dict[int, ImageHeader]:
-        return self._parts.headers(self.world_size)
-
-    def open(self, rank: int) -> ShardReader:
-        return self._parts.open(Shard(rank, self.world_size))
-
-    def read(self, rank: int, fills: Sequence[Fill]) -> None:
-        with self.open(rank) as job:
-            job.fill(fills)
-
-    def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
-        """Return an identity of a range of an image: its offset and the digests of the chunks around it."""
-        _, manifest = self._parts.find(Shard(rank, self.world_size))
-        low, high = start // manifest.chunk_bytes, (end - 1) // manifest.chunk_bytes
-        return start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +56,8 @@ class MergedCheckpoint:
     run: str
     id: CheckpointId
     merged: MergedHeader
-    images: RankImages
+    images: CheckpointReader
+    world_size: int
     own: str | None
     tally: ReadTally
     watch: Watch
@@ -99,6 +76,10 @@ class MergedCheckpoint:
             stored, blocks = self.header.tensors[position], self.merged.blocks[position]
             if sum(block.end - block.start for block in blocks) < stored.length:
                 raise RestoreError(f"{self.header.what}: {stored.name}: it is incomplete")
+
+    def open(self, rank: int) -> ShardReader:
+        """Open the image of one rank."""
+        return self.images.open(Shard(rank, self.world_size))
 
     def write_image(self, job: ShardReader, descriptor: int) -> None:
         """Write the image of a single rank unchanged. Raises as ``write`` does."""
@@ -128,7 +109,7 @@ class MergedCheckpoint:
                 if block.end > block.start:
                     spans[block.rank].append(self._span(position, block, places[position]))
         for rank, those in sorted(spans.items()):
-            with self.images.open(rank) as job:
+            with self.open(rank) as job:
                 base = job.manifest.data_start
                 moved = [
                     FileSpan(start=base + s.start, end=base + s.end, targets=s.targets)
@@ -168,8 +149,7 @@ class MergedCheckpoint:
             for rows, shape in zip(batch, shapes, strict=True)
         ]
         reads = BlockReads(self.merged, targets)
-        for rank, fills in sorted(reads.fills.items()):
-            self.images.read(rank, fills)
+        self.images.fill_here(reads.fills, self.world_size)
         reads.finish()
         for rows, block in zip(batch, targets, strict=True):
             data, stored = block.target, self.header.tensors[rows.position].dtype
@@ -221,17 +201,20 @@ def gather(
             f"export: every commit record of {checkpoint.id} is damaged"
         )
     tally = ReadTally()
-    parts = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
-    images = RankImages(parts, commit.world_size)
-    found = images.headers()
-    headers, own = separate_per_rank(found, lambda rank, pairs: _differing(images, rank, pairs))
-    of = f" of {commit.world_size} ranks" if commit.world_size > 1 else ""
+    images = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
+    world_size = commit.world_size
+    headers, own = separate_per_rank(
+        images.headers(world_size),
+        lambda rank, pairs: _differing(images, Shard(rank, world_size), pairs),
+    )
+    of = f" of {world_size} ranks" if world_size > 1 else ""
     merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)
     return MergedCheckpoint(
         run=commit.lineage.run,
         id=checkpoint.id,
         merged=merged,
         images=images,
+        world_size=world_size,
         own=own if any(key == own for key, _ in merged.header.tree.entries) else None,
         tally=tally,
         watch=watch,
@@ -279,48 +262,61 @@ def _write_spans(
 # Comparing ranks -------------------------------------------------------------------------------------
 
 
-def _differing(images: RankImages, rank: int, pairs: Sequence[TensorPair]) -> frozenset[TensorPair]:
+Slice = tuple[TensorPair, int, int]
+"""Bytes of two tensors, from the first of these to the second."""
+
+
+def _differing(
+    images: CheckpointReader, own: Shard, pairs: Sequence[TensorPair]
+) -> frozenset[TensorPair]:
     """Return the pairs whose bytes differ. Equal digests of their chunks prove equality; other pairs are read."""
-    found: set[TensorPair] = set()
-    slices: list[tuple[TensorPair, int, int]] = []
-    for pair in dict.fromkeys(pairs):
-        own, first = pair
-        if images.chunk_digests(rank, own.start, own.end) != images.chunk_digests(
-            0, first.start, first.end
-        ):
-            for at in range(0, own.length, COMPARED_BYTES):
-                slices.append((pair, at, min(at + COMPARED_BYTES, own.length)))
+    first = Shard(0, own.world_size)
+    slices: list[Slice] = [
+        (pair, at, min(at + COMPARED_BYTES, pair.own.length))
+        for pair in dict.fromkeys(pairs)
+        if _digests(images, own, pair.own) != _digests(images, first, pair.first)
+        for at in range(0, pair.own.length, COMPARED_BYTES)
+    ]
     slices.sort(key=lambda piece: piece[0].own.start + piece[1])
-    while slices:
-        batch, size = [slices.pop(0)], 0
-        size = batch[0][2] - batch[0][1]
-        while slices and size + slices[0][2] - slices[0][1] <= COMPARED_BYTES:
-            size += slices[0][2] - slices[0][1]
-            batch.append(slices.pop(0))
-        found |= _compare(images, rank, batch)
+    found: set[TensorPair] = set()
+    for batch in _together(slices):
+        ours = [(p.own.start + low, p.own.start + high) for p, low, high in batch]
+        theirs = [(p.first.start + low, p.first.start + high) for p, low, high in batch]
+        read = zip(batch, _read(images, own, ours), _read(images, first, theirs), strict=True)
+        found.update(pair for (pair, *_), one, other in read if not torch.equal(one, other))
     return frozenset(found)
 
 
-def _compare(
-    images: RankImages, rank: int, batch: Sequence[tuple[TensorPair, int, int]]
-) -> set[TensorPair]:
-    """Read slices of both ranks, and return the pairs whose slices differ."""
-    ones = _read(
-        images, rank, [(pair.own.start + low, pair.own.start + high) for pair, low, high in batch]
-    )
-    others = _read(
-        images, 0, [(pair.first.start + low, pair.first.start + high) for pair, low, high in batch]
-    )
-    return {
-        pair
-        for (pair, _, _), one, other in zip(batch, ones, others, strict=True)
-        if not torch.equal(one, other)
-    }
+def _together(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
+    """Divide slices into those that are read at once: neighbours share chunks."""
+    batch: list[Slice] = []
+    size = 0
+    for each in slices:
+        length = each[2] - each[1]
+        if batch and size + length > COMPARED_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(each)
+        size += length
+    if batch:
+        yield batch
 
 
-def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def _digests(
+    images: CheckpointReader, shard: Shard, tensor: StoredTensor
+) -> tuple[int, int, tuple[str, ...]]:
+    """Return an identity of a tensor's bytes: its offset, and the digests of the chunks around it."""
+    manifest = images.manifest(shard)
+    low, high = tensor.start // manifest.chunk_bytes, (tensor.end - 1) // manifest.chunk_bytes
+    return tensor.start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
+
+
+def _read(
+    images: CheckpointReader, shard: Shard, ranges: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
     read = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in sorted(set(ranges))}
-    images.read(rank, [Fill(start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
+    fills = [Fill(start=s, end=e, targets=(t,)) for (s, e), t in read.items()]
+    images.fill_here({shard.rank: fills}, shard.world_size)
     return [read[span] for span in ranges]
 
 

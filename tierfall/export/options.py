@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tierfall.core.copies.chunk_reader import Fallback, ReadTally
+from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 
@@ -88,22 +88,6 @@ class ExportResult:
     sources: Mapping[str, int]
     fallbacks: tuple[Fallback, ...]
     notes: tuple[str, ...]
-
-
-def make_result(
-    id: CheckpointId, path: Path, tensors: int, tally: ReadTally, notes: Sequence[str]
-) -> ExportResult:
-    """Return the result of an export at ``path``, a file or a folder of files."""
-    files = [path] if path.is_file() else list(path.iterdir())
-    return ExportResult(
-        id=id,
-        path=path,
-        bytes=sum(file.stat().st_size for file in files),
-        tensors=tensors,
-        sources=dict(tally.bytes),
-        fallbacks=tuple(tally.fallbacks),
-        notes=tuple(notes),
-    )
 
 
 def format_of(to: Path, named: ExportFormat | None) -> ExportFormat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,43 +21,28 @@ UNFINISHED_SUFFIX = ".unfinished"
 
 
 @contextmanager
-def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
-    """Yield the path to write to; after the block the file is durable at ``path``.
+def new_output(
+    path: Path, *, room_bytes: int, folder: bool = False, replace: bool = False
+) -> Iterator[Path]:
+    """Yield the path of a file to write, or of a new ``folder``; after the block it is durable at ``path``.
 
-    ``room_bytes`` is what the block writes in all. Raises BackendError if ``path`` exists and ``replace`` is false, or
-    the folder is unusable; CapacityError, before anything is written, if there is no room.
+    ``room_bytes`` is what the block writes in all. Raises as ``check_free`` does, before and after the block;
+    BackendError if the folder is unusable; CapacityError, before anything is written, if there is no room.
     """
-    with _published(path, room_bytes, lambda: check_free(path, replace=replace)) as unfinished:
-        yield unfinished
-
-
-@contextmanager
-def new_folder(path: Path, *, room_bytes: int) -> Iterator[Path]:
-    """Yield the folder to write files into; after the block it is durable at ``path``.
-
-    Raises as ``new_file`` does, and if ``path`` exists, unless it is an empty folder.
-    """
-    with _published(path, room_bytes, lambda: check_free_folder(path)) as unfinished:
-        unfinished.mkdir()
-        yield unfinished
-
-
-@contextmanager
-def _published(path: Path, room_bytes: int, check: Callable[[], None]) -> Iterator[Path]:
-    """Yield a temporary path; what is there after the block is durable at ``path``. ``check`` raises if that must not
-    be replaced, before and after the block."""
-    check()
+    check_free(path, folder=folder, replace=replace)
     with translated(f"export to {path.parent}"):
         made = _make_folders(path.parent)
     unfinished = path.parent / f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}"
     try:
         _check_room(path, room_bytes)
         with translated(f"export to {path}"):
+            if folder:
+                unfinished.mkdir()
             yield unfinished
-            files = unfinished.iterdir() if unfinished.is_dir() else ()
+            files = unfinished.iterdir() if folder else ()
             for each in (*files, unfinished):
                 _sync(each)
-            check()
+            check_free(path, folder=folder, replace=replace)
             os.replace(unfinished, path)
             _sync(path.parent)
     except BaseException:
@@ -69,29 +54,24 @@ def _published(path: Path, room_bytes: int, check: Callable[[], None]) -> Iterat
         raise
 
 
-def check_free_folder(path: Path) -> None:
-    """Raise BackendError if ``path`` exists and is no empty folder, or its parent is no folder."""
-    with translated(f"export to {path}"):
-        if os.path.lexists(path.parent) and not path.parent.is_dir():
-            raise BackendError(f"export: {path.parent} is no folder; name another")
-        empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-        if os.path.lexists(path) and not empty:
-            raise BackendError(
-                f"export: {path} is there already; name a folder that is not there, or an empty one"
-            )
-
-
-def check_free(path: Path, *, replace: bool) -> None:
+def check_free(path: Path, *, folder: bool, replace: bool) -> None:
     """Raise BackendError if ``path`` exists and must not be replaced, its parent is no folder, or either cannot be
-    examined."""
+    examined. A new ``folder`` replaces an empty one alone."""
     with translated(f"export to {path}"):
         if os.path.lexists(path.parent) and not path.parent.is_dir():
             raise BackendError(
                 f"export: {path.parent} is no folder; name one, or one that can be made"
             )
-        if path.is_dir():
+        if not os.path.lexists(path):
+            return
+        if folder:
+            if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
+                raise BackendError(
+                    f"export: {path} is there already; name a folder that is not there, or an empty one"
+                )
+        elif path.is_dir():
             raise BackendError(f"export: {path} is a folder; move it, or export to another folder")
-        if not replace and os.path.lexists(path):
+        elif not replace:
             raise BackendError(
                 f"export: {path} exists already: --force replaces it, or name another folder"
             )
@@ -135,3 +115,11 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
+
+
+def first_cause(error: RuntimeError) -> BaseException | None:
+    """Return the OSError or interrupt that torch's error hides: after a failed write, closing the file fails too."""
+    first: BaseException = error
+    while first.__context__ is not None and not isinstance(first, KeyboardInterrupt):
+        first = first.__context__
+    return first if isinstance(first, OSError | KeyboardInterrupt) else None

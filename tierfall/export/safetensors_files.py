@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +21,9 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
 from tierfall.export.gather import MergedCheckpoint
 from tierfall.export.options import CAST, ExportOptions, file_name
-from tierfall.export.output import new_file, new_folder, write_all
-from tierfall.export.select import StatePart, tensors_of, values_of
-from tierfall.export.structure import Structure, entries_of
+from tierfall.export.output import new_output, write_all
+from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
+from tierfall.ops.commands import Progress
 
 TRUE_DTYPES = "tierfall.dtypes"
 """The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
@@ -35,7 +34,7 @@ def export_safetensors(
 ) -> tuple[int, list[str]]:
     """Write the tensors of the parts, as one file at ``path`` or as a folder; return their number, and notes.
 
-    Raises ConfigError where there is no tensor, and as ``new_file``, ``new_folder`` and ``MergedCheckpoint.write`` do.
+    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.write`` do.
     """
     if not wish.only:
         return _export_image(gathered, parts, path, wish)
@@ -49,36 +48,20 @@ def export_safetensors(
             f"export: {', '.join(wish.only)} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
-    shards = _divide(cast_header(header, wish.dtype), named, wish.max_shard_bytes)
+    cast = cast_header(header, wish.dtype)
     if wish.is_folder:
-        _export_folder(gathered, shards, metadata, path, wish)
+        _export_folder(gathered, cast, named, metadata, path, wish)
     else:
-        _export_file(gathered, shards[0], metadata, path, wish)
+        head, places, length = _lay_out(cast, named, metadata)
+        with new_output(path, replace=wish.replace, room_bytes=length) as file:
+            _write(file, head, gathered, places, wish.dtype)
     return len(named), [*left_out(parts), *as_bytes(header, named)]
 
 
-class _Shard:
-    """One file of an export: the header, the offsets of each tensor, and its length. Tensors are in the order of their
-    item sizes, then of the image."""
-
-    def __init__(self, header: ImageHeader, named: Mapping[str, int]) -> None:
-        self._header = header
-        self.named = named
-
-    def lay_out(self, metadata: Mapping[str, str]) -> tuple[bytes, dict[int, list[int]], int]:
-        """Return header, offsets and length."""
-        tensors = self._header.tensors
-        order = sorted(set(self.named.values()), key=lambda p: (-tensors[p].dtype.itemsize, p))
-        return lay_out(self._header, self.named, order, metadata)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(self._header.tensors[position].length for position in self.named.values())
-
-
-def _divide(header: ImageHeader, named: Mapping[str, int], bytes_max: int | None) -> list[_Shard]:
-    """Divide tensors into shards of at most ``bytes_max`` bytes, in the order of the image; a larger tensor has one of
+def _divide(
+    header: ImageHeader, named: Mapping[str, int], bytes_max: int | None
+) -> list[dict[str, int]]:
+    """Divide tensors into files of at most ``bytes_max`` bytes, in the order of the image; a larger tensor has one of
     its own. All names of a tensor are in one shard."""
     names: dict[int, list[str]] = {}
     for name, position in named.items():
@@ -92,46 +75,49 @@ def _divide(header: ImageHeader, named: Mapping[str, int], bytes_max: int | None
             size = 0
         groups[-1].update(dict.fromkeys(names[position], position))
         size += length
-    return [_Shard(header, group) for group in groups]
+    return groups
 
 
-def _export_file(
-    gathered: MergedCheckpoint,
-    shard: _Shard,
-    metadata: Mapping[str, str],
+def _write(
     path: Path,
-    wish: ExportOptions,
+    head: bytes,
+    gathered: MergedCheckpoint,
+    places: Mapping[int, Sequence[int]],
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    head, places, length = shard.lay_out(metadata)
-    with _opened(path, wish, length) as descriptor:
-        write_all(descriptor, memoryview(head), 0)
-        gathered.write(places, descriptor, dtype=wish.dtype)
+    """Write a new file of a header and tensors, at the offsets ``places``."""
+    with open(path, "xb") as file:
+        write_all(file.fileno(), memoryview(head), 0)
+        gathered.write(places, file.fileno(), dtype=dtype, progress=progress)
 
 
 def _export_folder(
     gathered: MergedCheckpoint,
-    shards: Sequence[_Shard],
+    header: ImageHeader,
+    named: Mapping[str, int],
     metadata: Mapping[str, str],
     path: Path,
     wish: ExportOptions,
 ) -> None:
     """Write shards, index and copied files into a new folder, which appears whole."""
     base = file_name(gathered.run, gathered.id, wish)
+    shards = _divide(header, named, wish.max_shard_bytes)
     files = _names_of(base, len(shards))
     index = f"{base}.index.json"
     for beside in wish.beside:
         if beside.name in (*files, index):
             raise ConfigError(f"export: --with {beside}: the export has a file of that name")
-    laid_out = [shard.lay_out(metadata if n == 0 else {}) for n, shard in enumerate(shards)]
+    laid_out = [
+        _lay_out(header, shard, metadata if n == 0 else {}) for n, shard in enumerate(shards)
+    ]
     room = sum(length for _, _, length in laid_out) + sum(b.stat().st_size for b in wish.beside)
     progress = gathered.progress(p for _, places, _ in laid_out for p in places)
-    with new_folder(path, room_bytes=room) as folder:
+    with new_output(path, folder=True, room_bytes=room) as folder:
         for name, (head, places, _) in zip(files, laid_out, strict=True):
-            with _created(folder / name) as descriptor:
-                write_all(descriptor, memoryview(head), 0)
-                gathered.write(places, descriptor, dtype=wish.dtype, progress=progress)
+            _write(folder / name, head, gathered, places, wish.dtype, progress)
         if len(shards) > 1:
-            (folder / index).write_text(_index_of(shards, files))
+            (folder / index).write_text(_index_of(header, shards, files))
         for beside in wish.beside:
             shutil.copyfile(beside, folder / beside.name)
 
@@ -144,9 +130,11 @@ def _names_of(base: str, count: int) -> list[str]:
     return [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
-def _index_of(shards: Sequence[_Shard], files: Sequence[str]) -> str:
-    weight_map = {n: file for shard, file in zip(shards, files, strict=True) for n in shard.named}
-    total = sum(shard.bytes for shard in shards)
+def _index_of(
+    header: ImageHeader, shards: Sequence[Mapping[str, int]], files: Sequence[str]
+) -> str:
+    weight_map = {n: file for shard, file in zip(shards, files, strict=True) for n in shard}
+    total = sum(header.tensors[position].length for shard in shards for position in shard.values())
     document = {
         "metadata": {"total_size": total},
         "weight_map": dict(sorted(weight_map.items())),
@@ -158,12 +146,15 @@ def _export_image(
     gathered: MergedCheckpoint, parts: Sequence[StatePart], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     """Write a whole step as the image of one rank: that of a single rank as it is."""
-    if gathered.images.world_size == 1:
+    if gathered.world_size == 1:
         with (
-            gathered.images.open(0) as job,
-            _opened(path, wish, job.manifest.image_bytes) as descriptor,
+            gathered.open(0) as job,
+            new_output(
+                path, replace=wish.replace, room_bytes=job.manifest.image_bytes
+            ) as unfinished,
+            open(unfinished, "xb") as file,
         ):
-            gathered.write_image(job, descriptor)
+            gathered.write_image(job, file.fileno())
         return len(gathered.header.tensors), []
     structure = Structure(gathered.header, entries_of(parts))
     view = structure.view()
@@ -174,29 +165,9 @@ def _export_image(
         structure.positions[place.index]: [layout.data_start + place.start]
         for place in layout.placements
     }
-    with _opened(path, wish, layout.image_bytes) as descriptor:
-        write_all(descriptor, memoryview(head), 0)
-        gathered.write(places, descriptor)
+    with new_output(path, replace=wish.replace, room_bytes=layout.image_bytes) as file:
+        _write(file, head, gathered, places)
     return len(places), []
-
-
-@contextmanager
-def _opened(path: Path, wish: ExportOptions, length: int) -> Iterator[int]:
-    """Open a file for ``length`` bytes, and yield its descriptor; raises as ``new_file`` does."""
-    with (
-        new_file(path, replace=wish.replace, room_bytes=length) as unfinished,
-        _created(unfinished) as descriptor,
-    ):
-        yield descriptor
-
-
-@contextmanager
-def _created(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 # The layout of a file -------------------------------------------------------------------------------
@@ -218,18 +189,14 @@ def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
     )
 
 
-def lay_out(
-    header: ImageHeader,
-    named: Mapping[str, int],
-    positions: Sequence[int],
-    metadata: Mapping[str, str],
+def _lay_out(
+    header: ImageHeader, named: Mapping[str, int], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[int, list[int]], int]:
     """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
     of its names), and the length of the file.
 
-    Tensors are stored in the order of ``positions``, which must keep each aligned to its items.
+    Tensors are in the order of their item sizes, which keeps each aligned to its items, then of the image.
     """
-    order = {position: number for number, position in enumerate(positions)}
     unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
         for name, position in named.items()
@@ -239,7 +206,11 @@ def lay_out(
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
     places: dict[int, list[int]] = {}
     end = 0
-    for name, position in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
+
+    def order(item: tuple[str, int]) -> tuple[int, int, str]:
+        return -header.tensors[item[1]].dtype.itemsize, item[1], item[0]
+
+    for name, position in sorted(named.items(), key=order):
         tensor = header.tensors[position]
         code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
         table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}

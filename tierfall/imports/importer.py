@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.image_writes import Load, write_view
+from tierfall.core.copies.image_writes import Load
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
-from tierfall.core.tensors.value_codec import DEPTH_MAX
-from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
+from tierfall.core.types.errors import CaptureError, ConfigError, StepError
 from tierfall.core.types.keys import STEP_MAX
-from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
@@ -31,8 +28,8 @@ from tierfall.imports.safetensors_files import read_safetensors
 from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
-from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
-from tierfall.ops.commands import Progress, Watch, trained_elsewhere, unread
+from tierfall.integrations.dcp.writer import commit_files, direct_write, write_image
+from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
@@ -96,11 +93,14 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         return ReadState(format=source.format, entries=entries, stripped=0, view=own, load=load)
     if not found:
         raise ConfigError(f"import: {path} is empty: it has no tensor and no value")
-    _check_depth(found, path)
     state = ImportedState()
-    state.add({entry or _MODEL: found} if is_module(found) else found)
     try:
+        state.add({entry or _MODEL: found} if is_module(found) else found)
         view = state.view()
+    except RecursionError as error:
+        raise ConfigError(
+            f"import: {path} holds a container that is nested too deep, or contains itself"
+        ) from error
     except CaptureError as error:
         raise CaptureError(f"import: {path}: {str(error).removeprefix('save: ')}") from error
     return ReadState(
@@ -111,21 +111,6 @@ def read_state(path: Path, entry: str | None = None) -> ReadState:
         load=load,
         is_stale=source.format is Format.DCP and (source.path / CARRIED).exists(),
     )
-
-
-def _check_depth(found: Mapping[Any, Any], path: Path) -> None:
-    """Raise ConfigError for containers that are nested deeper than a state may be, as one that contains itself is."""
-    level: list[Any] = [found]
-    for _ in range(DEPTH_MAX + 2):
-        children = (each.values() if isinstance(each, Mapping) else each for each in level)
-        inner = {
-            id(c): c for each in children for c in each if isinstance(c, Mapping | list | tuple)
-        }
-        level = [*inner.values()]
-    if level:
-        raise ConfigError(
-            f"import: {path} holds a container that is nested deeper than {DEPTH_MAX} levels, or contains itself"
-        )
 
 
 def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping[str, Any]) -> None:
@@ -168,7 +153,9 @@ def import_state(
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
-    _check_room(config, listings, size)
+    written = {tier.name for tier in config.written}
+    for listing in [listing for listing in listings if listing.tier in written]:
+        check_room(config, listing, size, doing="import to")
     with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
         run = open_run_of(ckpt)
         check_step(run.session.listings, step, config.run, run.session.stores)  # by now
@@ -176,7 +163,10 @@ def import_state(
         request = direct_write(run, step, metrics={}, tags=())
         # All tiers get it, whatever their flush rules are.
         request = replace(request, lineage=replace(request.lineage, at_end=True))
-        _write(run, request, read, Progress(watch, size))
+        store = run.session.stores[request.tier]
+        on_bytes = Progress(watch, size).add
+        files = write_image(request, store, read.view, load=read.load, on_bytes=on_bytes)
+        commit_files(request, store, files)
         ckpt.drain()
         id = request.lineage.checkpoint
         copies = next(
@@ -216,36 +206,6 @@ def _continue_from_newest(run: OpenRun, step: int) -> None:
     log_abandoned(run.run, run.session.known(), id)
     ledger = run.session.coordinator.ledger
     run.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
-
-
-def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progress) -> None:
-    store = run.session.stores[request.tier]
-    store.check_fence(request.attempt)
-    files = write_view(
-        store,
-        read.view,
-        lineage=request.lineage,
-        shard=request.shard,
-        chunk_bytes=request.config.chunk_bytes,
-        commit=partial(commit_of, request),
-        load=read.load,
-        on_bytes=progress.add,
-    )
-    store.commit(commit_of(request, files), attempt=request.attempt)
-    store.write_latest(request.lineage.checkpoint)
-
-
-def _check_room(config: Config, listings: Sequence[Listing], size: int) -> None:
-    """Raise CapacityError where a tier's capacity is too small: nothing is deleted for an import."""
-    for tier in config.written:
-        there = next(listing for listing in listings if listing.tier == tier.name)
-        if tier.capacity_bytes is not None and there.used_bytes + size > tier.capacity_bytes:
-            raise CapacityError(
-                f"import to {tier.name}: it needs {format_size(size)}, of the capacity of "
-                f"{format_size(tier.capacity_bytes)} there is room for "
-                f"{format_size(max(0, tier.capacity_bytes - there.used_bytes))}: raise the capacity, or make room by "
-                "tierfall prune or tierfall rm"
-            )
 
 
 def _notes(read: ReadState) -> tuple[str, ...]:

@@ -10,15 +10,20 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]
 from deepspeed.runtime.checkpoint_engine import checkpoint_engine  # type: ignore[import-not-found]
+from deepspeed.runtime.fp16 import loss_scaler  # type: ignore[import-not-found]
+from torch import distributed as dist
 
-from tierfall import Checkpointer, SaveHandle
-from tierfall.errors import RestoreError
+from tierfall import Checkpointer, SaveHandle, item, register_codec
+from tierfall.errors import ConfigError, RestoreError
 from tierfall.integrations import frameworks
-from tierfall.integrations.deepspeed_state import check_engine, files_of, lazily, state_of
 
+ENTRY = "deepspeed"
 _TAG = "global_step"
 
 
@@ -35,7 +40,7 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
     def __init__(self, engine: Any, ckpt: Checkpointer) -> None:
         super().__init__()
         frameworks.check_version("deepspeed")
-        check_engine(engine)
+        _check_engine(engine)
         self.handle: SaveHandle | None = None
         self._engine, self._ckpt = engine, ckpt
         self._files: dict[str, Any] = {}
@@ -66,7 +71,7 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
         with self._in_place() as folder:
             self._own_save(folder, tag=tag, client_state=client_state or {}, **options)
             tags = () if tag is None else (str(tag),)
-            state = state_of(self._files)
+            state = _state_of(self._files)
             self.handle = self._ckpt.save(self._engine.global_steps, state, tags=tags)
         return True
 
@@ -79,7 +84,7 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
         report, state = loaded
         with self._in_place() as folder:
             os.mkdir(os.path.join(folder, _TAG))
-            self._files = files_of(state, report.step)
+            self._files = _files_of(state, report.step)
             for name in self._files:
                 open(os.path.join(folder, _TAG, name), "x").close()
             result = self._own_load(folder, _TAG, **options)
@@ -101,7 +106,7 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
         """Keep the content of a file until all are there."""
         content = dict(state_dict)
         if isinstance(weights := content.get("module"), dict):
-            content["module"] = lazily(weights, self._engine)
+            content["module"] = _lazily(weights, self._engine)
         self._files[os.path.basename(path)] = content
 
     def load(self, path: str, map_location: object = None) -> Any:
@@ -117,3 +122,61 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
     def preserves_storage_sharing(self) -> bool:
         """Return False: DeepSpeed need not clone tensors."""
         return False
+
+
+def _lazily(weights: dict[str, Any], engine: Any) -> dict[str, Any]:
+    """Return the weights of ``engine`` with the trained ones to be captured lazily.
+
+    DeepSpeed writes them inside its step, after that of the torch optimizer, which waits for the capture.
+    """
+    parameters = engine.module.parameters()
+    trained = {p.data_ptr() for p in parameters if p.requires_grad and p.numel()}
+    return {
+        name: item(value, changes="on_step")
+        if isinstance(value, torch.Tensor) and value.data_ptr() in trained
+        else value
+        for name, value in weights.items()
+    }
+
+
+def _state_of(files: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a rank for ``ckpt.save``: the content of its files, by name."""
+    return {ENTRY: {"world_size": dist.get_world_size(), "files": files}}
+
+
+def _files_of(state: dict[str, Any], step: int) -> Any:
+    """Return the content of this rank's files by name, of a loaded state. Raises RestoreError where they do not fit."""
+    if (saved := state.get(ENTRY)) is None:
+        raise RestoreError(f"load_checkpoint: step {step} was not saved by a DeepSpeed engine")
+    if saved["world_size"] != (ranks := dist.get_world_size()):
+        raise RestoreError(
+            f"load_checkpoint: step {step} was saved by {saved['world_size']} ranks, each with its part of ZeRO's "
+            f"state, and this run has {ranks}: load it with as many ranks, call export(folder), convert the folder by "
+            "DeepSpeed's ds_to_universal.py, and load that with checkpoint.load_universal"
+        )
+    return saved["files"]
+
+
+def _check_engine(engine: Any) -> None:
+    """Raise ConfigError for an engine whose ranks need files of other ranks."""
+    refused = {
+        "pipeline parallelism": isinstance(engine.module, PipelineModule),
+        "tensor parallelism": engine.mp_world_size > 1,
+        "mixture of experts": engine.has_moe_layers,
+        "an optimizer on NVMe": engine.zero_nvme_offload_optimizer(),
+        "elastic_checkpoint": engine.zero_elastic_checkpoint(),
+    }
+    if found := ", ".join(what for what, is_used in refused.items() if is_used):
+        raise ConfigError(f"TierfallEngine: {found}: not supported; let DeepSpeed save this engine")
+
+
+def _scaler(kind: Any, values: dict[str, Any]) -> object:
+    scaler = kind.__new__(kind)  # its parameters are not all attributes
+    vars(scaler).update(values)
+    return scaler
+
+
+for _kind in (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler):
+    register_codec(
+        _kind, f"deepspeed.{_kind.__name__}", lambda s: {**vars(s)}, partial(_scaler, _kind)
+    )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierfall.errors import ConfigError, TierfallError
+from tierfall.telemetry.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -26,17 +27,6 @@ SAVES_MAX = 1000
 """Saves whose spans may be open: a copy that is never made must not keep memory."""
 FRESH_S = 1.0
 """Metrics that are read within so many seconds are read once: a collection asks for each gauge."""
-_LABELS = {
-    "saves": "outcome",
-    "edge_bytes": "edge",
-    "surviving_step": "loss",
-    "loss_bound_steps": "loss",
-    "loss_bound_seconds": "loss",
-    "restore_seconds": "loss",
-}
-"""The attribute of metrics that have one value of each; all others have one per ``tier``."""
-_NEW_METRICS = ("captured", "committed", "restored")
-"""After these events, metrics may exist that did not before."""
 
 
 def attach(
@@ -62,67 +52,50 @@ def attach(
         ) from error
     gauges = _Gauges(ckpt, metrics.get_meter(SCOPE, meter_provider=meter_provider))
     spans = _Spans(trace.get_tracer(SCOPE, tracer_provider=tracer_provider))
-
-    def receive(event: dict[str, Any]) -> None:
-        spans.receive(event)
-        if event["kind"] in _NEW_METRICS:
-            gauges.add_new()
-
-    gauges.add_new()
-    unsubscribe = ckpt.subscribe(receive)
+    unsubscribe = ckpt.subscribe(spans.receive)
 
     def detach() -> None:
         unsubscribe()
-        gauges.end()
+        gauges.ended = True
         spans.end_all()
 
     return detach
 
 
 class _Gauges:
-    """The observable gauges: one for each name that ``metrics_dict`` has had."""
+    """The observable gauges, one for each metric. One that has no value now observes nothing."""
 
     def __init__(self, ckpt: Checkpointer, meter: Any) -> None:
+        self.ended = False
         self._ckpt = ckpt
-        self._meter = meter
         self._lock = threading.Lock()
-        self._names: set[str] = set()
-        self._ended = False
         self._read_s: float | None = None
         self._values: dict[str, float] = {}
+        for metric in METRICS.values():
+            observe = partial(self._observe, metric)
+            meter.create_observable_gauge(f"{SCOPE}.{metric.name}", callbacks=[observe])
 
-    def add_new(self) -> None:
-        """Create the gauges of new names."""
-        for name in sorted({key.split("/")[1] for key in self._read(0.0)} - self._names):
-            self._names.add(name)
-            self._meter.create_observable_gauge(
-                f"{SCOPE}.{name}", callbacks=[partial(self._observe, name)]
-            )
-
-    def end(self) -> None:
-        self._ended = True
-
-    def _read(self, fresh_s: float = FRESH_S) -> dict[str, float]:
+    def _read(self) -> dict[str, float]:
         with self._lock:
             now_s = time.monotonic()
-            if self._read_s is None or now_s > self._read_s + fresh_s:
+            if self._read_s is None or now_s > self._read_s + FRESH_S:
                 try:
                     self._values = self._ckpt.metrics_dict()
                 except TierfallError:  # the run is closed: there is nothing more to report
-                    self._values, self._ended = {}, True
+                    self._values, self.ended = {}, True
                 self._read_s = now_s
             return self._values
 
-    def _observe(self, name: str, options: object) -> Iterable[Any]:
+    def _observe(self, metric: Metric, options: object) -> Iterable[Any]:
         from opentelemetry.metrics import Observation
 
-        if self._ended:
+        if self.ended:
             return []
         found = []
         for key, value in self._read().items():
-            _, its, *of = key.split("/", 2)
-            if its == name:
-                attributes = {_LABELS.get(name, "tier"): of[0]} if of else {}
+            _, name, *of = key.split("/", 2)
+            if name == metric.name:
+                attributes = {metric.label: of[0]} if metric.label and of else {}
                 found.append(Observation(value, attributes))
         return found
 
@@ -178,8 +151,8 @@ class _Save:
         self._span = tracer.start_span(f"{SCOPE}.save", attributes=attributes, start_time=at)
         self._context = set_span_in_context(self._span)
         self._waiting = {None, *event["tiers"]}
-        self._children: dict[str | None, Any] = {}
-        self._begin(None, at)
+        self._begun: dict[str | None, int] = {None: at}
+        """When each child began that has not ended."""
 
     def receive(self, event: Mapping[str, Any]) -> bool:
         """Begin or end a child; return whether the save has ended by that."""
@@ -189,7 +162,8 @@ class _Save:
                 self._close(None, at, {f"{SCOPE}.blocked_seconds": event["blocked_s"]})
                 self._waiting.discard(None)
             case "flush_begun":
-                self._begin(tier, at)
+                self._close(tier, at)
+                self._begun[tier] = at
             case "flush_failed":
                 self._close(tier, at, error=event["reason"])
             case "committed":
@@ -197,29 +171,19 @@ class _Save:
                 self._waiting.discard(tier)
             case "flush_given_up" | "set_aside":
                 self._close(tier, at, error=event["reason"])
-                self._fail(f"{tier}: {event['reason']}")
+                _set_error(self._span, f"{tier}: {event['reason']}")
                 self._waiting.discard(tier)
             case "save_ended":
-                self._fail(f"{event['outcome']}: {event['reason']}")
+                _set_error(self._span, f"{event['outcome']}: {event['reason']}")
                 self._waiting.clear()
         if not self._waiting:
             self.end(at)
         return not self._waiting
 
     def end(self, at: int) -> None:
-        for tier in list(self._children):
+        for tier in list(self._begun):
             self._close(tier, at)
         self._span.end(end_time=at)
-
-    def _begin(self, tier: str | None, at: int) -> None:
-        self._close(tier, at)
-        attributes = self._common if tier is None else {**self._common, f"{SCOPE}.tier": tier}
-        self._children[tier] = self._tracer.start_span(
-            f"{SCOPE}.capture" if tier is None else f"{SCOPE}.flush",
-            context=self._context,
-            attributes=attributes,
-            start_time=at,
-        )
 
     def _close(
         self,
@@ -229,16 +193,19 @@ class _Save:
         *,
         error: str | None = None,
     ) -> None:
-        span = self._children.pop(tier, None)
-        if span is None:
+        """Report the child of a tier, if one has begun."""
+        if tier not in self._begun:
             return
-        span.set_attributes(attributes or {})
+        own = {} if tier is None else {f"{SCOPE}.tier": tier}
+        span = self._tracer.start_span(
+            f"{SCOPE}.capture" if tier is None else f"{SCOPE}.flush",
+            context=self._context,
+            attributes={**self._common, **own, **(attributes or {})},
+            start_time=self._begun.pop(tier),
+        )
         if error is not None:
             _set_error(span, error)
         span.end(end_time=at)
-
-    def _fail(self, reason: str) -> None:
-        _set_error(self._span, reason)
 
 
 def _set_error(span: Any, reason: str) -> None:

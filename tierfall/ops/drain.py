@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import document_file, shards_of
+from tierfall.core.format.commit_files import packed_files, raw_files, shards_of
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, NamedFile, parse_manifest
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -219,30 +219,27 @@ def _files_there(
             raise AwaitedShardsError(
                 f"{id} on {store.name}: the image of rank {shard.rank} there is of another checkpoint of that id"
             )
-        image = _image_files(store, manifest, sizes)
-        if image is None:
+        image, document = raw_files(shard, image_bytes=manifest.image_bytes, manifest=data)
+        if sizes.get(image.name) == image.bytes:
+            files += [image, document]
+        elif packed := _packed_files(store, manifest, sizes):
+            files += [*packed, document]
+        else:
             return None
-        files += [*image, document_file(keys.manifest_name(shard), data)]
     return tuple(files)
 
 
-def _image_files(
+def _packed_files(
     store: StoredTier, manifest: Manifest, sizes: Mapping[str, int]
-) -> tuple[NamedFile, ...] | None:
-    shard, id = manifest.shard, manifest.lineage.checkpoint
-    for codec in Codec:
-        name = keys.shard_name(shard, codec)
-        if name not in sizes:
-            continue
-        if codec is Codec.NONE:
-            if sizes[name] == manifest.image_bytes:
-                return (NamedFile(name=name, bytes=sizes[name], digest=None),)
-        elif keys.stored_name(shard) in sizes:
-            record = document_file(keys.stored_name(shard), store.read_stored(id, shard))
+) -> tuple[NamedFile, ...]:
+    shard = manifest.shard
+    for codec in set(Codec) - {Codec.NONE}:
+        size = sizes.get(keys.shard_name(shard, codec))
+        if size is not None and keys.stored_name(shard) in sizes:
+            record = store.read_stored(manifest.lineage.checkpoint, shard)
             raw_bytes = manifest.image_bytes
-            packed = NamedFile(name=name, bytes=sizes[name], digest=None, raw_bytes=raw_bytes)
-            return (packed, record)
-    return None
+            return packed_files(shard, codec, stored_bytes=size, raw_bytes=raw_bytes, record=record)
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,12 @@ from tierfall.core.types.errors import (
     CapacityError,
     IntegrityError,
     TierfallError,
-    UnreachableError,
 )
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
+from tierfall.ops.commands import check_room
 from tierfall.ops.reader import RunReader, known_slots
-from tierfall.ops.write_copy import open_writable
+from tierfall.ops.sync import open_writable
 from tierfall.setup.places import memory_root, run_folder
 from tierfall.setup.tiers import ANSWER_S, ask_within_bound, close_stores, lane_limits, open_stores
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
@@ -87,8 +87,7 @@ def measure(
     """
     found = []
     with RunReader(config) as reader:
-        listings, missing = reader.list_with_missing()
-        new = reader.not_created(listings)
+        listings, missing, new = reader.survey()
     run_bytes = {x.tier: x.used_bytes for x in listings if x.error is None}
     for tier in config.chain:
         on_tier(tier.name)
@@ -152,7 +151,8 @@ def _measure_stored(
             )
             limits = lane_limits(store, config)
             _remove_leftovers(store)
-            _check_capacity(config, store, known, size_bytes)
+            if section.capacity_bytes is not None:
+                _check_capacity(config, store, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
         is_read = _read_error(config, section.name) is None
@@ -194,7 +194,7 @@ def _measure_bytes(
         (start, min(start + range_bytes, size_bytes)) for start in range(0, size_bytes, range_bytes)
     ]
     data = allocate(min(range_bytes, size_bytes))
-    _fill(data)
+    data[:] = os.urandom(len(data))
     digests = {end - start: chunk_digest(data[: end - start]) for start, end in ranges}
     with _probe(store) as key:
         write_s = _timed(lambda: _write(store, key, data, ranges, limits.parallel))
@@ -208,21 +208,19 @@ def _measure_bytes(
     )
 
 
-def _fill(view: memoryview) -> None:
-    step = 1 << 20
-    for start in range(0, len(view), step):
-        view[start : start + step] = os.urandom(min(step, len(view) - start))
-
-
 def _remove_leftovers(store: StoredTier) -> None:
     """Remove what a killed check of this node left; one of another node may be running."""
     prefix = _folder()
     for left in list(store.backend.scan(prefix)):
-        try:
-            store.backend.delete(left.key)
-        except TierfallError as error:
-            raise BackendError(_left_behind(store, left.key, error)) from error
+        _delete(store, left.key)
     store.backend.discard_unfinished(prefix)
+
+
+def _delete(store: StoredTier, key: str) -> None:
+    try:
+        store.backend.delete(key)
+    except TierfallError as error:
+        raise BackendError(f"{key} may be left in {store.place}, remove it: {error}") from error
 
 
 def _folder() -> str:
@@ -230,22 +228,13 @@ def _folder() -> str:
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
 
 
-def _check_capacity(
-    config: Config, store: StoredTier, known: TierMeasurement, size_bytes: int
-) -> None:
+def _check_capacity(config: Config, store: StoredTier, size_bytes: int) -> None:
     """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
-    if known.capacity_bytes is None:
-        return
     listing = _list(config, store)
     if listing.error is not None:
         raise listing.error
-    room = max(0, known.capacity_bytes - listing.used_bytes)
-    if size_bytes > room:
-        raise CapacityError(
-            f"{store.place}: of the capacity of {format_size(known.capacity_bytes)} there is room for "
-            f"{format_size(room)}, so {format_size(size_bytes)} were not written: measure with a smaller --size, or "
-            "raise the capacity"
-        )
+    advice = "measure with a smaller --size"
+    check_room(config, listing, size_bytes, doing="check of", advice=advice)
 
 
 @contextmanager
@@ -254,24 +243,11 @@ def _probe(store: StoredTier) -> Iterator[str]:
     key = f"{_folder()}{secrets.token_hex(8)}/probe"
     try:
         yield key
-    except TierfallError as error:
-        try:
-            store.backend.delete(key)
-        except TierfallError as second:
-            raise BackendError(f"{error}; {_left_behind(store, key, second)}") from error
-        raise
-    except BaseException:  # Ctrl-C
-        with suppress(UnreachableError):  # the next check removes it
+    except BaseException:
+        with suppress(TierfallError):  # else the next check removes it
             store.backend.delete(key)
         raise
-    try:
-        store.backend.delete(key)
-    except TierfallError as error:
-        raise BackendError(_left_behind(store, key, error)) from error
-
-
-def _left_behind(store: StoredTier, key: str, error: TierfallError) -> str:
-    return f"{key} may be left in {store.place}, remove it: {error}"
+    _delete(store, key)
 
 
 def _timed(do: Callable[[], object]) -> float:

@@ -8,15 +8,13 @@ record tells where it belongs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tierfall.backends.posix.backend import NoFolderError, PosixBackend
-from tierfall.backends.wrappers.base import LastAnswer
-from tierfall.backends.wrappers.bounded import Bounded
+from tierfall.backends.posix.backend import NoFolderError
 from tierfall.config import Config, PeerTierConfig, load_config
 from tierfall.config.fields import is_address
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
@@ -34,7 +32,6 @@ from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
-    READ_BYTES_PER_S_MIN,
     SLOT,
     ask_within_bound,
     bounds_s,
@@ -101,7 +98,7 @@ def config_of_place(place: str, run: str | None) -> Config:
     Raises ConfigError if ``run`` is not given, and the tier has not one run; else the error of a tier that could not be
     read.
     """
-    tier = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
+    tier: dict[str, object] = {"name": "store", "kind": TierKind.OBJECT.value, "url": place}
     advice = ""
     if not is_address(place):
         folder = Path(place).expanduser().absolute()
@@ -113,8 +110,7 @@ def config_of_place(place: str, run: str | None) -> Config:
         except OSError as refusal:
             raise UnreachableError(f"{place} could not be listed: {refusal.strerror}") from refusal
         tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(folder)}
-    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
-    config = load_config({"run": run or "run", "tiers": [host, {**tier, "read_only": True}]})
+    config = _reading_only(tier, run or "run")
     if run is not None:
         return config
     names, errors = find_runs(config)
@@ -125,6 +121,11 @@ def config_of_place(place: str, run: str | None) -> Config:
     found = f"the runs {format_some(names)}: name one by --run" if names else "no run"
     shown = "the address" if is_address(place) else place
     raise ConfigError(f"{shown} has {found}{advice}")
+
+
+def _reading_only(tier: Mapping[str, object], run: str, **more: object) -> Config:
+    host = {"name": "host", "kind": TierKind.HOST.value, "folder": NO_MEMORY}
+    return load_config({"run": run, "tiers": [host, {**tier, "read_only": True}], **more})
 
 
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
@@ -266,34 +267,25 @@ class RunReader:
 
     def list_with_new(self) -> tuple[tuple[Listing, ...], Sequence[str]]:
         """Return the same, and the tiers that are not created yet."""
-        listings, missing = self.list_with_missing()
-        new = self.not_created(listings)
+        listings, missing, new = self.survey()
         errors = {**dict.fromkeys(new), **missing}
         return tuple(
             Listing(tier=x.tier, error=errors[x.tier]) if x.tier in errors else x for x in listings
         ), new
 
-    def not_created(self, listings: tuple[Listing, ...]) -> Sequence[str]:
-        """Return the tiers that ``open`` creates: their folder is missing, and nothing remembers them."""
-        creatable = {tier.name for tier in self.config.written if may_create(tier)}
-        absent = {x.tier for x in listings if isinstance(x.error, NoFolderError)}
-        missing = [x.tier for x in listings if x.tier in creatable & absent]
-        identities = self._identities(listings) if missing else None
-        return [t for t in missing if identities is not None and not identities.is_remembered(t)]
-
-    def list_with_missing(self) -> tuple[tuple[Listing, ...], dict[str, UnreachableError]]:
-        """Return the listings of all tiers, and the tiers that count as not mounted, as they are empty and should not
-        be, each with the error."""
+    def survey(
+        self,
+    ) -> tuple[tuple[Listing, ...], dict[str, UnreachableError], Sequence[str]]:
+        """Return the listings of all tiers; those that count as not mounted, as they are empty and should not be, each
+        with the error; and those that ``open`` creates: their folder is missing, and nothing remembers them."""
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         listings = (self.memory(), *listings[1:])
-        return listings, self._missing(listings)
-
-    def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        return self._identities(listings).missing(listings)
-
-    def _identities(self, listings: tuple[Listing, ...]) -> TierIdentities:
         ask = ask_within_bound(self.config, self.stores, self._calls)
-        return TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
+        identities = TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
+        creatable = {tier.name for tier in self.config.written if may_create(tier)}
+        absent = (x.tier for x in listings if isinstance(x.error, NoFolderError))
+        new = [t for t in absent if t in creatable and not identities.is_remembered(t)]
+        return listings, identities.missing(listings), new
 
     def memory(self) -> Listing:
         """List the host memory of all ranks on this node, without the other tiers."""
@@ -329,6 +321,25 @@ class RunPath:
     checkpoint: CheckpointId | None = None
     shard: Shard | None = None
 
+    def settings(self) -> Config:
+        """Return a configuration that reads the run there, and no memory."""
+        tier = {"name": "disk", "kind": TierKind.FILE.value, "path": str(self.root)}
+        return _reading_only(tier, self.run, max_wait=f"{PATH_ANSWER_S}s")
+
+    def advice_if_moved(self) -> str | None:
+        """Return where the folder belongs, by the commit records in it; None where it is there, or that is not
+        known."""
+        folder = self.root / self.run
+        if self.checkpoint is not None:
+            folder /= keys.step_folder(self.checkpoint)
+        return _answer_of(folder, lambda: advice_if_moved(folder))
+
+
+def find_place(path: Path) -> RunPath:
+    """Resolve a path, as ``resolve_path`` does. Raises RestoreError if its file system does not answer for
+    PATH_ANSWER_S seconds."""
+    return _answer_of(path, lambda: resolve_path(path))
+
 
 def resolve_path(path: Path) -> RunPath:
     """Resolve a path: a tier's root with one run, a run's folder, a step's folder or a shard.
@@ -340,9 +351,12 @@ def resolve_path(path: Path) -> RunPath:
         shard = keys.parse_shard(path.name)
         checkpoint = keys.parse_step_folder(path.parent.name)
         is_image = shard is not None and path.name in {keys.shard_name(shard, c) for c in Codec}
-        alone = moved_shard(path) if is_image else None
-        if alone is not None:
-            raise ConfigError(f"load: {alone}")
+        if is_image and not (path.parent / keys.COMMIT_NAME).exists():
+            raise ConfigError(
+                f"load: {path} is a shard without the records of its checkpoint, which it is verified by: copy the "
+                "whole folder of the step, below one with the name of its run; safetensors.torch.load_file opens the "
+                "file alone"
+            )
         if shard is None or checkpoint is None or not is_image:
             raise ConfigError(
                 f"load: {path} is not a shard of tierfall's (RUN/step-...-a.../rank-...-of-....safetensors, "
@@ -361,7 +375,7 @@ def resolve_path(path: Path) -> RunPath:
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
     if len(runs) == 1:
         return RunPath(root=path, run=runs[0])
-    if elsewhere := moved_step(path):
+    if _written_as(path) is not None and (elsewhere := advice_if_moved(path)):
         raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
     found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "it holds no run"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
@@ -370,17 +384,9 @@ def resolve_path(path: Path) -> RunPath:
 def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> RunPath:
     run = folder.parent.name
     if not keys.NAME_PATTERN.match(run):
-        elsewhere = moved_step(folder) or "put it below a folder with the name of its run"
+        elsewhere = advice_if_moved(folder) or "put it below a folder with the name of its run"
         raise ConfigError(f"load: {folder} is not below a run's folder: {elsewhere}")
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
-
-
-def advice_if_moved(place: RunPath) -> str | None:
-    """Return an advice where the folder of a path was moved or renamed, else None."""
-    run = place.root / place.run
-    if place.checkpoint is None:
-        return moved_run(run)
-    return moved_step(run / keys.step_folder(place.checkpoint))
 
 
 def _is_run(path: Path) -> bool:
@@ -391,68 +397,14 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: RunPath) -> StoredTier:
-    """Open the root of a resolved path as a tier, for reading, each read with a bound."""
-    backend = PosixBackend(place.root, read_only=True)
-    received = LastAnswer(backend)
-    bounded = Bounded(
-        received,
-        tier=str(place.root),
-        bound_s=PATH_ANSWER_S,
-        bytes_per_s_min=READ_BYTES_PER_S_MIN,
-        last_answer_s=lambda: received.last_answer_s,
-    )
-    return StoredTier(
-        name=str(place.root),
-        run=place.run,
-        backend=bounded,
-        names=backend.names,
-        last_answer_s=lambda: received.last_answer_s,
-    )
-
-
-class PathReader:
-    """The run of a path, open for reading. Whatever does not answer for PATH_ANSWER_S seconds is a RestoreError."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises as ``resolve_path`` does."""
-        self._path = path
-        self._calls = BoundedCalls()
-        self.place = self._call(lambda: resolve_path(path))
-        self.store = self._call(lambda: open_place(self.place), too_late=StoredTier.close)
-
-    def look(self) -> tuple[Sequence[Listing], OpenImage]:
-        """List the run, and return how its images are opened."""
-        return [self._call(self.store.list)], image_opener({self.store.name: self.store})
-
-    def advice_if_moved(self) -> str | None:
-        """See ``advice_if_moved``."""
-        return self._call(lambda: advice_if_moved(self.place))
-
-    def close(self) -> None:
-        close_stores({self.store.name: self.store}, ANSWER_S)
-
-    def _call(self, call: Callable[[], T], too_late: Callable[[T], None] = lambda value: None) -> T:
-        return _answer_of(self._path, self._calls, call, too_late)
-
-
 def find_pointer(path: Path) -> Pointer | None:
-    """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``PathReader`` do."""
-    return _answer_of(
-        path, BoundedCalls(), lambda: read_pointer(path) if is_pointer(path) else None
-    )
+    """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``find_place`` do."""
+    return _answer_of(path, lambda: read_pointer(path) if is_pointer(path) else None)
 
 
-def _answer_of(
-    path: Path,
-    calls: BoundedCalls,
-    call: Callable[[], T],
-    too_late: Callable[[T], None] = lambda value: None,
-) -> T:
+def _answer_of(path: Path, call: Callable[[], T]) -> T:
     name = str(path)
-    answer = calls.call_all({name: call}, {name: PATH_ANSWER_S}, doing="open", too_late=too_late)[
-        name
-    ]
+    answer = BoundedCalls().call_all({name: call}, {name: PATH_ANSWER_S}, doing="open")[name]
     if isinstance(answer.error, UnreachableError):
         raise RestoreError(
             f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
@@ -463,7 +415,29 @@ def _answer_of(
 # Folders that were copied or renamed -------------------------------------------------------------------
 
 
-def written_as(folder: Path) -> Lineage | None:
+def advice_if_moved(folder: Path) -> str | None:
+    """Return where the folder of a step, or of a run, belongs by the commit records in it; None where it is there, or
+    that is not known."""
+    if (line := _written_as(folder)) is not None:
+        if _is_in_place(folder, line):
+            return None
+        place = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
+        return f"put it below a folder named {line.run}, as it was written ({place})"
+    try:
+        steps = [child for child in folder.iterdir() if keys.parse_step_folder(child.name)]
+    except OSError:
+        return None
+    lines = {step: line for step in steps if (line := _written_as(step)) is not None}
+    runs = {line.run for line in lines.values()}
+    if len(runs) != 1 or any(_is_in_place(step, line) for step, line in lines.items()):
+        return None
+    (run,) = runs
+    if run == folder.name:
+        return None
+    return f"{folder} was written as run {run}, and was renamed or moved: name it {run}"
+
+
+def _written_as(folder: Path) -> Lineage | None:
     """Return the lineage in the commit record of a step's folder; None where it cannot be read."""
     try:
         record = folder / keys.COMMIT_NAME
@@ -472,40 +446,6 @@ def written_as(folder: Path) -> Lineage | None:
         return parse_commit(record.read_bytes(), what=str(record)).lineage
     except (OSError, TierfallError):
         return None
-
-
-def moved_step(folder: Path) -> str | None:
-    """Return where a moved folder of a step belongs; None where it is there, or where that is not known."""
-    line = written_as(folder)
-    if line is None or _is_in_place(folder, line):
-        return None
-    place = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
-    return f"put it below a folder named {line.run}, as it was written ({place})"
-
-
-def moved_run(folder: Path) -> str | None:
-    """Return the name that a run's folder was written with; None where that is its name, or is not known."""
-    try:
-        steps = [child for child in folder.iterdir() if keys.parse_step_folder(child.name)]
-    except OSError:
-        return None
-    lines = {step: line for step in steps if (line := written_as(step)) is not None}
-    if not lines or any(_is_in_place(step, line) for step, line in lines.items()):
-        return None
-    runs = sorted({line.run for line in lines.values()})
-    if len(runs) > 1 or runs[0] == folder.name:
-        return None
-    return f"{folder} was written as run {runs[0]}, and was renamed or moved: name it {runs[0]}"
-
-
-def moved_shard(shard: Path) -> str | None:
-    """Return an advice for a shard without the records of its checkpoint, else None."""
-    if (shard.parent / keys.COMMIT_NAME).exists():
-        return None
-    return (
-        f"{shard} is a shard without the records of its checkpoint, which it is verified by: copy the whole folder of "
-        "the step, below one with the name of its run; safetensors.torch.load_file opens the file alone"
-    )
 
 
 def _is_in_place(folder: Path, line: Lineage) -> bool:

@@ -3,6 +3,8 @@
 It reads beside a living trainer. It changes nothing, except what a repairer that is passed in does, and the marks that
 ``record_damage`` writes. A trainer may reuse a region of memory while it is read here, so damage in memory counts
 only if a second read finds it again.
+
+Each finding has an advice, which never risks a good copy that was not seen: a tier that could not be read may hold one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from tierfall.config import Config
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.commit_files import same_checkpoint
+from tierfall.core.format.records import Commit
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -25,10 +29,8 @@ from tierfall.core.types.errors import (
     TierfallError,
 )
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.ops.reader import RunReader
-from tierfall.ops.repair import Repairer
-from tierfall.ops.write_copy import open_writable
+from tierfall.ops.sync import NEWER, Repairer, open_writable
 from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.listing import NamedInVainError
 from tierfall.tiers.stored import StoredTier
@@ -37,6 +39,20 @@ logger = logging.getLogger("tierfall")
 
 SECOND_LOOKS = 20
 BETWEEN_LOOKS_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One problem. ``id`` is None where it concerns a tier as a whole; ``newer``: it is not damaged, but a newer
+    tierfall wrote it, and this one cannot read it."""
+
+    tier: str
+    id: CheckpointId | None
+    file: str
+    chunk: int | None = None
+    problem: str
+    newer: bool = False
+    advice: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +127,8 @@ def check_run(
         copies = found if repairer is None else list(repairer.repair_copies(found, verifier))
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
-    findings += damage_findings(copies, listings, reader)
-    findings += contradictions(copies)
+    findings += _damage_findings(copies, listings, reader)
+    findings += _contradictions(copies)
     unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
     for copy in copies:
         notes += _notes_of(copy)
@@ -307,3 +323,106 @@ def _notes_of(copy: CheckedCopy) -> list[str]:
     if copy.gone:
         return [f"{copy.tier} {copy.id}: was deleted while it was read"]
     return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]
+
+
+# The findings of copies ------------------------------------------------------------------------------
+
+
+def _damage_findings(
+    copies: Sequence[CheckedCopy],
+    listings: Sequence[Listing],
+    reader: RunReader,
+) -> list[Finding]:
+    """Return a finding for all damage of these copies, with an advice by the other copies and the unread tiers."""
+    holding = {c.id: set(c.copies) for c in merge(listings)}
+    silent = [listing.tier for listing in listings if listing.error is not None]
+    findings = []
+    for copy in copies:
+        same = [c for c in copies if c.id == copy.id]
+        unread = [*silent, *(c.tier for c in same if c.error is not None)]
+        left_out = holding.get(copy.id, set()) - {c.tier for c in same}
+        for damage in copy.damage:
+            findings.append(
+                Finding(
+                    tier=copy.tier,
+                    id=copy.id,
+                    file=damage.file,
+                    chunk=damage.chunk,
+                    problem=damage.problem,
+                    newer=damage.newer,
+                    advice=_advice(copy, damage, same, unread, left_out, reader),
+                )
+            )
+    return findings
+
+
+def _advice(
+    copy: CheckedCopy,
+    damage: Damage,
+    same: Sequence[CheckedCopy],
+    unread: Sequence[str],
+    left_out: set[str],
+    reader: RunReader,
+) -> str:
+    """Return what to do. ``same`` are the verified copies of the checkpoint, ``left_out`` the tiers whose copy was not
+    verified, ``unread`` those that could not be read. A deletion is advised only where both are empty."""
+    repair = f"tierfall verify {copy.id} --tier {copy.tier} --repair"
+    if damage.newer:
+        return NEWER
+    if damage.file.startswith(f"{keys.MARKS_FOLDER}/") and copy.tier in reader.stores:
+        return f"it is effective nevertheless; to rewrite it: {repair}"
+    if damage.file == keys.INDEX_NAME:
+        return f"restores use the manifests instead; to rebuild it: {repair}"
+    good = [c.tier for c in same if c.good]
+    if good and copy.tier in reader.stores:
+        return f"restores read {good[0]} instead; to repair it: {repair}"
+    if good:
+        return f"restores read {good[0]} instead"
+    if mending := [c.tier for c in same if c.tier != copy.tier and _has_part(c, damage)]:
+        return f"restores read this part from {mending[0]}; to repair it: {repair}"
+    if left_out:
+        return f"other tiers hold it too; to repair it from them: {repair}"
+    if unread:
+        tiers = ", ".join(dict.fromkeys(unread))
+        return (
+            f"no good copy of it was found, but {tiers} could not be read and may hold one: keep it, and once that "
+            f"answers run: tierfall verify {copy.id}"
+        )
+    if any(d.newer for c in same for d in c.damage):
+        return "this tierfall finds no good copy of it; a newer version wrote some of it: use that version"
+    return f"no good copy of it is left: restores choose an older step; to delete it: tierfall rm {copy.id}"
+
+
+def _has_part(copy: CheckedCopy, damage: Damage) -> bool:
+    """Return whether a damaged copy has the chunk that is damaged in another one."""
+    shard = keys.parse_shard(damage.file)
+    if damage.chunk is None or copy.commit is None or copy.error is not None or copy.gone:
+        return False
+    return not any(
+        d.file == keys.COMMIT_NAME
+        or (keys.parse_shard(d.file) == shard and d.chunk in (None, damage.chunk))
+        for d in copy.damage
+    )
+
+
+def _contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
+    """Return a finding for each undamaged copy that is another checkpoint than an undamaged one of its id before it."""
+    good: dict[CheckpointId, list[tuple[str, Commit]]] = {}
+    findings = []
+    for copy in copies:
+        if copy.commit is None or copy.damage:
+            continue
+        commit, before = copy.commit, good.setdefault(copy.id, [])
+        others = [tier for tier, other in before if not same_checkpoint(commit, other)]
+        before.append((copy.tier, commit))
+        if others:
+            findings.append(
+                Finding(
+                    tier=copy.tier,
+                    id=copy.id,
+                    file=keys.COMMIT_NAME,
+                    problem=f"it is another checkpoint than that on {others[0]}",
+                    advice=f"restores read {others[0]}; find out what wrote this one, and move its folder away",
+                )
+            )
+    return findings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,16 +105,11 @@ class Watcher:
     def take_snapshot(self) -> RunSnapshot:
         problems: list[str] = []
         slots = tuple(self._slot(number, problems) for number in self._numbers(problems))
-        snapshot = RunSnapshot(
-            wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems)
-        )
+        snapshot = RunSnapshot(wall_time_s=time.time(), slots=slots, events=(), problems=())
         main = snapshot.main
         recent = main.status.events if main is not None and main.status is not None else ()
-        return RunSnapshot(
-            wall_time_s=snapshot.wall_time_s,
-            slots=slots,
-            events=self._from_log(problems) or recent,
-            problems=tuple(problems),
+        return replace(
+            snapshot, events=self._from_log(problems) or recent, problems=tuple(problems)
         )
 
     def living_statuses(self) -> tuple[Status, ...]:

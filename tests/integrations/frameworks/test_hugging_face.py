@@ -23,8 +23,7 @@ pytest.importorskip("accelerate")
 
 from tests.integrations.frameworks import hugging_face as made  # noqa: E402 - it imports the framework
 from tierfall.integrations.accelerate import state_of  # noqa: E402
-from tierfall.integrations.transformers import attach  # noqa: E402
-from tierfall.integrations.transformers_state import TrainerJson  # noqa: E402
+from tierfall.integrations.transformers import TrainerJson, attach  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks
 Open = Callable[..., tierfall.Checkpointer]

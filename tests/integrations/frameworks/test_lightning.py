@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 import tierfall
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
 from tierfall.errors import ConfigError, RestoreError, StepError
-from tierfall.integrations.lightning import TierfallIO, files
+from tierfall.integrations.lightning import TierfallIO, remove_path
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("lightning_program.py")
@@ -335,7 +335,7 @@ def test_a_pointer_that_a_killed_start_has_removed_is_not_missed(
 def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"is no checkpoint: it has no tierfall\.json"):
-        files.remove(tmp_path)
+        remove_path(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 
 

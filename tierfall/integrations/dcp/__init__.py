@@ -7,7 +7,6 @@ dcp.load(state, storage_reader=TierReader(ckpt))
 
 from tierfall.integrations.dcp.planning import TierSavePlanner
 from tierfall.integrations.dcp.reader import TierReader
-from tierfall.integrations.dcp.stager import LazyStager
-from tierfall.integrations.dcp.writer import TierWriter
+from tierfall.integrations.dcp.writer import LazyStager, TierWriter
 
 __all__ = ["LazyStager", "TierReader", "TierSavePlanner", "TierWriter"]

@@ -8,7 +8,6 @@ replicas of each other. They are never pickled.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,32 +74,22 @@ def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> Branch:
     """Nest leaves, given by flat name, at their paths; a name without a path is a key of the state."""
     root = Branch()
     for name, leaf in leaves.items():
-        path = paths.get(name, (name,))
+        *above, last = paths.get(name, (name,))
         container: Any = root
-        for key, below in pairwise(path):
-            fresh: Any = [] if isinstance(below, int) else Branch()
-            container = _child(container, key, fresh)
-        _insert(container, path[-1], leaf)
-    return root
+        for key in above:
+            container = container.setdefault(key, Branch())
+        container[last] = leaf
+    return Branch({key: _with_lists(below) for key, below in root.items()})
 
 
-def _child(container: Any, key: str | int, fresh: Any) -> Any:
-    if isinstance(key, int):
-        _extend(container, key)
-        if container[key] is None:
-            container[key] = fresh
-        return container[key]
-    return container.setdefault(key, fresh)
-
-
-def _insert(container: Any, key: str | int, leaf: object) -> None:
-    if isinstance(key, int):
-        _extend(container, key)
-    container[key] = leaf
-
-
-def _extend(container: list[Any], index: int) -> None:
-    container.extend([None] * (index + 1 - len(container)))
+def _with_lists(value: object) -> object:
+    """Make a list of a branch whose keys are indices."""
+    if not isinstance(value, Branch):
+        return value
+    built: dict[Any, object] = {key: _with_lists(below) for key, below in value.items()}
+    if any(isinstance(key, int) for key in built):
+        return [built.get(index) for index in range(max(built) + 1)]
+    return Branch(built)
 
 
 def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:

@@ -3,6 +3,10 @@ unpickled. All ranks choose the checkpoint together, and its shards are merged.
 
 Python values are stored as tagged JSON. DCP's planners unpickle bytes; they get bytes that are pickled here from the
 decoded values.
+
+DCP's names of entries (FQNs) are flat: it joins keys by dots, and flattens a list only if it contains tensors or
+mappings. Entries that ``Checkpointer.save`` wrote get such names, too: those of a module are the keys of its
+state_dict, those of an optimizer are the ones of ``get_optimizer_state_dict``, by parameter name.
 """
 
 from __future__ import annotations
@@ -12,12 +16,18 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -26,9 +36,21 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
-from tierfall.core.image.tree import ConflictNode, TensorNode
+from tierfall.core.image.tree import (
+    ConflictNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+    leaves,
+)
 from tierfall.core.load.build import CPU, BlockTarget, Builder
-from tierfall.core.ranks.messages import Message
+from tierfall.core.load.choices import plain_value
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
@@ -38,11 +60,12 @@ from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensor_index.as_header import merge_with_index
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.tensor_index.store import read_named_index
+from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, NotSupportedError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.integrations.dcp.fqns import DcpEntries, Leaf, Paths
+from tierfall.integrations.dcp.planning import Path
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
@@ -194,7 +217,9 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
     slower_s = run.restorer.patience_s
     have = merged is not None
     ranks = run.session.ranks
-    if not ranks.agree("dcp.load: index", have, _all_have_it, bool, timeout_s=slower_s):
+    if not ranks.agree(
+        "dcp.load: index", have, lambda found: all(found.values()), bool, timeout_s=slower_s
+    ):
         return None
     assert merged is not None, "all have it"
 
@@ -204,10 +229,6 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
         return merge_headers(headers, what=what, own=own.rank)
 
     return DcpEntries(merged, of_all)
-
-
-def _all_have_it(found: dict[int, bool]) -> bool:
-    return all(found.values())
 
 
 def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
@@ -323,84 +344,41 @@ class TierReader(StorageReader):
 
     def _request(self) -> RestoreRequest:
         step, attempt, tier = self._arguments
-        request = self._run.restorer.request(step, attempt, tier, "raise")
-        return RestoreRequest(
-            step=request.step,
-            attempt=request.attempt,
-            tier=request.tier,
-            operation="dcp.load",
-            advice="or name a tier (TierReader(ckpt, tier=...))",
-        )
+        request = self._run.restorer.request(step, attempt, tier, doing="dcp.load")
+        return replace(request, advice="or name a tier (TierReader(ckpt, tier=...))")
 
     def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
         """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
         rank if one has failed."""
         run, opened = self._run, self._opened
         assert opened is not None
-        failure: Exception | None = None
+        ranks, patience_s = run.session.ranks, run.restorer.patience_s
+        checkpoint, of = opened.checkpoint, f"dcp.load of {opened.checkpoint.id}"
+        error: Exception | None = None
         try:
             with run.restorer.deletions_paused():
                 read()
-        except Exception as error:
-            failure = error
-            if (unsent := opened.parts.give_up(error)) is not None:
-                raise unsent from error
-        lost = isinstance(failure, LostError)
-        failed = None if failure is None else str(failure) or repr(failure)
-        damaged = isinstance(failure, PASSABLE) and failure.is_damage
-        all_ranks = run.session.ranks.agree(
-            "dcp.load: read",
-            _ReadOutcome(failed=failed, lost=lost, damaged=damaged, saved=run.lineage.saved_any),
-            _read_by_all,
-            _ReadDecision,
-            timeout_s=run.restorer.patience_s,
-        )
-        self._damaged = all_ranks.damaged
-        if failure is not None and not lost:
-            if not (run.session.ranks.many and opened.parts.touched):
-                raise failure
-            of = f"dcp.load of {opened.checkpoint.id}"
-            raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
-        if all_ranks.failed is not None:
-            of = f"dcp.load of {opened.checkpoint.id}"
-            raise RestoreError(f"{of}: rank {all_ranks.rank}: {all_ranks.failed}{HALF_FILLED}")
+        except Exception as failure:
+            error = _error_to_raise(failure, checkpoint, self._request())
+            if (unsent := opened.parts.give_up(failure)) is not None:
+                raise unsent from failure
+        failed = make_barrier(ranks, timeout_s=patience_s)(checkpoint, error)
+        self._damaged = failed is not None and not failed.permanent
+        if error is not None and not isinstance(error, LostError):
+            if not (ranks.many and opened.parts.touched):
+                raise error
+            raise RestoreError(f"{of}: {error}{HALF_FILLED}") from error
+        if failed is not None:
+            raise RestoreError(f"{of}: rank {failed.rank}: {failed.message}{HALF_FILLED}")
         if self._resume:
-            run.restorer.continue_from(opened.checkpoint, all_ranks.saved)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadOutcome(Message):
-    """The outcome of one rank's read. ``lost``: another rank knows the reason; ``damaged``: no copy is good; ``saved``:
-    this rank has saved."""
-
-    failed: str | None
-    lost: bool
-    damaged: bool
-    saved: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadDecision(Message):
-    """``failed`` is the error of ``rank``, if one failed; ``damaged``: damage is the reason of all; ``saved``: any rank
-    has saved."""
-
-    rank: int
-    failed: str | None
-    damaged: bool
-    saved: bool
-
-
-def _read_by_all(outcomes: Mapping[int, _ReadOutcome]) -> _ReadDecision:
-    failed = [rank for rank, outcome in outcomes.items() if outcome.failed is not None]
-    rank = next((r for r in failed if not outcomes[r].lost), failed[0] if failed else 0)
-    saved = any(outcome.saved for outcome in outcomes.values())
-    damaged = all(outcomes[r].damaged for r in failed if not outcomes[r].lost)
-    return _ReadDecision(
-        rank=rank,
-        failed=outcomes[rank].failed,
-        damaged=outcomes[rank].damaged and damaged,
-        saved=saved,
-    )
+            saved = ranks.agree(
+                "dcp.load: saved",
+                run.lineage.saved_any,
+                lambda found: any(found.values()),
+                bool,
+                timeout_s=patience_s,
+            )
+            run.restorer.continue_from(checkpoint, saved)
 
 
 class _Reads:
@@ -474,3 +452,168 @@ class _Reads:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+# Entries under DCP's names -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The entry under one name: a node; a part of its value, at the keys ``inside``; or, without a node, a
+    ``value``."""
+
+    path: Path
+    node: Node | None
+    inside: tuple[Any, ...] = ()
+    value: object = None
+
+
+class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time.
+
+    ``merged`` may lack values that only other ranks have. ``of_all`` merges the headers of all ranks; it is called
+    once, on access to an unknown name or to all names, and replaces ``merged`` and ``leaves``.
+    """
+
+    def __init__(
+        self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
+    ) -> None:
+        self._of_all = of_all
+        self._set_merged(merged)
+
+    def _set_merged(self, merged: MergedHeader) -> None:
+        self.merged = merged
+        self.leaves: dict[str, Leaf] = {}
+        for leaf in _Names(merged).below(merged.header.tree, ()):
+            name = ".".join(map(str, leaf.path))
+            if name in self.leaves:
+                raise RestoreError(
+                    f"dcp.load: two entries of {merged.header.what} have the same name {name!r} in DCP: use "
+                    "Checkpointer.restore"
+                )
+            self.leaves[name] = leaf
+
+    def _all(self) -> dict[str, Leaf]:
+        if self._of_all is not None:
+            merge, self._of_all = self._of_all, None
+            self._set_merged(merge())
+        return self.leaves
+
+    def leaf(self, name: str) -> Leaf:
+        """Return the entry under a name; KeyError if there is none."""
+        return self.leaves[name] if name in self.leaves else self._all()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.leaves or name in self._all()
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        node = self.leaf(name).node
+        if not isinstance(node, TensorNode):
+            return BytesStorageMetadata()
+        stored = self.merged.header.tensors[node.position]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=stored.dtype),
+            size=torch.Size(stored.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.lengths))
+                for block in self.merged.blocks[node.position]
+            ],
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def keys(self) -> KeysView[str]:
+        """Return the names that are known so far. DCP's planner calls this at every load, to detect checkpoints with
+        the names of an old version."""
+        return self.leaves.keys()
+
+
+class Paths(Mapping[str, Path]):
+    """The path of each name in the nested state, for DCP's planners."""
+
+    def __init__(self, entries: DcpEntries) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Path:
+        return self._entries.leaf(name).path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _Names:
+    """Walks the tree of a checkpoint."""
+
+    def __init__(self, merged: MergedHeader) -> None:
+        self._header = merged.header
+        named = leaves(merged.header.tree, "", frozenset({MapNode}))
+        self._modules = tuple(name for name, node in named if isinstance(node, ModuleNode))
+
+    def below(self, node: Node, path: Path) -> Iterator[Leaf]:
+        match node:
+            case MapNode() | ModuleNode() | SequenceNode(is_tuple=False):
+                for key, child in _children(node):
+                    yield from self.below(child, (*path, key))
+            case OptimizerNode():
+                yield from self._optimizer(node, path)
+            case ObjectNode():
+                yield from self.below(node.state, path)
+            case ValueNode():
+                yield from _inside(plain_value(self._header, node), path, node, ())
+            case RandomNode():
+                return  # the random state of the process has no name in DCP
+            case _:
+                yield Leaf(path, node)
+
+    def _optimizer(self, node: OptimizerNode, path: Path) -> Iterator[Leaf]:
+        for key, child in node.state:
+            part = self._parameter(node, key) if isinstance(key, int) else str(key[0])
+            yield from self.below(child, (*path, "state", part))
+        for index, (numbers, child) in enumerate(node.groups):
+            group = (*path, "param_groups", index)
+            yield from self.below(child, group)
+            members = [self._parameter(node, number) for number in numbers]
+            yield Leaf((*group, "params"), None, value=members)
+
+    def _parameter(self, node: OptimizerNode, number: int) -> str:
+        """Return a parameter's name relative to its module; its number if it has no name."""
+        name = node.names[number]
+        if name is None:
+            return str(number)
+        within = next((m for m in self._modules if names.is_within(name, m)), None)
+        return name if within is None else name.removeprefix(f"{within}.")
+
+
+def _children(node: MapNode | ModuleNode | SequenceNode) -> list[tuple[str | int, Node]]:
+    match node:
+        case MapNode():
+            return [(str(key), child) for key, child in node.entries]
+        case ModuleNode():
+            return [(key, child) for key, _, child in node.entries]
+    return list(enumerate(node.nodes))
+
+
+def _inside(value: Any, path: Path, node: Node, inside: tuple[Any, ...]) -> Iterator[Leaf]:
+    """Flatten a value as DCP does: mappings, and lists that contain mappings."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _inside(child, (*path, str(key)), node, (*inside, key))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, child in enumerate(value):
+            yield from _inside(child, (*path, index), node, (*inside, index))
+    else:
+        yield Leaf(path, node, inside)
+
+
+def _is_leaf(value: object) -> bool:
+    """Return whether DCP does not flatten a value, though it may be a list."""
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, list) or all(map(_is_leaf, value))

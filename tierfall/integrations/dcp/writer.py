@@ -1,7 +1,12 @@
 """TierWriter: DCP's plan becomes a checkpoint of the run, through arena and tiers like any other.
 
-In the training process it passes DCP's plan to the Checkpointer. Pickled for a process of DCP's own, it becomes a
-``DirectWriter`` (``direct``).
+In the training process it passes DCP's plan to the Checkpointer. Pickled for a process of DCP's own
+(``AsyncCheckpointerType.PROCESS``), which has neither the arena nor the Checkpointer, it becomes a DirectWriter: each
+rank writes its image to the first stored tier, and the coordinator commits there once every rank has.
+
+LazyStager: ``dcp.async_save`` returns at once, and the state is captured while DCP plans, as by ``save``. DCP gets
+tensors without bytes: meta tensors of the state's shapes and dtypes. The bytes are captured from the state into the
+run's arena, lazily for what an optimizer changes, before its next step.
 """
 
 from __future__ import annotations
@@ -10,29 +15,53 @@ import gc
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import currentframe
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.copies.image_writes import Load, write_view
+from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.runtime.public_calls import public_call
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.group.external_commits import ExternalCommits
+from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
-from tierfall.core.types.errors import CaptureError, ConfigError
-from tierfall.integrations.dcp.direct import DirectWriter, direct_write
-from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
+from tierfall.core.state.walk_cache import WalkCache
+from tierfall.core.types import keys
+from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.integrations.dcp.planning import (
+    Path,
+    count_outcomes,
+    nest,
+    planned_state,
+    refuse_wrapper,
+    results_of,
+    value_of,
+)
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
-from tierfall.run.saver import checked_tags
+from tierfall.run.saver import checked_metrics, checked_tags
+from tierfall.setup.lineage import as_step
+from tierfall.setup.tiers import is_shared, open_store
+from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
@@ -75,7 +104,27 @@ class Staged:
         return isinstance(held, torch.Tensor) and held.is_meta
 
 
-class TierWriter(StorageWriter):
+class _PlanWriter(StorageWriter):
+    """A writer that leaves DCP's plans unchanged, and accepts no path."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no setup is needed."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged; a plan that DCP has cached is not used."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: no path is accepted."""
+        return False
+
+
+class TierWriter(_PlanWriter):
     """Writes one step through a Checkpointer: ``dcp.save(state, storage_writer=TierWriter(ckpt, step=100))``.
 
     ``step`` must follow the run's last one. ``until`` names the tier on which the checkpoint must be committed before
@@ -143,10 +192,6 @@ class TierWriter(StorageWriter):
                 "process_group=group to async_save and to tierfall.open"
             )
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged; a plan that DCP has cached is not used."""
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged; ConfigError where the ranks that save are not those that opened the
         Checkpointer."""
@@ -183,11 +228,6 @@ class TierWriter(StorageWriter):
         """Check that every item was written. The metadata is unchanged: with cached plans all saves share the
         object."""
         count_outcomes(metadata, results, self.step)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no path is accepted."""
-        return False
 
     # Called by a stager ------------------------------------------------------------------------------
 
@@ -230,7 +270,7 @@ def _shares_default_group() -> bool:
     return dist.get_world_size() > 1 and used == "gloo"
 
 
-def next_writer(run: OpenRun) -> TierWriter:
+def _next_writer(run: OpenRun) -> TierWriter:
     """Return the writer that a state is staged for: the only live one that has not been used.
 
     Raises ConfigError where there is none or are several: a state must not be saved as the step of another one.
@@ -251,4 +291,229 @@ def next_writer(run: OpenRun) -> TierWriter:
         f"dcp.async_save: a LazyStager cannot know which TierWriter it captures for: those of steps {steps} are "
         "unused. Create each writer in the call of async_save: storage_writer=TierWriter(ckpt, step=...), and "
         "delete references to unused ones"
+    )
+
+
+class LazyStager(AsyncStager):
+    """Stages lazily: ``dcp.async_save(state, storage_writer=TierWriter(ckpt, step=100),
+    async_stager=LazyStager(ckpt))``, in THREAD mode.
+
+    The parameters and the state of an optimizer that has stepped since the last save are captured lazily. Everything
+    else, and everything at the first save, is copied before ``async_save`` returns. Replicas of what is captured lazily
+    are assigned to ranks, as by ``Checkpointer.save``. One stager serves all saves of a Checkpointer.
+    """
+
+    _synchronize_after_execute = False
+
+    @public_call
+    def __init__(self, ckpt: Checkpointer) -> None:
+        self._run = open_run_of(ckpt)
+
+    @public_call
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Begin the capture for the only TierWriter that was created and not used yet; return the state without its
+        bytes.
+
+        Raises ConfigError where there are several such writers. Raises CaptureError for what cannot be saved; with
+        several ranks, the future of the save does.
+        """
+        flat, paths = flatten_state_dict(state_dict)
+        staged = {name: _hollow(value) for name, value in flat.items()}
+        _next_writer(self._run).stage(lambda writer: self._capture(flat, paths, writer))
+        return nest(staged, paths)
+
+    def _capture(
+        self, flat: Mapping[str, Any], paths: Mapping[str, Path], writer: TierWriter
+    ) -> Staged:
+        def walk(cache: WalkCache) -> StateView:
+            leaves = {name: _leaf(name, value) for name, value in flat.items()}
+            return walk_state(nest(leaves, paths), with_random=False)
+
+        tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
+        begun: SaveHandle | Exception
+        try:
+            begun = self._run.save(writer.step, walk, metrics=writer.metrics, tags=writer.tags)
+        except Exception as error:
+            if not self._run.session.ranks.many:
+                raise
+            begun = error  # the other ranks wait in DCP's planning, which raises it on all ranks
+        return Staged(begun, tensors)
+
+    def close(self) -> None:
+        """Do nothing: no resource is held."""
+
+
+def _leaf(name: str, value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value_of(name, value)
+    refuse_wrapper(name, value)
+    return value
+
+
+def _hollow(value: Any) -> Any:
+    """Return a tensor without bytes, as DCP plans it; a value unchanged."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            local = torch.empty_like(value.to_local(), device="meta")
+        return DTensor.from_local(
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta", requires_grad=False)
+    return value
+
+
+# In a process of DCP's own -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectWrite:
+    """What a process needs to write one rank's shard of one step."""
+
+    config: Config
+    run: str
+    tier: str
+    attempt: Attempt
+    lineage: Lineage
+    shard: Shard
+    node: str
+    metrics: Mapping[str, float]
+    tags: tuple[str, ...]
+
+
+def direct_write(
+    run: OpenRun, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
+) -> DirectWrite:
+    """Reserve the next place in the run's lineage for ``step``, which another process writes.
+
+    Raises StepError for a step that may not follow, ConfigError where one rank cannot commit on the first stored tier.
+    """
+    session, lineage = run.session, run.lineage
+    run.check_usable()
+    step = as_step(step)
+    tier = next((t for t in run.config.written if t.name in session.stores), None)
+    if tier is None:
+        raise ConfigError(
+            "dcp.async_save: PROCESS mode writes to a stored tier, and the configuration has none"
+        )
+    if not is_shared(tier) and len(session.ranks.topology.nodes) > 1:
+        raise ConfigError(
+            f"dcp.async_save: in PROCESS mode rank 0 commits, and each node has its own tier {tier.name}: put a tier "
+            "first that all nodes share, or use AsyncCheckpointerType.THREAD"
+        )
+    with run.saver.lock:
+        lineage.check(step)
+        place = lineage.next(step, above=session.coordinator.ledger.least_ordinal)
+        lineage.advance(place)
+    session.call_soon(
+        lambda: _expect(session.coordinator.external_commits, place.checkpoint, tier.name)
+    )
+    return DirectWrite(
+        config=run.config,
+        run=session.run,
+        tier=tier.name,
+        attempt=lineage.attempt,
+        lineage=place,
+        shard=session.ranks.shard,
+        node=session.node,
+        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
+        tags=checked_tags(tags),
+    )
+
+
+def _expect(finder: ExternalCommits, id: CheckpointId, tier: str) -> None:
+    finder.search(InterruptibleEvent())  # for earlier ones
+    finder.expect(id, tier)
+
+
+@dataclass(frozen=True)
+class ImageFiles(WriteResult):
+    """A rank's image and manifest, as in the commit record, in ``storage_data``."""
+
+
+class DirectWriter(_PlanWriter):
+    """Writes one rank's shard of a step to a tier; on the coordinator it also commits."""
+
+    def __init__(self, request: DirectWrite) -> None:
+        self._request = request
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path, as TierWriter does."""
+        if checkpoint_id is not None:
+            raise ConfigError("dcp.save: checkpoint_id beside a TierWriter: leave it out")
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's image and manifest, which do not count before ``finish``."""
+        request = self._request
+        view = walk_state(planned_state(plan, planner), with_random=False)
+        with open_store(request.config, request.run, request.tier) as store:
+            files = write_image(request, store, view)
+        index = MetadataIndex(keys.shard_name(request.shard))
+        written = ImageFiles(
+            index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
+        )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([written, *results_of(plan)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the step; FlushError where a rank's image or an item of the plan is missing."""
+        request = self._request
+        step, world_size = request.lineage.checkpoint.step, request.shard.world_size
+        found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
+        files = tuple(file for result in found for file in result.storage_data)
+        if len({result.index for result in found}) != world_size:
+            raise FlushError(
+                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images; the step is "
+                "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
+            )
+        count_outcomes(metadata, results, step)
+        with open_store(request.config, request.run, request.tier) as store:
+            commit_files(request, store, files)
+
+
+def write_image(
+    request: DirectWrite,
+    store: StoredTier,
+    view: StateView,
+    *,
+    load: Load = lambda tensor: tensor,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> tuple[NamedFile, ...]:
+    """Write a rank's image and manifest, unless a newer attempt fences it; return their files for ``commit_files``. The
+    rest is as for ``write_view``."""
+    store.check_fence(request.attempt)
+    return write_view(
+        store,
+        view,
+        lineage=request.lineage,
+        shard=request.shard,
+        chunk_bytes=request.config.chunk_bytes,
+        commit=partial(_commit_of, request),
+        load=load,
+        on_bytes=on_bytes,
+    )
+
+
+def commit_files(request: DirectWrite, store: StoredTier, files: tuple[NamedFile, ...]) -> None:
+    """Commit a step with the files of all ranks."""
+    store.commit(_commit_of(request, files), attempt=request.attempt)
+    store.write_latest(request.lineage.checkpoint)
+
+
+def _commit_of(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
+    """Return the commit record of a step with these files."""
+    return Commit(
+        lineage=request.lineage,
+        world_size=request.shard.world_size,
+        files=files,
+        nodes=(request.node,),
+        wall_time_s=time.time(),
+        metrics=request.metrics,
+        tags=request.tags,
     )
