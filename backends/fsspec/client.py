@@ -21,7 +21,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import MAX_PARALLEL, ObjectInfo, Row, Stream, Streams
+from tierfall.backends.object.client import ObjectClient, Row, Stream
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -70,13 +70,9 @@ _NO_LOGIN = {
 _FORBIDDEN = "Forbidden: "
 
 
-class FsspecClient:
+class FsspecClient(ObjectClient):
     """See ``ObjectClient``. Full keys begin with the filesystem's path of the place. ``streams`` is the filesystem for
     uploads in parts: the same place, with the library's own tries of each part."""
-
-    uploads = None
-    deletions = None
-    max_parallel = MAX_PARALLEL
 
     def __init__(
         self, system: AbstractFileSystem, url: str, *, streams: AbstractFileSystem
@@ -95,10 +91,7 @@ class FsspecClient:
         self.durable = self._is_store
         self.atomic_replace = self._puts_whole or protocol in _REPLACING
         self.supports_if_absent = self._is_store
-
-    @property
-    def streams(self) -> Streams | None:
-        return None if self._is_memory else self
+        self.takes_streams = not self._is_memory
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
         if self._is_store:
@@ -131,7 +124,7 @@ class FsspecClient:
         finally:
             self._putting.discard(stream.unfinished)
 
-    def head(self, key: str, what: str) -> ObjectInfo:
+    def head(self, key: str, what: str) -> int:
         entry = self._call(self._system.info, key, what)
         if entry["type"] == "directory":
             raise KeyNotFoundError(f"{what}: it is a folder; there is no such object")
@@ -139,7 +132,7 @@ class FsspecClient:
             raise AccessDeniedError(
                 f"{what}: it is a link or a special file, which are not used; put the file itself there"
             )
-        return ObjectInfo(bytes=int(entry["size"]), etag="")
+        return int(entry["size"])
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         data = self._call(

@@ -16,7 +16,6 @@ from tierfall.backends.object.writers import (
     BufferedWriter,
     MultipartWriter,
     OrderedWriter,
-    WriterContext,
 )
 from tierfall.backends.toolkit.base import BackendBase
 from tierfall.backends.toolkit.keys import (
@@ -55,7 +54,8 @@ class ObjectStoreBackend(BackendBase):
         self._client = client
         self._active: set[str] = set()
         """The ids of the unfinished objects of active writers."""
-        self._deletions = client.deletions
+        self._keys_max = client.keys_max
+        """The most keys of one request for their deletion."""
         try:
             conditional = False
             if read_only:
@@ -65,12 +65,12 @@ class ObjectStoreBackend(BackendBase):
         except BaseException:
             self.close()
             raise
-        in_parts = client.uploads is not None
+        in_parts = client.takes_parts
         self._traits = Traits(
             durable=client.durable,
             atomic_replace=client.atomic_replace,
             conditional_create=conditional,
-            ordered_writes=not in_parts and client.streams is not None,
+            ordered_writes=client.takes_streams,
             part_bytes_min=PART_BYTES_MIN if in_parts else 0,
             part_bytes_max=PART_BYTES_MAX if in_parts else 0,
             max_parallel=client.max_parallel,
@@ -85,13 +85,12 @@ class ObjectStoreBackend(BackendBase):
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
         extent = self._check_create(key, length, length_max, publish)
-        context = WriterContext(client=self._client, active=self._active)
-        uploads, streams = self._client.uploads, self._client.streams
-        if uploads is not None:
-            return MultipartWriter(context, uploads, key, extent=extent, publish=publish)
-        if streams is not None:
-            return OrderedWriter(context, streams, key, extent=extent, publish=publish)
-        return BufferedWriter(context, key, extent=extent, publish=publish)
+        kind: type[BufferedWriter | MultipartWriter | OrderedWriter] = BufferedWriter
+        if self._client.takes_parts:
+            kind = MultipartWriter
+        elif self._client.takes_streams:
+            kind = OrderedWriter
+        return kind(self._client, self._active, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
@@ -104,14 +103,13 @@ class ObjectStoreBackend(BackendBase):
             return
         filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
-            length = self._client.head(self._full(key), what).bytes
+            length = self._client.head(self._full(key), what)
             raise self._short_read(what, offset, offset + data.nbytes, length)
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)
-        return StoredObject(
-            key=key, bytes=self._client.head(self._full(key), self._what("stat", key)).bytes
-        )
+        length = self._client.head(self._full(key), self._what("stat", key))
+        return StoredObject(key=key, bytes=length)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
@@ -125,16 +123,15 @@ class ObjectStoreBackend(BackendBase):
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """See ``Backend``. After a store has refused a batch deletion, objects are deleted one by one."""
-        deletions = self._deletions
         keys = [check_key(key) for key in keys]
-        if deletions is None or len(keys) == 1:
+        if self._keys_max == 1 or len(keys) == 1:
             self.delete(keys[0])
             return keys[1:]
-        batch = [self._full(key) for key in keys[: deletions.keys_max]]
+        batch = [self._full(key) for key in keys[: self._keys_max]]
         what = f"delete {len(batch)} objects in {self.place}"
         self._check_writable(what)
         try:
-            left = deletions.delete_some(batch, what)
+            left = self._client.delete_some(batch, what)
         except BackendError as error:
             if error.retryable and not isinstance(error, BareAbsenceError):
                 raise
@@ -144,7 +141,7 @@ class ObjectStoreBackend(BackendBase):
                 return keys[len(batch) :]
             # If a single deletion succeeds, the store does not support batches; else it raises the cause.
             self.delete(keys[0])
-            self._deletions = None
+            self._keys_max = 1
             return keys[1:]
         # The failed keys come last, so that the next batch has others first.
         failed = [full.removeprefix(self._client.prefix) for full in left]
