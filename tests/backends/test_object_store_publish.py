@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from backend_places import get, put
-from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
+from backend_places import get
+from s3_stub import PART_BYTES, Reply, Stub, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
