@@ -204,7 +204,6 @@ def test_a_claim_of_durability_is_held_against_a_second_opening() -> None:
         (_Lenient, "too_few_bytes_are_refused"),
         (_Lenient, "too_many_bytes_are_refused"),
         (_Lenient, "length_max_is_a_bound"),
-        (_Visible, "an_aborted_long_object_leaves_nothing"),
         (_Unsorted, "a_scan_is_sorted_and_complete"),
         (_Unsorted, "a_scan_during_changes_is_consistent"),
         (_Sloppy, "a_prefix_ends_at_a_component"),
