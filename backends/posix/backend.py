@@ -49,8 +49,8 @@ _MAX_PARALLEL = 4
 class PosixBackend(BackendBase):
     """Stores objects as files below ``root``; see ``core.types.backend.Backend``.
 
-    ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: None uses direct I/O where a
-    probe at open shows that it works, False never, True raises where it does not work. While the backend is open, a
+    ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: use direct I/O where a probe
+    at open shows that it works. While the backend is open, a
     root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again. Call
     ``close`` after all other calls have returned.
 
@@ -68,11 +68,11 @@ class PosixBackend(BackendBase):
     )
 
     def __init__(
-        self, root: Path | str, *, direct_io: bool | None = None, read_only: bool = False
+        self, root: Path | str, *, direct_io: bool = True, read_only: bool = False
     ) -> None:
         self._path = Path(os.path.abspath(root))
         super().__init__(str(self._path), read_only=read_only)
-        self._ask_kernel = read_only and direct_io is not False
+        self._ask_kernel = read_only and direct_io
         self._folders = _open_root(self._path, read_only=read_only)
         try:
             with self._folders.opened("") as folder:

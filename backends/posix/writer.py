@@ -149,14 +149,14 @@ class PosixWriter(WriterBase):
             write_whole(self._file, data, offset)
             return
         write_whole(self._file, data[: middle.start], offset)
-        whole, start = data[middle.start : middle.end], offset + middle.start
+        whole, start = data[middle], offset + middle.start
         direct = self._open_direct()
         if address_of(whole) % block_bytes == 0:
             write_whole(direct, whole, start, block_bytes=block_bytes)
         else:
             pool = self._context.pool
             write_bounced(direct, whole, start, block_bytes=block_bytes, pool=pool)
-        write_whole(self._file, data[middle.end :], offset + middle.end)
+        write_whole(self._file, data[middle.stop :], offset + middle.stop)
 
     def _open_direct(self) -> int:
         with self._lock:
