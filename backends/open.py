@@ -7,7 +7,6 @@ all others fsspec, as everything has with ``driver: fsspec``. Only the library t
 from __future__ import annotations
 
 import importlib
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -61,13 +60,7 @@ def open_backend(
             raise ConfigError(f"open {place_of(url)}: a folder has no options, but got {names}")
         return PosixBackend(rest, read_only=read_only)
     retry = RetryPolicy(
-        tries=_TRIES,
-        first_wait_s=0.2,
-        longest_wait_s=1.0,
-        total_s=_TRIES_S,
-        sleep=sleep,
-        clock=clock,
-        rng=random.Random(),
+        tries=_TRIES, longest_wait_s=1.0, total_s=_TRIES_S, sleep=sleep, clock=clock
     )
     found = registry.find(scheme) if driver is None else None
     if found is not None:
