@@ -21,7 +21,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectClient, Row, Stream
+from tierfall.backends.object.client import ObjectClient, Stream
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -31,7 +31,7 @@ from tierfall.backends.object.responses import (
 )
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
-from tierfall.core.types.backend import Publish, part_bytes
+from tierfall.core.types.backend import Publish, StoredObject, part_bytes
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -146,11 +146,13 @@ class FsspecClient(ObjectClient):
         copy_bytes(view[: source.nbytes], source)
         return source.nbytes
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         found = self._flat if self._puts_whole else self._walked
         for entry in found(prefix.rstrip("/"), what):
             if entry["type"] == "file" and entry["name"].startswith(prefix):
-                yield Row(entry["name"], int(entry["size"]), _version(entry))
+                yield StoredObject(
+                    key=entry["name"], bytes=int(entry["size"]), version=_version(entry)
+                )
 
     def delete(self, key: str, what: str) -> None:
         if not self._puts_whole:
@@ -159,9 +161,9 @@ class FsspecClient(ObjectClient):
         self._call(self._system.rm_file, key, what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
-        for name, *_ in self.list(prefix, what):
-            if is_unfinished(name.rpartition("/")[2]) and name not in self._putting:
-                yield name, name
+        for found in self.list(prefix, what):
+            if is_unfinished(found.key.rpartition("/")[2]) and found.key not in self._putting:
+                yield found.key, found.key
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
         with suppress(KeyNotFoundError):

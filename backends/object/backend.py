@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
+from tierfall.backends.object.client import BareAbsenceError, ObjectClient
 from tierfall.backends.object.writers import (
     PART_BYTES_MAX,
     PART_BYTES_MIN,
@@ -113,7 +114,12 @@ class ObjectStoreBackend(BackendBase):
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
-        return iter(self._listed(prefix))
+        found: list[StoredObject] = []
+        for row in self._rows(prefix, self._what("list", prefix)):
+            key = row.key.removeprefix(self._client.prefix)
+            if is_key(key) and key.startswith(prefix):
+                found.append(replace(row, key=key))
+        return iter(sorted(found, key=lambda each: each.key))
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -135,10 +141,6 @@ class ObjectStoreBackend(BackendBase):
         except BackendError as error:
             if error.retryable and not isinstance(error, BareAbsenceError):
                 raise
-            if isinstance(error, KeyNotFoundError):  # of an unknown one of them
-                for key in keys[: len(batch)]:
-                    self.delete(key)
-                return keys[len(batch) :]
             # If a single deletion succeeds, the store does not support batches; else it raises the cause.
             self.delete(keys[0])
             self._keys_max = 1
@@ -162,15 +164,7 @@ class ObjectStoreBackend(BackendBase):
         """Close the connections. Open writers may still abort."""
         self._client.close()
 
-    def _listed(self, prefix: str) -> list[StoredObject]:
-        found: list[StoredObject] = []
-        for row in self._rows(prefix, self._what("list", prefix)):
-            key = row.key.removeprefix(self._client.prefix)
-            if is_key(key) and key.startswith(prefix):
-                found.append(StoredObject(key=key, bytes=row.bytes, version=row.version))
-        return sorted(found, key=lambda each: each.key)
-
-    def _rows(self, prefix: str, what: str) -> Iterator[Row]:
+    def _rows(self, prefix: str, what: str) -> Iterator[StoredObject]:
         """List a prefix. KeyNotFoundError is no valid answer to that: without objects, the listing is empty."""
         try:
             yield from self._client.list(self._full(prefix), what)
@@ -186,9 +180,9 @@ class ObjectStoreBackend(BackendBase):
     def _discard_probes(self, what: str) -> int:
         """Delete probe objects of opens that were killed."""
         count = 0
-        for full, *_ in list(self._rows(RESERVED_PREFIX, what)):
-            if is_unfinished(full.removeprefix(self._client.prefix)):
-                self._remove(full, what)
+        for row in list(self._rows(RESERVED_PREFIX, what)):
+            if is_unfinished(row.key.removeprefix(self._client.prefix)):
+                self._remove(row.key, what)
                 count += 1
         return count
 
@@ -196,7 +190,7 @@ class ObjectStoreBackend(BackendBase):
         """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
         try:
-            obeys = self._client.supports_if_absent and self._obeys_condition(full, what)
+            obeys = self._client.supports_if_absent and self._second_create_fails(full, what)
             if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:
@@ -207,26 +201,22 @@ class ObjectStoreBackend(BackendBase):
         self._remove(full, what)
         return obeys
 
-    def _obeys_condition(self, full: str, what: str) -> bool:
+    def _second_create_fails(self, full: str, what: str) -> bool:
         try:
-            return self._second_create_fails(full, what)
+            self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+            try:
+                self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+            except KeyExistsError:
+                return True
         except BackendError as error:
             if error.retryable or isinstance(error, AccessDeniedError):
                 raise
             # The store does not support the condition. The caller tries a put without one.
-            return False
+        return False
 
     def _remove(self, full: str, what: str) -> None:
         with suppress(KeyNotFoundError):
             self._client.delete(full, what)
-
-    def _second_create_fails(self, full: str, what: str) -> bool:
-        self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
-        try:
-            self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
-        except KeyExistsError:
-            return True
-        return False
 
     def _full(self, key: str) -> str:
         return self._client.prefix + key

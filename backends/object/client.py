@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import BackendError, UnreachableError
 
 
@@ -25,15 +25,6 @@ class BareAbsenceError(UnreachableError):
 
 class ConflictError(BackendError):
     """The answer was 409, which some stores send if a conditional create finds the key taken."""
-
-
-class Row(NamedTuple):
-    """An object in a listing: its full key, its length, and a text that changes when it is rewritten ('' where the
-    store reports none)."""
-
-    key: str
-    bytes: int
-    version: str = ""
 
 
 class Stream(Protocol):
@@ -95,15 +86,15 @@ class ObjectClient(ABC):
         """Fill the view from ``offset``; return the number of bytes read, fewer where the object ends before."""
 
     @abstractmethod
-    def list(self, prefix: str, what: str) -> Iterable[Row]:
-        """List every object below a prefix, in any order."""
+    def list(self, prefix: str, what: str) -> Iterable[StoredObject]:
+        """List every object below a prefix by its full key, in any order."""
 
     @abstractmethod
     def delete(self, key: str, what: str) -> None: ...
 
     def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
         """Make one request; return the keys that the store did not delete, whose objects may still exist. Raises if
-        that is all of them; KeyNotFoundError if the store answered only that some objects do not exist."""
+        that is all of them."""
         raise NotImplementedError
 
     def begin(self, key: str, what: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-from tierfall.backends.object.client import ObjectClient, Row
-from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore, check_store
+from tierfall.backends.object.client import ObjectClient
+from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import (
@@ -19,11 +19,10 @@ from tierfall.core.types.errors import (
 
 
 class StoreClient(ObjectClient):
-    """See ``ObjectClient``. ``place`` names the store in messages, such as its address, without a credential. Raises
-    ConfigError if the store lacks a method or attribute."""
+    """See ``ObjectClient``. ``place`` names the store in messages, such as its address, without a credential."""
 
     def __init__(self, store: ObjectStore, *, place: str) -> None:
-        self._store = check_store(store)
+        self._store = store
         self.place = place
         self.durable = store.durable
         self.supports_if_absent = store.conditional_create
@@ -53,7 +52,7 @@ class StoreClient(ObjectClient):
         copy_bytes(view[: data.nbytes], data)
         return data.nbytes
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         folder, slash, start = prefix.rpartition("/")
         with self.translated(what):
             found = list(self._store.list(folder + slash, "/" if start else ""))
@@ -64,7 +63,7 @@ class StoreClient(ObjectClient):
                     "for each object"
                 )
             if each.key.startswith(prefix):
-                yield Row(each.key, each.bytes, each.version)
+                yield each
 
     def delete(self, key: str, what: str) -> None:
         with self.translated(what):

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,7 +238,9 @@ class Folders:
         try:
             child = self._enter(parent, part, path)
         except FileNotFoundError:
-            _mkdir(part, parent)
+            # Created concurrently; the open that follows fails if it is no folder.
+            with suppress(FileExistsError):
+                os.mkdir(part, dir_fd=parent)
             child = self._enter(parent, part, path)
         except NotADirectoryError as error:
             raise BackendError(
@@ -309,14 +311,6 @@ class Listings:
         is_slow = time.monotonic() - began_s > SLOW_S * len(folders)
         self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
         return found
-
-
-def _mkdir(part: str, parent: int) -> None:
-    try:
-        os.mkdir(part, dir_fd=parent)
-    except FileExistsError:
-        # Created concurrently; the open that follows fails if it is no folder.
-        return
 
 
 def _entry(found: os.DirEntry[str]) -> Entry | None:

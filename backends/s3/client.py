@@ -17,7 +17,7 @@ from typing import Any
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectClient, Row, UploadGoneError
+from tierfall.backends.object.client import ObjectClient, UploadGoneError
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -28,7 +28,7 @@ from tierfall.backends.object.responses import (
     translating,
 )
 from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import AccessDeniedError, BackendError
 
 # The root element of each answer in which missing rows mean something.
@@ -136,12 +136,12 @@ class S3Client(ObjectClient):
             raise BackendError(f"{what}: the store sent more than the range asked for")
         return filled
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         for page in self._pages("list_objects_v2", what, _AFTER_OBJECTS, Prefix=prefix):
             for row in page.get("Contents", ()):
                 if "Size" not in row:
                     raise BackendError(f"{what}: the store lists an object without its size")
-                yield Row(row["Key"], row["Size"], row.get("ETag", ""))
+                yield StoredObject(key=row["Key"], bytes=row["Size"], version=row.get("ETag", ""))
 
     def delete(self, key: str, what: str) -> None:
         self._request("delete_object", what, Key=key)

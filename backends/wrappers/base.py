@@ -77,25 +77,17 @@ class Wrapper:
 
 
 class LastAnswer(Wrapper):
-    """Passes every call on to ``inner``. ``last_answer_s`` is the time, on the monotonic clock, when a read, an fsync
-    or a row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
+    """Passes every call on to ``inner``. ``last_answer_s`` is the time, on the monotonic clock, when a read, an fsync,
+    a deletion or a row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.last_answer_s = time.monotonic()
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._inner.read_into(key, offset, view)
-        self.last_answer_s = time.monotonic()
-
-    def stat(self, key: str) -> StoredObject:
-        found = self._inner.stat(key)
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        found = function()
         self.last_answer_s = time.monotonic()
         return found
-
-    def sync(self, folder: str) -> None:
-        super().sync(folder)
-        self.last_answer_s = time.monotonic()
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         for stored in self._inner.scan(prefix):
