@@ -121,19 +121,14 @@ def _direct_works(folder: int, name: str, block_bytes: int) -> bool:
 
 
 def _exclusive(folder: int, name: str) -> Exclusive:
-    other = unfinished_name()
+    other, found = unfinished_name(), Exclusive.LINK
     try:
         os.link(name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _exclusive_rename(folder, name, other)
+        if not system.rename_if_absent(folder, name, other):
+            return Exclusive.NONE
+        found = Exclusive.RENAME
     _remove(other, folder)
-    return Exclusive.LINK
-
-
-def _exclusive_rename(folder: int, name: str, other: str) -> Exclusive:
-    if not system.rename_if_absent(folder, name, other):
-        return Exclusive.NONE
-    _remove(other, folder)
-    return Exclusive.RENAME
+    return found

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 class Wrapper:
-    """Passes every call on to ``inner``: those that may be repeated, by ``call``, which a subclass may override."""
+    """Passes every call on to ``inner``: those that may be repeated, by ``call``, which a
+    subclass may override."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
@@ -46,7 +47,15 @@ class Wrapper:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        return self._inner.create(key, length=length, length_max=length_max, publish=publish)
+        writer = self.call(
+            "write",
+            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish),
+        )
+        return self.writer(writer, key, publish)
+
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        """Wrap a writer that ``create`` has made."""
+        return inner
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self.call("read", lambda: self._inner.read_into(key, offset, view), bytes=view.nbytes)

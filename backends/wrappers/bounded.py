@@ -93,20 +93,8 @@ class Bounded(Wrapper):
         self._last_answer_s = last_answer_s
         self._silent: tuple[float, UnreachableError] | None = None
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = self.call(
-            "write",
-            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish),
-            too_late=lambda late: late.abort(),
-        )
-        return _BoundedWriter(writer, self)
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _BoundedWriter(inner, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         def fill() -> None:
@@ -142,15 +130,8 @@ class Bounded(Wrapper):
     def close(self) -> None:
         self.call("close", self._inner.close)
 
-    def call(
-        self,
-        doing: str,
-        function: Callable[[], T],
-        *,
-        bytes: int = 0,
-        too_late: Callable[[T], None] = lambda value: None,
-    ) -> T:
-        """Make a call within the bound; ``too_late`` disposes of what it returns later."""
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        """Make a call within the bound. A writer that it returns later is aborted."""
         self._check_answers()
         returned: list[bool] = []
 
@@ -166,7 +147,7 @@ class Bounded(Wrapper):
                 {self._tier: self._bound_s + bytes / self._bytes_per_s_min},
                 doing=doing,
                 last_answer_s=lambda tier: self._last_answer_s(),
-                too_late=too_late,
+                too_late=lambda late: late.abort() if hasattr(late, "abort") else None,
             )[self._tier]
         except BaseException:
             self._bound_s = min(self._bound_s, CLEANUP_S)

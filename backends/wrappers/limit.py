@@ -28,16 +28,8 @@ class Limited(Wrapper):
         super().__init__(inner)
         self._writes, self._reads = writes, reads
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
-        return _LimitedWriter(writer, self.traits, self._writes)
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _LimitedWriter(inner, self.traits, self._writes)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""

@@ -73,18 +73,8 @@ class Retrying(Wrapper):
     def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
         return self._retry.run(function)
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = self._retry.run(
-            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish)
-        )
-        return _RetryingWriter(writer, self._retry, publish, f"{key!r} in {self.place}")
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _RetryingWriter(inner, self._retry, publish, f"{key!r} in {self.place}")
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded, so that it can be retried as a whole."""
