@@ -81,7 +81,7 @@ LINES = {
     ("core/compression",): 418,
     ("core/scheduler",): 9_892,
     ("policies",): 2_220,
-    ("backends",): 8_265,
+    ("backends",): 7_661,
     ("tiers",): 4_531,
     ("tierfall/config",): 3_145,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 9_314,
