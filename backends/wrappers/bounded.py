@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from tierfall.backends.toolkit.base import AbortOnExit
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import begin_filling, end_filling
@@ -147,7 +148,7 @@ class Bounded(Wrapper):
                 {self._tier: self._bound_s + bytes / self._bytes_per_s_min},
                 doing=doing,
                 last_answer_s=lambda tier: self._last_answer_s(),
-                too_late=lambda late: late.abort() if hasattr(late, "abort") else None,
+                too_late=_abandon,
             )[self._tier]
         except BaseException:
             self._bound_s = min(self._bound_s, CLEANUP_S)
@@ -159,6 +160,11 @@ class Bounded(Wrapper):
     def _check_answers(self) -> None:
         if self._silent is not None and self._last_answer_s() <= self._silent[0]:
             raise self._silent[1]
+
+
+def _abandon(late: object) -> None:
+    if isinstance(late, AbortOnExit):
+        late.abort()
 
 
 class _BoundedWriter(WriterWrapper):
