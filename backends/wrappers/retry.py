@@ -39,23 +39,18 @@ class RetryPolicy:
 
     def run(self, call: Callable[[], T]) -> T:
         """Return what ``call`` returns, and retry it after retryable errors. Raises the last error."""
-        start_s = self.clock()
-        for number in range(1, self.tries):
+        start_s, number = self.clock(), 0
+        while True:
+            number += 1
             try:
                 return call()
             except BackendError as error:
-                if not error.retryable or self.clock() - start_s > self.total_s:
+                if error.retryable and 1 < self.tries == number:
+                    error.add_note(f"given up after {self.tries} tries")
+                is_late = self.clock() - start_s > self.total_s
+                if not error.retryable or number == self.tries or is_late:
                     raise
             self.sleep(self._wait_s(number))
-        return self._last(call)
-
-    def _last(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except BackendError as error:
-            if error.retryable and self.tries > 1:
-                error.add_note(f"given up after {self.tries} tries")
-            raise
 
     def _wait_s(self, number: int) -> float:
         full = min(self.longest_wait_s, self.first_wait_s * 2.0 ** (number - 1))
