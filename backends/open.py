@@ -7,7 +7,6 @@ all others fsspec, as everything has with ``driver: fsspec``. Only the library t
 from __future__ import annotations
 
 import importlib
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,6 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-_PORT = re.compile(r"[^:]*:[0-9]+")
 _AZURE = ("az", "abfs", "abfss")
 _WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
 # Tries of a store at open, and the seconds after which no retry begins: a silent store must not delay a start.
@@ -61,13 +59,7 @@ def open_backend(
             raise ConfigError(f"open {place_of(url)}: a folder has no options, but got {names}")
         return PosixBackend(rest, read_only=read_only)
     retry = RetryPolicy(
-        tries=_TRIES,
-        first_wait_s=0.2,
-        longest_wait_s=1.0,
-        total_s=_TRIES_S,
-        sleep=sleep,
-        clock=clock,
-        rng=random.Random(),
+        tries=_TRIES, longest_wait_s=1.0, total_s=_TRIES_S, sleep=sleep, clock=clock
     )
     found = registry.find(scheme) if driver is None else None
     if found is not None:
@@ -90,8 +82,6 @@ def place_of(url: str) -> str:
     if not found:
         return "(no URL)"
     scheme, rest = found.groups()
-    if _is_ambiguous(rest):
-        return f"{scheme}://..."
     user, bare = _split_user(rest)
     if user and ":" not in user and scheme in _AZURE:
         # On Azure it is the container, not a user: abfss://container@account.dfs.core.windows.net/prefix.
@@ -121,13 +111,11 @@ def check_url(url: str) -> None:
     scheme, rest = found.groups()
     user, bare = _split_user(rest)
     place = place_of(url)
-    if _is_ambiguous(rest):
-        raise ConfigError(
-            f"{place}: the '@' may end a password or be part of a path; give user, password and port under options, "
-            "and name a path without '@'"
-        )
     if ":" in user:
-        raise ConfigError(f"{place}: no user and password in a URL; give them under options")
+        raise ConfigError(
+            f"{place}: no user and password in a URL, and no ':' before an '@'; give user, password and port under "
+            "options"
+        )
     if "?" in rest:
         raise ConfigError(f"{place}: no '?' in a URL; give what comes after it under options")
     if scheme == "s3a":
@@ -144,40 +132,24 @@ def _check_bucket(scheme: str, user: str, bare: str, place: str) -> None:
     if user and scheme not in _AZURE:
         raise ConfigError(f"{place}: no '@' before a bucket; give credentials under options")
     bucket = bare.partition("/")[0]
-    if not bucket or ":" in bucket:
+    if not bucket or ":" in bucket or ("@" in bucket and scheme not in _AZURE):
         raise ConfigError(f"{place}: it names no bucket; expected {scheme}://bucket/prefix")
 
 
-def _is_ambiguous(rest: str) -> bool:
-    """Whether an apparent port may be the start of a password that contains a '/'."""
-    authority, _, path = rest.partition("/")
-    return "@" not in authority and "@" in path and _PORT.fullmatch(authority) is not None
-
-
 def _split_user(rest: str) -> tuple[str, str]:
-    """Split a URL's rest into user (with password) and what follows; a password may contain a '/'."""
-    authority, slash, path = rest.partition("/")
-    if "@" in authority:
-        user, _, host = authority.rpartition("@")
-        return user, host + slash + path
-    if ":" in authority and "@" in path:
-        user, _, bare = rest.rpartition("@")
-        return user, bare
-    return "", rest
+    """Split a URL's rest into user (with password) and what follows. A password may contain '/' and '@': what has a ':'
+    and stands before the last '@' counts as user and password."""
+    user, _, bare = rest.rpartition("@")
+    return (user, bare) if ":" in user or "/" not in user else ("", rest)
 
 
 def _client(
     scheme: str, url: str, options: Mapping[str, Any] | None, driver: Driver | None
 ) -> ObjectClient:
-    if scheme == "s3" and driver is None:
-        return _open_by("s3", "botocore", url, options)
-    return _open_by("fsspec", "fsspec", url, options)
-
-
-def _open_by(
-    folder: str, library: str, url: str, options: Mapping[str, Any] | None
-) -> ObjectClient:
     """Import the folder of a library, and open a client by it. Raises ConfigError where the library is missing."""
+    folder, library = "fsspec", "fsspec"
+    if scheme == "s3" and driver is None:
+        folder, library = "s3", "botocore"
     try:
         module = importlib.import_module(f"tierfall.backends.{folder}.options")
     except ModuleNotFoundError as error:

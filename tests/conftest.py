@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +168,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierfall.core.runtime.retries.LONGEST_S", 0.05)
     real = retry.wrap
     monkeypatch.setattr(
-        "tierfall.setup.tiers.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
+        "tierfall.setup.tiers.wrap",
+        lambda inner, *, retry, **more: real(
+            inner, retry=replace(retry, sleep=lambda s: None), **more
+        ),
     )
 
 

@@ -78,7 +78,7 @@ def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
         f"s3://{bucket}", options=server.options(), driver=None, read_only=True
     )
     try:
-        return list(backend._client.uploads.pending("", "list"))  # type: ignore[attr-defined]
+        return list(backend._client.pending("", "list"))  # type: ignore[attr-defined]
     finally:
         backend.close()
 

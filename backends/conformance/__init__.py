@@ -12,9 +12,10 @@ or, without a framework, ``check_backend(make, reopen=...)``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from types import MappingProxyType
 
-from tierfall.backends.conformance import reads, writes
+from tierfall.backends.conformance import checks
 from tierfall.backends.conformance.kit import Bench
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import BackendError
@@ -23,43 +24,13 @@ __all__ = ["CHECKS", "Check", "check_backend", "check_promise"]
 
 Check = Callable[[Bench], None]
 
-_ALL: tuple[Check, ...] = (
-    reads.traits_and_place_are_valid,
-    writes.nothing_is_visible_before_publish,
-    writes.any_length_comes_back,
-    writes.an_empty_object_is_an_object,
-    writes.disjoint_ranges_from_threads,
-    writes.ranges_that_share_a_block,
-    writes.offsets_and_memory_of_any_alignment,
-    writes.a_writer_keeps_no_reference,
-    writes.abort_leaves_nothing,
-    writes.a_finished_writer_refuses,
-    writes.too_few_bytes_are_refused,
-    writes.too_many_bytes_are_refused,
-    writes.length_max_is_a_bound,
-    writes.a_long_object_comes_back,
-    writes.an_aborted_long_object_leaves_nothing,
-    writes.the_last_publish_wins,
-    writes.replace_is_atomic,
-    writes.conditional_create_has_one_winner,
-    writes.a_refused_conditional_create_leaves_nothing,
-    writes.durable_objects_exist_after_reopening,
-    writes.visible_objects_can_be_synced,
-    reads.any_range_can_be_read,
-    reads.cached_bytes_are_the_object,
-    reads.reading_past_the_end_raises,
-    reads.missing_keys_raise_key_not_found,
-    reads.a_scan_is_sorted_and_complete,
-    reads.a_prefix_ends_at_a_component,
-    reads.a_scan_during_changes_is_consistent,
-    reads.delete_is_idempotent,
-    reads.delete_some_deletes_all_in_the_end,
-    reads.invalid_keys_are_refused,
-    reads.active_writers_are_kept,
-    reads.leftovers_of_dead_writers_are_removed,
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        name: check
+        for name, check in vars(checks).items()
+        if isfunction(check) and check.__module__ == checks.__name__ and name[0] != "_"
+    }
 )
-
-CHECKS: Mapping[str, Check] = MappingProxyType({check.__name__: check for check in _ALL})
 
 
 def check_promise(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,26 +114,17 @@ def refused(kind: type[BackendError], call: Callable[[], object], what: str) -> 
 def in_threads(count: int, call: Callable[[int], object]) -> list[BackendError | None]:
     """Make ``call`` in ``count`` threads at once; return the BackendError of each, and raise any other exception."""
     start = threading.Barrier(count)
-    errors: list[BackendError | None] = [None] * count
-    foreign: list[BaseException] = []
 
-    def body(index: int) -> None:
+    def body(index: int) -> BackendError | None:
+        start.wait()
         try:
-            start.wait()
             call(index)
         except BackendError as error:
-            errors[index] = error
-        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
-            foreign.append(error)
+            return error
+        return None
 
-    threads = [threading.Thread(target=body, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if foreign:
-        raise foreign[0]
-    return errors
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(body, range(count)))
 
 
 def no_errors(errors: list[BackendError | None]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import MAX_PARALLEL, ObjectInfo, Row, Stream, Streams
+from tierfall.backends.object.client import ObjectClient, Stream
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
@@ -31,7 +31,7 @@ from tierfall.backends.object.responses import (
 )
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
-from tierfall.core.types.backend import Publish, part_bytes
+from tierfall.core.types.backend import Publish, StoredObject, part_bytes
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -70,13 +70,9 @@ _NO_LOGIN = {
 _FORBIDDEN = "Forbidden: "
 
 
-class FsspecClient:
+class FsspecClient(ObjectClient):
     """See ``ObjectClient``. Full keys begin with the filesystem's path of the place. ``streams`` is the filesystem for
     uploads in parts: the same place, with the library's own tries of each part."""
-
-    uploads = None
-    deletions = None
-    max_parallel = MAX_PARALLEL
 
     def __init__(
         self, system: AbstractFileSystem, url: str, *, streams: AbstractFileSystem
@@ -95,10 +91,7 @@ class FsspecClient:
         self.durable = self._is_store
         self.atomic_replace = self._puts_whole or protocol in _REPLACING
         self.supports_if_absent = self._is_store
-
-    @property
-    def streams(self) -> Streams | None:
-        return None if self._is_memory else self
+        self.takes_streams = not self._is_memory
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
         if self._is_store:
@@ -131,7 +124,7 @@ class FsspecClient:
         finally:
             self._putting.discard(stream.unfinished)
 
-    def head(self, key: str, what: str) -> ObjectInfo:
+    def head(self, key: str, what: str) -> int:
         entry = self._call(self._system.info, key, what)
         if entry["type"] == "directory":
             raise KeyNotFoundError(f"{what}: it is a folder; there is no such object")
@@ -139,7 +132,7 @@ class FsspecClient:
             raise AccessDeniedError(
                 f"{what}: it is a link or a special file, which are not used; put the file itself there"
             )
-        return ObjectInfo(bytes=int(entry["size"]), etag="")
+        return int(entry["size"])
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         data = self._call(
@@ -153,11 +146,13 @@ class FsspecClient:
         copy_bytes(view[: source.nbytes], source)
         return source.nbytes
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         found = self._flat if self._puts_whole else self._walked
         for entry in found(prefix.rstrip("/"), what):
             if entry["type"] == "file" and entry["name"].startswith(prefix):
-                yield Row(entry["name"], int(entry["size"]), _version(entry))
+                yield StoredObject(
+                    key=entry["name"], bytes=int(entry["size"]), version=_version(entry)
+                )
 
     def delete(self, key: str, what: str) -> None:
         if not self._puts_whole:
@@ -166,9 +161,9 @@ class FsspecClient:
         self._call(self._system.rm_file, key, what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
-        for name, *_ in self.list(prefix, what):
-            if is_unfinished(name.rpartition("/")[2]) and name not in self._putting:
-                yield name, name
+        for found in self.list(prefix, what):
+            if is_unfinished(found.key.rpartition("/")[2]) and found.key not in self._putting:
+                yield found.key, found.key
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
         with suppress(KeyNotFoundError):
@@ -252,28 +247,17 @@ class FsspecClient:
         return list(found.values())
 
     def _walked(self, folder: str, what: str) -> Iterator[dict[str, Any]]:
-        """List everything below a folder. fsspec's own walk silently omits folders that it cannot read."""
-        pending = [folder]
-        while pending:
-            parent = pending.pop()
-            for entry in self._entries(parent, what):
-                if entry["name"] == parent:
-                    # ls of a file returns the file itself.
-                    continue
-                if not entry["name"].startswith(f"{parent}/"):
-                    raise BackendError(f"{what}: the filesystem lists names of other folders")
-                if entry["type"] == "directory":
-                    pending.append(entry["name"])
-                yield entry
+        """List every file below a folder. By default, fsspec's walk silently omits folders that it cannot read."""
 
-    def _entries(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
+        def on_error(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+            # The folder does not exist, or was removed since its parent was listed.
+            self._check_root(what)
+
         with translated(what):
-            try:
-                return list(self._system.ls(folder or "/", detail=True))
-            except (FileNotFoundError, NotADirectoryError):
-                # The folder does not exist, or was removed since its parent was listed.
-                self._check_root(what)
-                return []
+            for _, _, files in self._system.walk(folder or "/", detail=True, on_error=on_error):
+                yield from files.values()
 
 
 class _FileStream:

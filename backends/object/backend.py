@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
+from tierfall.backends.object.client import BareAbsenceError, ObjectClient
 from tierfall.backends.object.writers import (
     PART_BYTES_MAX,
     PART_BYTES_MIN,
     BufferedWriter,
     MultipartWriter,
     OrderedWriter,
-    WriterContext,
 )
 from tierfall.backends.toolkit.base import BackendBase
 from tierfall.backends.toolkit.keys import (
@@ -55,7 +55,8 @@ class ObjectStoreBackend(BackendBase):
         self._client = client
         self._active: set[str] = set()
         """The ids of the unfinished objects of active writers."""
-        self._deletions = client.deletions
+        self._keys_max = client.keys_max
+        """The most keys of one request for their deletion."""
         try:
             conditional = False
             if read_only:
@@ -65,12 +66,12 @@ class ObjectStoreBackend(BackendBase):
         except BaseException:
             self.close()
             raise
-        in_parts = client.uploads is not None
+        in_parts = client.takes_parts
         self._traits = Traits(
             durable=client.durable,
             atomic_replace=client.atomic_replace,
             conditional_create=conditional,
-            ordered_writes=not in_parts and client.streams is not None,
+            ordered_writes=client.takes_streams,
             part_bytes_min=PART_BYTES_MIN if in_parts else 0,
             part_bytes_max=PART_BYTES_MAX if in_parts else 0,
             max_parallel=client.max_parallel,
@@ -85,13 +86,12 @@ class ObjectStoreBackend(BackendBase):
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
         extent = self._check_create(key, length, length_max, publish)
-        context = WriterContext(client=self._client, active=self._active)
-        uploads, streams = self._client.uploads, self._client.streams
-        if uploads is not None:
-            return MultipartWriter(context, uploads, key, extent=extent, publish=publish)
-        if streams is not None:
-            return OrderedWriter(context, streams, key, extent=extent, publish=publish)
-        return BufferedWriter(context, key, extent=extent, publish=publish)
+        kind: type[BufferedWriter | MultipartWriter | OrderedWriter] = BufferedWriter
+        if self._client.takes_parts:
+            kind = MultipartWriter
+        elif self._client.takes_streams:
+            kind = OrderedWriter
+        return kind(self._client, self._active, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
@@ -104,18 +104,22 @@ class ObjectStoreBackend(BackendBase):
             return
         filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
-            length = self._client.head(self._full(key), what).bytes
+            length = self._client.head(self._full(key), what)
             raise self._short_read(what, offset, offset + data.nbytes, length)
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)
-        return StoredObject(
-            key=key, bytes=self._client.head(self._full(key), self._what("stat", key)).bytes
-        )
+        length = self._client.head(self._full(key), self._what("stat", key))
+        return StoredObject(key=key, bytes=length)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
-        return iter(self._listed(prefix))
+        found: list[StoredObject] = []
+        for row in self._rows(prefix, self._what("list", prefix)):
+            key = row.key.removeprefix(self._client.prefix)
+            if is_key(key) and key.startswith(prefix):
+                found.append(replace(row, key=key))
+        return iter(sorted(found, key=lambda each: each.key))
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -125,26 +129,21 @@ class ObjectStoreBackend(BackendBase):
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """See ``Backend``. After a store has refused a batch deletion, objects are deleted one by one."""
-        deletions = self._deletions
         keys = [check_key(key) for key in keys]
-        if deletions is None or len(keys) == 1:
+        if self._keys_max == 1 or len(keys) == 1:
             self.delete(keys[0])
             return keys[1:]
-        batch = [self._full(key) for key in keys[: deletions.keys_max]]
+        batch = [self._full(key) for key in keys[: self._keys_max]]
         what = f"delete {len(batch)} objects in {self.place}"
         self._check_writable(what)
         try:
-            left = deletions.delete_some(batch, what)
+            left = self._client.delete_some(batch, what)
         except BackendError as error:
             if error.retryable and not isinstance(error, BareAbsenceError):
                 raise
-            if isinstance(error, KeyNotFoundError):  # of an unknown one of them
-                for key in keys[: len(batch)]:
-                    self.delete(key)
-                return keys[len(batch) :]
             # If a single deletion succeeds, the store does not support batches; else it raises the cause.
             self.delete(keys[0])
-            self._deletions = None
+            self._keys_max = 1
             return keys[1:]
         # The failed keys come last, so that the next batch has others first.
         failed = [full.removeprefix(self._client.prefix) for full in left]
@@ -165,15 +164,7 @@ class ObjectStoreBackend(BackendBase):
         """Close the connections. Open writers may still abort."""
         self._client.close()
 
-    def _listed(self, prefix: str) -> list[StoredObject]:
-        found: list[StoredObject] = []
-        for row in self._rows(prefix, self._what("list", prefix)):
-            key = row.key.removeprefix(self._client.prefix)
-            if is_key(key) and key.startswith(prefix):
-                found.append(StoredObject(key=key, bytes=row.bytes, version=row.version))
-        return sorted(found, key=lambda each: each.key)
-
-    def _rows(self, prefix: str, what: str) -> Iterator[Row]:
+    def _rows(self, prefix: str, what: str) -> Iterator[StoredObject]:
         """List a prefix. KeyNotFoundError is no valid answer to that: without objects, the listing is empty."""
         try:
             yield from self._client.list(self._full(prefix), what)
@@ -189,9 +180,9 @@ class ObjectStoreBackend(BackendBase):
     def _discard_probes(self, what: str) -> int:
         """Delete probe objects of opens that were killed."""
         count = 0
-        for full, *_ in list(self._rows(RESERVED_PREFIX, what)):
-            if is_unfinished(full.removeprefix(self._client.prefix)):
-                self._remove(full, what)
+        for row in list(self._rows(RESERVED_PREFIX, what)):
+            if is_unfinished(row.key.removeprefix(self._client.prefix)):
+                self._remove(row.key, what)
                 count += 1
         return count
 
@@ -199,7 +190,7 @@ class ObjectStoreBackend(BackendBase):
         """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
         try:
-            obeys = self._client.supports_if_absent and self._obeys_condition(full, what)
+            obeys = self._client.supports_if_absent and self._second_create_fails(full, what)
             if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:
@@ -210,26 +201,22 @@ class ObjectStoreBackend(BackendBase):
         self._remove(full, what)
         return obeys
 
-    def _obeys_condition(self, full: str, what: str) -> bool:
+    def _second_create_fails(self, full: str, what: str) -> bool:
         try:
-            return self._second_create_fails(full, what)
+            self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+            try:
+                self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+            except KeyExistsError:
+                return True
         except BackendError as error:
             if error.retryable or isinstance(error, AccessDeniedError):
                 raise
             # The store does not support the condition. The caller tries a put without one.
-            return False
+        return False
 
     def _remove(self, full: str, what: str) -> None:
         with suppress(KeyNotFoundError):
             self._client.delete(full, what)
-
-    def _second_create_fails(self, full: str, what: str) -> bool:
-        self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
-        try:
-            self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
-        except KeyExistsError:
-            return True
-        return False
 
     def _full(self, key: str) -> str:
         return self._client.prefix + key

@@ -163,11 +163,6 @@ def creating(publish: Publish) -> Iterator[None]:
         raise
 
 
-def incomplete_answer_error(what: str) -> UnreachableError:
-    """Make the error for a success status with a body that does not confirm the completion of an upload."""
-    return silence_error("the store did not confirm that it completed the upload", what)
-
-
 def silence_error(reason: str, what: str) -> UnreachableError:
     """Make the error for a request that got no answer."""
     return UnreachableError(f"{what}: {reason}; nothing is known about what is stored; try again")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
-from tierfall.backends.object.client import ObjectInfo, Row
-from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore, check_store
+from tierfall.backends.object.client import ObjectClient
+from tierfall.backends.toolkit.object_store import MultipartStore, ObjectStore
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import (
@@ -17,22 +18,16 @@ from tierfall.core.types.errors import (
 )
 
 
-class StoreClient:
-    """See ``ObjectClient``. ``place`` names the store in messages, such as its address, without a credential. Raises
-    ConfigError if the store lacks a method or attribute."""
-
-    prefix = ""
-    atomic_replace = True
-    streams = None
-    deletions = None
+class StoreClient(ObjectClient):
+    """See ``ObjectClient``. ``place`` names the store in messages, such as its address, without a credential."""
 
     def __init__(self, store: ObjectStore, *, place: str) -> None:
-        self._store = check_store(store)
+        self._store = store
         self.place = place
         self.durable = store.durable
         self.supports_if_absent = store.conditional_create
         self.max_parallel = store.max_parallel
-        self.uploads = StoreUploads(self, store) if isinstance(store, MultipartStore) else None
+        self.takes_parts = isinstance(store, MultipartStore)
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         if_absent = publish is Publish.IF_ABSENT
@@ -45,8 +40,8 @@ class StoreClient:
         if if_absent and not is_new:
             raise KeyExistsError(f"{what}: the key is taken")
 
-    def head(self, key: str, what: str) -> ObjectInfo:
-        return ObjectInfo(bytes=self._get(key, 0, 0, what)[1], etag="")
+    def head(self, key: str, what: str) -> int:
+        return self._get(key, 0, 0, what)[1]
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         data, _ = self._get(key, offset, offset + view.nbytes, what)
@@ -57,7 +52,7 @@ class StoreClient:
         copy_bytes(view[: data.nbytes], data)
         return data.nbytes
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         folder, slash, start = prefix.rpartition("/")
         with self.translated(what):
             found = list(self._store.list(folder + slash, "/" if start else ""))
@@ -68,18 +63,32 @@ class StoreClient:
                     "for each object"
                 )
             if each.key.startswith(prefix):
-                yield Row(each.key, each.bytes, each.version)
+                yield each
 
     def delete(self, key: str, what: str) -> None:
         with self.translated(what):
             self._store.delete(key)
 
+    def begin(self, key: str, what: str) -> str:
+        with self.translated(what):
+            return self._text(self._parts.begin(key), "begin", what)
+
+    def put_part(self, key: str, upload: str, number: int, view: memoryview, what: str) -> str:
+        with self.translated(what):
+            mark = self._parts.put_part(key, upload, number, view.toreadonly())
+            return self._text(mark, "put_part", what)
+
+    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
+        with self.translated(what):
+            self._parts.complete(key, upload, parts)
+
     def pending(self, prefix: str, what: str) -> Sequence[tuple[str, str]]:
-        return () if self.uploads is None else self.uploads.pending(prefix, what)
+        with self.translated(what):
+            return list(self._parts.pending(prefix)) if self.takes_parts else ()
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
-        if self.uploads is not None:
-            self.uploads.abort(key, unfinished, what)
+        with self.translated(what):
+            self._parts.abort(key, unfinished)
 
     def check_open(self) -> None:
         """Do nothing: the store was opened when it was constructed."""
@@ -101,6 +110,15 @@ class StoreClient:
                 "there is no object"
             )
 
+    def _text(self, answer: object, call: str, what: str) -> str:
+        if isinstance(answer, str) and answer:
+            return answer
+        raise BackendError(f"{what}: {self._name}.{call} returned {answer!r:.40}; expected a text")
+
+    @property
+    def _parts(self) -> MultipartStore:
+        return cast(MultipartStore, self._store)
+
     @property
     def _name(self) -> str:
         return type(self._store).__name__
@@ -114,38 +132,3 @@ class StoreClient:
             raise
         except Exception as error:
             raise self._store.error_type(error)(f"{what}: {error!r}") from error
-
-
-class StoreUploads:
-    """See ``Uploads``: the uploads in parts of a plug-in's store."""
-
-    def __init__(self, client: StoreClient, store: MultipartStore) -> None:
-        self._client = client
-        self._store = store
-
-    def begin(self, key: str, what: str) -> str:
-        with self._client.translated(what):
-            return self._text(self._store.begin(key), "begin", what)
-
-    def put_part(self, key: str, upload: str, number: int, view: memoryview, what: str) -> str:
-        with self._client.translated(what):
-            mark = self._store.put_part(key, upload, number, view.toreadonly())
-            return self._text(mark, "put_part", what)
-
-    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
-        with self._client.translated(what):
-            self._store.complete(key, upload, parts)
-
-    def pending(self, prefix: str, what: str) -> list[tuple[str, str]]:
-        with self._client.translated(what):
-            return [(key, upload) for key, upload in self._store.pending(prefix)]
-
-    def abort(self, key: str, upload: str, what: str) -> None:
-        with self._client.translated(what):
-            self._store.abort(key, upload)
-
-    def _text(self, answer: object, call: str, what: str) -> str:
-        if isinstance(answer, str) and answer:
-            return answer
-        name = type(self._store).__name__
-        raise BackendError(f"{what}: {name}.{call} returned {answer!r:.40}; expected a text")

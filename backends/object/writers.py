@@ -1,57 +1,71 @@
-"""The writers to object stores: ``MultipartWriter`` for a store with multipart uploads, ``OrderedWriter`` for one with
-streams, ``BufferedWriter`` for one that has neither. All write small objects by a single put."""
+"""The writers to object stores: ``MultipartWriter`` for a store that takes parts, ``OrderedWriter`` for one that takes
+streams, ``BufferedWriter`` for one that takes neither. All write small objects by a single put."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 import threading
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
-from tierfall.backends.object.client import (
-    ObjectClient,
-    Stream,
-    Streams,
-    UploadGoneError,
-    Uploads,
-)
+from tierfall.backends.object.client import ObjectClient, Stream
 from tierfall.backends.toolkit.base import Coverage, Extent, WriterBase, WriterState
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
-from tierfall.core.types.errors import BackendError, KeyNotFoundError
+from tierfall.core.types.errors import BackendError
 
 # Amazon S3's bounds for an upload in parts.
 PART_BYTES_MIN = 5 * 1024 * 1024
 PART_BYTES_MAX = 5 * 1024**3
-_MD5 = re.compile(r"[0-9a-f]{32}")
 # Up to this length one put is faster than the three requests of a multipart upload.
 SINGLE_BYTES_MAX = 8 * 1024 * 1024
 # A longer object cannot be created conditionally: only a single put was probed at open.
 CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterContext:
-    """What the writers of one backend share: its client, and the ids of the unfinished objects of active writers."""
-
-    client: ObjectClient
-    active: set[str]
-
-
 class ObjectWriterBase(WriterBase):
-    """Writes one new object; a subclass has ``write``."""
+    """Writes one new object. ``active`` are the ids of the unfinished objects of active writers. A subclass takes the
+    bytes."""
 
     def __init__(
-        self, context: WriterContext, key: str, *, extent: Extent, publish: Publish
+        self,
+        client: ObjectClient,
+        active: set[str],
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
     ) -> None:
-        super().__init__(key, context.client.place, extent=extent, publish=publish)
-        self._client = context.client
-        self._active = context.active
+        super().__init__(key, client.place, extent=extent, publish=publish)
+        self._client = client
+        self._active = active
+        self._full_key = client.prefix + key
         self._kept: dict[int, bytearray] = {}
-        """Bytes in memory, by their offset: too few for a part."""
+        """Bytes in memory, by their offset."""
+        self._keep_bytes_max = (
+            CONDITIONAL_BYTES_MAX if publish is Publish.IF_ABSENT else SINGLE_BYTES_MAX
+        )
+        """The most bytes that are kept in memory for a single put."""
         self._unfinished = ""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        data = flat(view)
+        with self._lock:
+            self._check_open("write")
+            try:
+                self._extent.check_range(self._what("write"), offset, data.nbytes)
+                send = self._add(offset, data)
+            except BaseException:
+                self._die()
+                raise
+        if send is not None:
+            send()
+
+    @abstractmethod
+    def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
+        """Take bytes, under the lock; return a call that sends them, or None."""
 
     def _on_published(self) -> None:
         self._kept.clear()
@@ -82,10 +96,6 @@ class ObjectWriterBase(WriterBase):
     def _put_whole(self, what: str) -> None:
         self._client.put(self._full_key, memoryview(self._joined()), self._publish_mode, what)
 
-    @property
-    def _full_key(self) -> str:
-        return self._client.prefix + self._key
-
 
 @dataclass(slots=True, kw_only=True)
 class _Part:
@@ -103,45 +113,26 @@ class MultipartWriter(ObjectWriterBase):
     and from several threads, without a copy. A part's number follows from its offset. Bytes too few for a part are kept
     in memory until ``publish``: the last bytes of a large object, or all of a small one.
 
-    If the answer to the completion of an upload is lost, the request is retried. A store that no longer knows the
-    upload may have completed it the first time. Then the object under the key is compared by its length and its etag,
-    which is the MD5 of the parts' MD5s where the parts' etags are MD5s ("Common Response Headers", Amazon S3 API
-    Reference; the same on SeaweedFS). Where they are not (some encryptions), the outcome is unknown, and the writer is
-    dead.
+    If the answer to the completion of an upload is lost, the request is retried. If the store no longer knows the
+    upload then, it may have completed it the first time; the writer is dead, and the caller writes a new object.
     """
 
     def __init__(
         self,
-        context: WriterContext,
-        uploads: Uploads,
+        client: ObjectClient,
+        active: set[str],
         key: str,
         *,
         extent: Extent,
         publish: Publish,
     ) -> None:
-        super().__init__(context, key, extent=extent, publish=publish)
-        self._uploads = uploads
+        super().__init__(client, active, key, extent=extent, publish=publish)
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
-        self._is_unanswered = False
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
 
-    def write(self, offset: int, view: memoryview) -> None:
-        data = flat(view)
-        with self._lock:
-            self._check_open("write")
-            try:
-                part = self._add(offset, data)
-            except BaseException:
-                self._die()
-                raise
-        if part is not None:
-            self._send(*part, data)
-
-    def _add(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
-        """Keep the bytes in memory and return None, or return the number and the part that they are."""
+    def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
         end = offset + data.nbytes
-        self._extent.check_range(self._what("write"), offset, data.nbytes)
         if not data.nbytes:
             return None
         if not self._is_part(end, data.nbytes):
@@ -155,7 +146,7 @@ class MultipartWriter(ObjectWriterBase):
                 f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: give "
                 f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
             )
-        return number, part
+        return partial(self._send, number, part, data)
 
     def _is_part(self, end: int, size_bytes: int) -> bool:
         length = self._extent.length
@@ -167,23 +158,17 @@ class MultipartWriter(ObjectWriterBase):
 
     def _check_kept_bytes(self, offset: int, size_bytes: int) -> None:
         others = sum(len(each) for start, each in self._kept.items() if start != offset)
-        if others + size_bytes > self._keep_bytes_max():
+        if others + size_bytes > self._keep_bytes_max:
             raise BackendError(
                 f"{self._what('write')}: {size_bytes} bytes at {offset} are too few for a part (part_bytes_min: "
                 f"{PART_BYTES_MIN}), and with the {others} kept before too many for a single put"
             )
 
-    def _keep_bytes_max(self) -> int:
-        """The most bytes that are kept in memory for a single put."""
-        if self._publish_mode is Publish.IF_ABSENT:
-            return CONDITIONAL_BYTES_MAX
-        return PART_BYTES_MIN if self._extent.length is None else SINGLE_BYTES_MAX
-
     def _send(self, number: int, part: _Part, data: memoryview) -> None:
         what = self._what(f"write part {number} of")
         try:
             upload = self._begun()
-            part.etag = self._uploads.put_part(self._full_key, upload, number, data, what)
+            part.etag = self._client.put_part(self._full_key, upload, number, data, what)
         except BackendError as error:
             if not error.retryable:
                 self.abort()
@@ -204,7 +189,7 @@ class MultipartWriter(ObjectWriterBase):
         with self._begin_lock:
             self._check_open("write")
             if not self._unfinished:
-                begun = self._uploads.begin(self._full_key, self._what("begin"))
+                begun = self._client.begin(self._full_key, self._what("begin"))
                 self._active.add(begun)
                 with self._lock:
                     self._unfinished = begun
@@ -221,7 +206,8 @@ class MultipartWriter(ObjectWriterBase):
             raise BackendError(f"{what}: {fault}; write every byte first, and once")
         if self._parts:
             self._send_last(what)
-            self._complete(what)
+            done = [(number, part.etag) for number, part in sorted(self._parts.items())]
+            self._client.complete(self._full_key, self._unfinished, done, what)
         else:
             self._put_whole(what)
 
@@ -242,7 +228,7 @@ class MultipartWriter(ObjectWriterBase):
 
     def _send_last(self, what: str) -> None:
         """Send the kept bytes as the last part."""
-        end = self._end()
+        end = max(part.offset + part.size_bytes for part in self._parts.values())
         if any(offset < end for offset in self._kept):
             raise BackendError(
                 f"{what}: only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
@@ -252,42 +238,11 @@ class MultipartWriter(ObjectWriterBase):
             return
         number = end // self._stride_bytes + 1
         number += number == max(self._parts)
-        etag = self._uploads.put_part(
+        etag = self._client.put_part(
             self._full_key, self._unfinished, number, memoryview(last), what
         )
         self._parts[number] = _Part(offset=end, size_bytes=len(last), etag=etag)
         self._kept.clear()
-
-    def _complete(self, what: str) -> None:
-        done = [(number, part.etag) for number, part in sorted(self._parts.items())]
-        try:
-            self._uploads.complete(self._full_key, self._unfinished, done, what)
-        except UploadGoneError as error:
-            if not self._is_unanswered:
-                raise
-            if not self._is_there(done, what):
-                raise BackendError(
-                    f"{what}: an earlier try got no answer, the upload is gone, and the object under the key is not "
-                    "known to be this one; write a new object"
-                ) from error
-        except BackendError as error:
-            self._is_unanswered = self._is_unanswered or error.retryable
-            raise
-
-    def _is_there(self, done: Sequence[tuple[int, str]], what: str) -> bool:
-        """Whether the object under the key consists of these parts."""
-        etags = [etag.strip('"') for _, etag in done]
-        if not all(_MD5.fullmatch(etag) for etag in etags):
-            return False
-        digest = hashlib.md5(b"".join(map(bytes.fromhex, etags)), usedforsecurity=False)
-        try:
-            found = self._client.head(self._full_key, what)
-        except KeyNotFoundError:
-            return False
-        return (found.bytes, found.etag) == (self._end(), f"{digest.hexdigest()}-{len(etags)}")
-
-    def _end(self) -> int:
-        return max(part.offset + part.size_bytes for part in self._parts.values())
 
 
 class OrderedWriter(ObjectWriterBase):
@@ -298,33 +253,11 @@ class OrderedWriter(ObjectWriterBase):
     stream that failed cannot be continued, because its earlier bytes are lost: the writer is dead, and the error is not
     retryable. The caller writes a new object."""
 
-    def __init__(
-        self,
-        context: WriterContext,
-        streams: Streams,
-        key: str,
-        *,
-        extent: Extent,
-        publish: Publish,
-    ) -> None:
-        super().__init__(context, key, extent=extent, publish=publish)
-        self._streams = streams
-        self._stream: Stream | None = None
-        self._end = 0
-
-    def write(self, offset: int, view: memoryview) -> None:
-        data = flat(view)
-        with self._lock:
-            self._check_open("write")
-            try:
-                self._add(offset, data)
-            except BaseException:
-                self._die()
-                raise
+    _stream: Stream | None = None
+    _end = 0
 
     def _add(self, offset: int, data: memoryview) -> None:
         what = self._what("write")
-        self._extent.check_range(what, offset, data.nbytes)
         if offset != self._end:
             raise BackendError(
                 f"{what}: bytes {offset} to {offset + data.nbytes} do not follow the {self._end} before; this store "
@@ -333,18 +266,12 @@ class OrderedWriter(ObjectWriterBase):
         if not data.nbytes:
             return
         end = offset + data.nbytes
-        if self._stream is None and end <= self._keep_bytes_max():
+        if self._stream is None and end <= self._keep_bytes_max:
             self._keep(offset, data)
         else:
             with _not_retryable():
                 self._open_stream(what).write(data)
         self._end = end
-
-    def _keep_bytes_max(self) -> int:
-        """The most bytes that are kept in memory for a single put."""
-        if self._publish_mode is Publish.IF_ABSENT:
-            return CONDITIONAL_BYTES_MAX
-        return SINGLE_BYTES_MAX
 
     def _open_stream(self, what: str) -> Stream:
         """Open the stream, once, and write the kept bytes to it."""
@@ -354,7 +281,7 @@ class OrderedWriter(ObjectWriterBase):
                 f"{CONDITIONAL_BYTES_MAX} bytes"
             )
         if self._stream is None:
-            self._stream = self._streams.open_stream(self._full_key, self._extent.most_bytes, what)
+            self._stream = self._client.open_stream(self._full_key, self._extent.most_bytes, what)
             self._unfinished = self._stream.unfinished
             self._active.add(self._unfinished)
             for _, piece in sorted(self._kept.items()):
@@ -383,26 +310,24 @@ class BufferedWriter(ObjectWriterBase):
     in any order and again, for a single put."""
 
     def __init__(
-        self, context: WriterContext, key: str, *, extent: Extent, publish: Publish
+        self,
+        client: ObjectClient,
+        active: set[str],
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
     ) -> None:
-        super().__init__(context, key, extent=extent, publish=publish)
+        super().__init__(client, active, key, extent=extent, publish=publish)
         self._coverage = Coverage()
 
-    def write(self, offset: int, view: memoryview) -> None:
-        data = flat(view)
+    def _add(self, offset: int, data: memoryview) -> None:
         end = offset + data.nbytes
-        with self._lock:
-            self._check_open("write")
-            try:
-                self._extent.check_range(self._what("write"), offset, data.nbytes)
-            except BaseException:
-                self._die()
-                raise
-            kept = self._kept.setdefault(0, bytearray(self._extent.length or 0))
-            kept.extend(bytes(max(0, end - len(kept))))
-            with memoryview(kept) as target:
-                copy_bytes(target[offset:end], data)
-            self._coverage.add(offset, end)
+        kept = self._kept.setdefault(0, bytearray(self._extent.length or 0))
+        kept.extend(bytes(max(0, end - len(kept))))
+        with memoryview(kept) as target:
+            copy_bytes(target[offset:end], data)
+        self._coverage.add(offset, end)
 
     def _finish(self, what: str) -> None:
         fault = self._coverage.missing(self._extent.length)

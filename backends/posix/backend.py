@@ -29,7 +29,6 @@ from tierfall.backends.toolkit.base import BackendBase
 from tierfall.backends.toolkit.keys import (
     check_key,
     check_prefix,
-    is_component,
     is_key,
     is_unfinished,
 )
@@ -50,8 +49,8 @@ _MAX_PARALLEL = 4
 class PosixBackend(BackendBase):
     """Stores objects as files below ``root``; see ``core.types.backend.Backend``.
 
-    ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: None uses direct I/O where a
-    probe at open shows that it works, False never, True raises where it does not work. While the backend is open, a
+    ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: use direct I/O where a probe
+    at open shows that it works. While the backend is open, a
     root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again. Call
     ``close`` after all other calls have returned.
 
@@ -69,11 +68,11 @@ class PosixBackend(BackendBase):
     )
 
     def __init__(
-        self, root: Path | str, *, direct_io: bool | None = None, read_only: bool = False
+        self, root: Path | str, *, direct_io: bool = True, read_only: bool = False
     ) -> None:
         self._path = Path(os.path.abspath(root))
         super().__init__(str(self._path), read_only=read_only)
-        self._ask_kernel = read_only and direct_io is not False
+        self._ask_kernel = read_only and direct_io
         self._folders = _open_root(self._path, read_only=read_only)
         try:
             with self._folders.opened("") as folder:
@@ -151,13 +150,11 @@ class PosixBackend(BackendBase):
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
-        return self._scan(prefix)
-
-    def names(self, folder: str) -> list[str]:
-        """Return all names in a folder, also those that ``scan`` leaves out, such as symbolic links."""
-        with suppress(KeyNotFoundError), self._lookup("list", check_key(folder)):
-            return self._folders.names(folder)
-        return []
+        return (
+            StoredObject(key=key, bytes=entry.bytes, version=entry.version)
+            for key, entry in Listings(self._entries).walk(prefix)
+            if not entry.is_folder and is_key(key)
+        )
 
     def delete(self, key: str) -> None:
         self.delete_some([key])
@@ -187,29 +184,24 @@ class PosixBackend(BackendBase):
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
         self._check_writable(self._what("clean up", prefix))
-        count, pending = 0, [prefix]
-        empty: list[str] = []
-        listings = Listings(self._entries)
-        while pending:
-            folders = pending[-listings.at_once :]
-            del pending[-listings.at_once :]
-            for folder, entries in zip(folders, listings.list(folders), strict=True):
-                # No folder of tierfall has a dot in its name: one that does lies where a file is to be.
-                if not entries and "." not in folder[:-1].rpartition("/")[2]:
-                    empty.append(folder[:-1])
-                pending += [
-                    f"{folder}{each.name}/"
-                    for each in entries
-                    if each.is_folder and is_component(each.name)
-                ]
-                dead = [each.name for each in entries if self._is_dead(each)]
-                if dead:
-                    # A folder that is removed meanwhile had no other files.
-                    with suppress(KeyNotFoundError):
-                        count += self._discard(folder, dead)
-        for name in empty:
-            # A kill after the deletion of the last file leaves its folder.
-            self._folders.remove_empty(name)
+        found = list(Listings(self._entries).walk(prefix))
+        dead: dict[str, list[str]] = {}
+        for path, entry in found:
+            if self._is_dead(entry):
+                dead.setdefault(path.removesuffix(entry.name), []).append(entry.name)
+        count = 0
+        for folder, names in dead.items():
+            # A folder that is removed meanwhile had no other files.
+            with suppress(KeyNotFoundError):
+                count += self._discard(folder, names)
+        parents = {_folder_of(path) for path, _ in found}
+        for path, entry in found:
+            # A kill after the deletion of the last file leaves its folder. No folder of tierfall has a dot in its name:
+            # one that does lies where a file is to be.
+            if entry.is_folder and path not in parents and "." not in entry.name:
+                self._folders.remove_empty(path)
+        if not found:
+            self._folders.remove_empty(prefix.rstrip("/"))
         return count
 
     def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
@@ -303,24 +295,6 @@ class PosixBackend(BackendBase):
             "there"
         )
 
-    def _scan(self, prefix: str) -> Iterator[StoredObject]:
-        listings = Listings(self._entries)
-        pending: list[StoredObject | str] = [prefix]
-        while pending:
-            item = pending.pop()
-            if isinstance(item, StoredObject):
-                yield item
-                continue
-            pending.append(item)
-            group = _next_folders(pending, listings.at_once)
-            prefixes = [item for item in group if isinstance(item, str)]
-            rows = dict(zip(prefixes, listings.list(prefixes), strict=True))
-            for item in reversed(group):
-                if isinstance(item, str):
-                    pending.extend(reversed(_below(item, rows[item])))
-                else:
-                    pending.append(item)
-
     def _is_dead(self, entry: Entry) -> bool:
         return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._active
 
@@ -342,29 +316,6 @@ class PosixBackend(BackendBase):
             self._folders.sync(descriptor, state="what was removed may be back after a power cut")
         self._folders.remove_empty(folder)
         return count
-
-
-def _next_folders(pending: list[StoredObject | str], count: int) -> list[StoredObject | str]:
-    """Pop up to ``count`` folders from the end of ``pending``, with the objects between them, in order."""
-    group: list[StoredObject | str] = []
-    while pending and count:
-        group.append(pending.pop())
-        count -= isinstance(group[-1], str)
-    return group
-
-
-def _below(prefix: str, entries: Iterable[Entry]) -> list[StoredObject | str]:
-    """Return a folder's entries as objects and prefixes of subfolders, sorted by key."""
-    found: dict[str, StoredObject | str] = {}
-    for entry in entries:
-        key = prefix + entry.name
-        if not is_key(key):
-            continue
-        if entry.is_folder:
-            found[key + "/"] = key + "/"
-        else:
-            found[key] = StoredObject(key=key, bytes=entry.bytes, version=entry.version)
-    return [found[name] for name in sorted(found)]
 
 
 class NoFolderError(UnreachableError):

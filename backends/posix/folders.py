@@ -13,11 +13,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.system import sync_error
+from tierfall.backends.toolkit.keys import is_component
 from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -32,7 +33,7 @@ _SYNCED_MAX = 4096
 PROOF_BYTES_MAX = 1 << 20
 LISTINGS_AT_ONCE = 64
 GROUP = 128
-"""Folders listed concurrently before a scan yields their first object."""
+"""Folders of one folder that are listed concurrently, before a scan yields their first object."""
 _CURE = (
     "Mount it again, or move it back, and copies go on. If it was deleted, end the run by close, and start it again: "
     "the start makes a new folder (of a shared tier, after 'tierfall forget'), and copies there what memory and other "
@@ -214,11 +215,6 @@ class Folders:
                     found.append(entry)
         return found
 
-    def names(self, folder: str) -> list[str]:
-        """Return all names in a folder, whatever they are of."""
-        with self.opened(folder) as descriptor:
-            return os.listdir(descriptor)
-
     def _open_path(self, folder: str, enter: Callable[[int, str, str], int]) -> int:
         descriptor = os.dup(self._root)
         path = ""
@@ -242,7 +238,9 @@ class Folders:
         try:
             child = self._enter(parent, part, path)
         except FileNotFoundError:
-            _mkdir(part, parent)
+            # Created concurrently; the open that follows fails if it is no folder.
+            with suppress(FileExistsError):
+                os.mkdir(part, dir_fd=parent)
             child = self._enter(parent, part, path)
         except NotADirectoryError as error:
             raise BackendError(
@@ -273,8 +271,7 @@ class Folders:
 
 
 class Listings:
-    """Lists the folders of one walk: one by one on a fast disk, concurrently where listings are slow. ``at_once`` is
-    the number of folders for the next call.
+    """Lists the folders of one walk: one by one on a fast disk, concurrently where listings are slow.
 
     A thread costs more than a listing from the kernel's cache, and far less than a round trip to a file server."""
 
@@ -282,26 +279,38 @@ class Listings:
         self._entries = entries
         self._slow_in_a_row = 0
 
+    def walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Yield every file and folder below a prefix with its path, without what is below a folder whose name no key
+        has. The files are sorted as keys."""
+        (entries,) = self._list([prefix])
+        yield from self._below(prefix, entries)
+
+    def _below(self, prefix: str, entries: list[Entry]) -> Iterator[tuple[str, Entry]]:
+        entries = [entry for entry in entries if not entry.is_folder or is_component(entry.name)]
+        entries.sort(key=lambda entry: f"{entry.name}/" if entry.is_folder else entry.name)
+        pending = [f"{prefix}{entry.name}/" for entry in entries if entry.is_folder]
+        listed: dict[str, list[Entry]] = {}
+        for entry in entries:
+            path = prefix + entry.name
+            yield path, entry
+            if entry.is_folder:
+                if not listed:
+                    group, pending = pending[: self._at_once], pending[self._at_once :]
+                    listed = dict(zip(group, self._list(group), strict=True))
+                yield from self._below(f"{path}/", listed.pop(f"{path}/"))
+
     @property
-    def at_once(self) -> int:
+    def _at_once(self) -> int:
         return GROUP if self._slow_in_a_row >= SLOW_IN_A_ROW else 1
 
-    def list(self, folders: Sequence[str]) -> list[list[Entry]]:
-        if self.at_once > 1:
+    def _list(self, folders: Sequence[str]) -> list[list[Entry]]:
+        if len(folders) > 1:
             return run_in_parallel(self._entries, folders, parallel=LISTINGS_AT_ONCE)
         began_s = time.monotonic()
         found = [self._entries(folder) for folder in folders]
         is_slow = time.monotonic() - began_s > SLOW_S * len(folders)
         self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
         return found
-
-
-def _mkdir(part: str, parent: int) -> None:
-    try:
-        os.mkdir(part, dir_fd=parent)
-    except FileExistsError:
-        # Created concurrently; the open that follows fails if it is no folder.
-        return
 
 
 def _entry(found: os.DirEntry[str]) -> Entry | None:

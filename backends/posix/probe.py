@@ -20,7 +20,7 @@ from tierfall.backends.posix.folders import is_missing
 from tierfall.backends.posix.system import translated
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.core.types.errors import BackendError, StorageFullError
+from tierfall.core.types.errors import StorageFullError
 
 _USUAL_ALIGNMENT_BYTES = 4096
 _REFUSALS = frozenset(
@@ -53,28 +53,21 @@ UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
 def direct_block(file: int) -> int:
     """Return the block length that the kernel reports for direct I/O on an open file; 0 without direct I/O."""
     reported = system.direct_alignment(file)
-    return max(reported, mmap.PAGESIZE) if reported and hasattr(os, "O_DIRECT") else 0
+    return max(reported, mmap.PAGESIZE) if reported else 0
 
 
-def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
-    """Probe what the folder's file system supports.
-
-    ``direct_io``: None uses what works, False does not probe it, True raises BackendError where it does not work. A
-    full disk is no error: its objects can still be read and deleted.
-    """
+def probe(folder: int, place: str, *, direct_io: bool) -> Medium:
+    """Probe what the folder's file system supports; direct I/O only with ``direct_io``. A full disk is no error: its
+    objects can still be read and deleted, without direct I/O."""
     try:
         with translated(f"open {place} for writing"), _probe_file(folder) as (name, descriptor):
-            direct_bytes = 0 if direct_io is False else _direct_bytes(folder, name, descriptor)
-            exclusive = _exclusive(folder, name)
-            never_waits = system.never_waits(descriptor)
+            return Medium(
+                direct_bytes=_direct_bytes(folder, name, descriptor) if direct_io else 0,
+                exclusive=_exclusive(folder, name),
+                cache_never_waits=system.never_waits(descriptor),
+            )
     except StorageFullError:
-        direct_bytes, exclusive, never_waits = 0, Exclusive.LINK, False
-    if direct_io and not direct_bytes:
-        raise BackendError(
-            f"{place}: direct_io=True, but this file system does not support direct I/O (or has no space to probe it); "
-            "leave direct_io unset to use what there is"
-        )
-    return Medium(direct_bytes=direct_bytes, exclusive=exclusive, cache_never_waits=never_waits)
+        return UNPROBED
 
 
 @contextmanager
@@ -99,7 +92,7 @@ def _remove(name: str, folder: int) -> None:
 
 def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
     reported = system.direct_alignment(descriptor)
-    if reported == 0 or not hasattr(os, "O_DIRECT"):
+    if reported == 0:
         return 0
     # At least a page: partial blocks are written through the page cache, and the write-back of a page that is written
     # both ways could overwrite what direct I/O wrote.
@@ -107,8 +100,6 @@ def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
     try:
         return block_bytes if _direct_works(folder, name, block_bytes) else 0
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return block_bytes if reported else 0
         if error.errno in _REFUSALS:
             return 0
         raise
@@ -130,19 +121,14 @@ def _direct_works(folder: int, name: str, block_bytes: int) -> bool:
 
 
 def _exclusive(folder: int, name: str) -> Exclusive:
-    other = unfinished_name()
+    other, found = unfinished_name(), Exclusive.LINK
     try:
         os.link(name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _exclusive_rename(folder, name, other)
+        if not system.rename_if_absent(folder, name, other):
+            return Exclusive.NONE
+        found = Exclusive.RENAME
     _remove(other, folder)
-    return Exclusive.LINK
-
-
-def _exclusive_rename(folder: int, name: str, other: str) -> Exclusive:
-    if not system.rename_if_absent(folder, name, other):
-        return Exclusive.NONE
-    _remove(other, folder)
-    return Exclusive.RENAME
+    return found

@@ -17,7 +17,6 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tierfall.backends.toolkit.views import BouncePool, address_of, copy_bytes
 from tierfall.core.types.errors import (
@@ -33,24 +32,15 @@ from tierfall.core.types.errors import (
 DIRECT_BYTES_MIN = 256 * 1024
 BOUNCE_BYTES = 2 * 1024 * 1024
 SAMPLES = 8
-_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Start and end of the aligned middle of a range, relative to the view."""
-
-    start: int
-    end: int
-
-
-def split(offset: int, size_bytes: int, block_bytes: int) -> Split | None:
-    """Return the whole blocks of a range; None where they are too few for direct I/O."""
+def split(offset: int, size_bytes: int, block_bytes: int) -> slice | None:
+    """Return the whole blocks of a range of a view; None where they are too few for direct I/O."""
     if not block_bytes or size_bytes < DIRECT_BYTES_MIN:
         return None
     start = -offset % block_bytes
     end = size_bytes - (offset + size_bytes) % block_bytes
-    return Split(start=start, end=end) if end - start >= block_bytes else None
+    return slice(start, end) if end - start >= block_bytes else None
 
 
 def write_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: int = 1) -> None:
@@ -85,9 +75,7 @@ def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: i
         return count
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-    count += _read_direct(
-        descriptor, view[middle.start : middle.end], offset + middle.start, block_bytes
-    )
+    count += _read_direct(descriptor, view[middle], offset + middle.start, block_bytes)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return count + _read(descriptor, view[count:], offset + count)
 
@@ -95,7 +83,7 @@ def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: i
 def read_without_waiting(descriptor: int, view: memoryview, offset: int) -> int:
     """Fill a flat view from the page cache, as ``read_whole`` does. Raises BlockingIOError where a page is not there,
     and another OSError where the file system, or the kernel, cannot read so."""
-    return _read(descriptor, view, offset, _NO_WAIT)
+    return _read(descriptor, view, offset, os.RWF_NOWAIT)
 
 
 def never_waits(descriptor: int) -> bool:
@@ -106,7 +94,7 @@ def never_waits(descriptor: int) -> bool:
         return True
     except OSError:
         return False
-    return bool(_NO_WAIT)
+    return True
 
 
 def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
@@ -157,7 +145,7 @@ def _whole_blocks(count: int, size_bytes: int, block_bytes: int) -> int:
     return whole
 
 
-# Linux calls, which the kernel, the C library or the file system may not support -------------------
+# Linux calls, which the kernel or the file system may not support ----------------------------------
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
@@ -172,14 +160,12 @@ _RENAME_NOREPLACE = 1
 def direct_alignment(fd: int) -> int | None:
     """Return the alignment in bytes for direct I/O on this file; 0: not supported; None: the kernel does not report
     it."""
-    call = getattr(_LIBC, "statx", None)
-    if call is None:
-        return None
     answer = ctypes.create_string_buffer(_STATX_BYTES)
-    if call(ctypes.c_int(fd), b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+    mask = ctypes.c_uint(_STATX_DIOALIGN)
+    if _LIBC.statx(ctypes.c_int(fd), b"", _AT_EMPTY_PATH, mask, answer) != 0:
         return None
-    (mask,) = struct.unpack_from("=I", answer, 0)
-    if not mask & _STATX_DIOALIGN:
+    (reported,) = struct.unpack_from("=I", answer, 0)
+    if not reported & _STATX_DIOALIGN:
         return None
     memory, offset = struct.unpack_from("=II", answer, _STATX_DIO_OFFSET)
     return max(memory, offset) if memory and offset else 0
@@ -190,10 +176,8 @@ def fallocate(fd: int, length: int) -> bool:
 
     Raises OSError where the space is missing.
     """
-    call = getattr(_LIBC, "fallocate", None)
-    if call is None:
-        return False
-    while call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
+    words = ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(length)
+    while _LIBC.fallocate(*words) != 0:
         number = ctypes.get_errno()
         if number in _UNSUPPORTED:
             return False
@@ -205,21 +189,15 @@ def fallocate(fd: int, length: int) -> bool:
 def is_resident(address: int) -> bool:
     """Whether the page mapped at ``address``, the start of a page, is in memory; False where the kernel does not report
     it. The page is not accessed."""
-    call = getattr(_LIBC, "mincore", None)
     answer = ctypes.c_ubyte()
-    if call is None or call(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(answer)):
-        return False
-    return bool(answer.value & 1)
+    failed = _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(answer))
+    return not failed and bool(answer.value & 1)
 
 
 def rename_if_absent(folder: int, source: str, target: str) -> bool:
     """Rename within a folder; raises FileExistsError where the target exists. False where this is not supported."""
-    call = getattr(_LIBC, "renameat2", None)
-    if call is None:
-        return False
-    fd = ctypes.c_int(folder)
-    names = os.fsencode(source), os.fsencode(target)
-    if call(fd, names[0], fd, names[1], ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
+    fd, flags = ctypes.c_int(folder), ctypes.c_uint(_RENAME_NOREPLACE)
+    if _LIBC.renameat2(fd, os.fsencode(source), fd, os.fsencode(target), flags) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:

@@ -43,7 +43,13 @@ class PosixWriterContext:
 
 
 class PosixWriter(WriterBase):
-    """Writes one new object; see ``core.types.backend.Writer``."""
+    """Writes one new object; see ``core.types.backend.Writer``.
+
+    If the last step of ``publish``, the fsync of the folder, fails, the error has that state: the object is visible,
+    but may not survive a power cut; write it anew. After every other failure the key is unchanged.
+    """
+
+    _publishes_once = True
 
     def __init__(
         self, context: PosixWriterContext, key: str, *, extent: Extent, publish: Publish
@@ -79,21 +85,8 @@ class PosixWriter(WriterBase):
             with self._lock:
                 self._coverage.add(offset, offset + data.nbytes)
 
-    def publish(self) -> None:
-        """Make the object visible and durable. Cannot be repeated.
-
-        If the last step, the fsync of the folder, fails, the error has that state: the object is visible, but may not
-        survive a power cut; write it anew. After every other failure the key is unchanged.
-        """
-        self._begin_publish()
-        try:
-            self._finish(self._what("publish"))
-        except BaseException:
-            self._die()
-            raise
-        self._on_published()
-
     def abort(self) -> None:
+        """See ``Writer``. A ``publish`` that is in progress on another thread, such as a hung one, then fails."""
         if self._state is not WriterState.PUBLISHED:
             self._die()
 
@@ -156,14 +149,14 @@ class PosixWriter(WriterBase):
             write_whole(self._file, data, offset)
             return
         write_whole(self._file, data[: middle.start], offset)
-        whole, start = data[middle.start : middle.end], offset + middle.start
+        whole, start = data[middle], offset + middle.start
         direct = self._open_direct()
         if address_of(whole) % block_bytes == 0:
             write_whole(direct, whole, start, block_bytes=block_bytes)
         else:
             pool = self._context.pool
             write_bounced(direct, whole, start, block_bytes=block_bytes, pool=pool)
-        write_whole(self._file, data[middle.end :], offset + middle.end)
+        write_whole(self._file, data[middle.stop :], offset + middle.stop)
 
     def _open_direct(self) -> int:
         with self._lock:
@@ -172,18 +165,11 @@ class PosixWriter(WriterBase):
                 self._direct = os.open(self._name, flags, dir_fd=self._folder)
             return self._direct
 
-    def _begin_publish(self) -> None:
-        with self._lock:
-            self._check_open("publish")
-            self._state = WriterState.PUBLISHING
-            busy = self._busy
-        if busy:
-            self._die()
-            raise BackendError(
-                f"{self._what('publish')}: {busy} writes are still going on; wait for them first"
-            )
-
     def _finish(self, what: str) -> None:
+        if self._busy:
+            raise BackendError(
+                f"{what}: {self._busy} writes are still going on; wait for them first"
+            )
         self._context.folders.verify(self._begun_in)
         self._check_complete()
         self._sync_and_close()
@@ -241,7 +227,6 @@ class PosixWriter(WriterBase):
         try:
             self._context.folders.sync(self._folder, state=state)
         finally:
-            self._state = WriterState.PUBLISHED
             self._context.active.discard(self._name)
             folder, self._folder = self._folder, -1
             os.close(folder)

@@ -17,19 +17,18 @@ from typing import Any
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import MAX_PARALLEL, ObjectInfo, Row, UploadGoneError
+from tierfall.backends.object.client import ObjectClient, UploadGoneError
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
     creating,
     head_or_get,
-    incomplete_answer_error,
     keys_not_deleted,
     silence_error,
     translating,
 )
 from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
-from tierfall.core.types.backend import Publish
+from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import AccessDeniedError, BackendError
 
 # The root element of each answer in which missing rows mean something.
@@ -71,18 +70,16 @@ _FOREIGN = (
 _LOGINS = ("AssumeRole", "GetRoleCredentials", "CreateToken", "CreateOAuth2Token")
 
 
-class S3Client:
-    """See ``ObjectClient``, ``Uploads`` and ``Deletions``.
+class S3Client(ObjectClient):
+    """See ``ObjectClient``.
 
     ``service`` is a botocore client, ``parts`` one that does not sign bodies. With ``connections`` None, botocore's own
     are used. ``extra`` are parameters that are added to every request that has them.
     """
 
     durable = True
-    atomic_replace = True
     supports_if_absent = True
-    max_parallel = MAX_PARALLEL
-    streams = None
+    takes_parts = True
     keys_max = 1000
 
     def __init__(
@@ -112,25 +109,17 @@ class S3Client:
             # If this object is garbage-collected without close().
             weakref.finalize(self, connections.close)
 
-    @property
-    def uploads(self) -> S3Client:
-        return self
-
-    @property
-    def deletions(self) -> S3Client:
-        return self
-
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}
         with creating(publish):
             self._request("put_object", what, Key=key, Body=ViewReader(data), **condition)
 
-    def head(self, key: str, what: str) -> ObjectInfo:
+    def head(self, key: str, what: str) -> int:
         found = head_or_get(
             lambda: self._request("head_object", what, Key=key),
             lambda: self._request("get_object", what, Key=key)["Body"].close(),
         )
-        return ObjectInfo(bytes=int(found["ContentLength"]), etag=found.get("ETag", "").strip('"'))
+        return int(found["ContentLength"])
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         span = f"bytes={offset}-{offset + view.nbytes - 1}"
@@ -147,12 +136,12 @@ class S3Client:
             raise BackendError(f"{what}: the store sent more than the range asked for")
         return filled
 
-    def list(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[StoredObject]:
         for page in self._pages("list_objects_v2", what, _AFTER_OBJECTS, Prefix=prefix):
             for row in page.get("Contents", ()):
                 if "Size" not in row:
                     raise BackendError(f"{what}: the store lists an object without its size")
-                yield Row(row["Key"], row["Size"], row.get("ETag", ""))
+                yield StoredObject(key=row["Key"], bytes=row["Size"], version=row.get("ETag", ""))
 
     def delete(self, key: str, what: str) -> None:
         self._request("delete_object", what, Key=key)
@@ -191,7 +180,7 @@ class S3Client:
         )
         if not answer.get("ETag"):
             # botocore parses an empty body as an answer without members.
-            raise incomplete_answer_error(what)
+            raise silence_error("the store did not confirm that it completed the upload", what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
         for page in self._pages("list_multipart_uploads", what, _AFTER_UPLOADS, Prefix=prefix):

@@ -1,6 +1,6 @@
 """Opening a client of ``s3://bucket/prefix`` by s3fs's option names.
 
-They are key (username), secret (password), token, anon, profile, endpoint_url, use_ssl, requester_pays,
+They are key, secret, token, anon, profile, endpoint_url, use_ssl, requester_pays,
 s3_additional_kwargs (further parameters of requests), client_kwargs (the parameters of botocore's ``create_client``)
 and config_kwargs (those of botocore's ``Config``). botocore looks for missing values in the environment, in the files
 below ~/.aws, in SSO, at the metadata services of containers and instances, and by web identity. An unknown option is an
@@ -60,8 +60,10 @@ _NAMES = (
 )  # fmt: skip
 # What other libraries call them.
 _SAME = {
-    **dict.fromkeys(("access_key", "access_key_id", "aws_access_key_id"), "key"),
-    **dict.fromkeys(("secret_key", "secret_access_key", "aws_secret_access_key"), "secret"),
+    **dict.fromkeys(("access_key", "access_key_id", "aws_access_key_id", "username"), "key"),
+    **dict.fromkeys(
+        ("secret_key", "secret_access_key", "aws_secret_access_key", "password"), "secret"
+    ),
     **dict.fromkeys(("session_token", "aws_session_token"), "token"),
     **dict.fromkeys(("endpoint", "url", "host"), "endpoint_url"),
     **dict.fromkeys(("region", "region_name"), "client_kwargs: {region_name: ...}"),
@@ -164,8 +166,8 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
     """Remove the parameters of ``create_client`` from ``options``. Raises ConfigError where other options are left."""
     words = _pop_mapping(options, "client_kwargs", what)
     found = {
-        "aws_access_key_id": _one_of(options, "key", "username", what),
-        "aws_secret_access_key": _one_of(options, "secret", "password", what),
+        "aws_access_key_id": options.pop("key", None),
+        "aws_secret_access_key": options.pop("secret", None),
         "aws_session_token": options.pop("token", None),
         "endpoint_url": options.pop("endpoint_url", None),
         "use_ssl": options.pop("use_ssl", None),
@@ -188,15 +190,6 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
             "(docs/object-stores.md)"
         )
     return words
-
-
-def _one_of(options: dict[str, Any], name: str, alias: str, what: str) -> Any:
-    values = [
-        each for each in (options.pop(name, None), options.pop(alias, None)) if each is not None
-    ]
-    if len(values) > 1:
-        raise ConfigError(f"{what}: {name} and {alias} are the same option; give one")
-    return values[0] if values else None
 
 
 def _pop_mapping(options: dict[str, Any], name: str, what: str) -> dict[str, Any]:

@@ -119,10 +119,12 @@ class WriterState(StrEnum):
 class WriterBase(AbortOnExit):
     """The states of a writer, and ``publish`` and ``abort`` over them; a subclass writes and publishes the bytes.
 
-    A writer is open until ``publish`` is called. After a retryable failure of that, ``publish`` may be called again;
-    after any other failure the writer is dead. A conditional create is never repeated: if the answer to the first
-    request was lost, the second could fail because of the first.
+    A writer is open until ``publish`` is called. After a retryable failure of that, ``publish`` may be called again
+    (unless ``_publishes_once``); after any other failure the writer is dead. A conditional create is never repeated: if
+    the answer to the first request was lost, the second could fail because of the first.
     """
+
+    _publishes_once: ClassVar[bool] = False
 
     def __init__(self, key: str, place: str, *, extent: Extent, publish: Publish) -> None:
         self._key = key
@@ -140,8 +142,8 @@ class WriterBase(AbortOnExit):
         try:
             self._finish(self._what("publish"))
         except BaseException as error:
-            is_retryable = isinstance(error, BackendError) and error.retryable
-            if is_retryable and self._publish_mode is Publish.REPLACE:
+            may_repeat = self._publish_mode is Publish.REPLACE and not self._publishes_once
+            if may_repeat and isinstance(error, BackendError) and error.retryable:
                 self._state = WriterState.WAITING
             else:
                 self._die()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -17,22 +18,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.text import signature_fault
 
 Bytes = bytes | bytearray | memoryview
-
-_PARAMETERS = {
-    "get": "(key, start, end)",
-    "put": "(key, data, if_absent)",
-    "delete": "(key)",
-    "list": "(prefix, delimiter)",
-    "error_type": "(error)",
-    "close": "()",
-}
-_PARAMETERS_OF_PARTS = {
-    "begin": "(key)",
-    "put_part": "(key, upload, number, data)",
-    "complete": "(key, upload, parts)",
-    "abort": "(key, upload)",
-    "pending": "(prefix)",
-}
 
 
 class ObjectStore(ABC):
@@ -139,9 +124,14 @@ def check_store(store: object) -> ObjectStore:
     name = type(store).__name__
     if not isinstance(store, ObjectStore):
         raise ConfigError(f"{name} is no ObjectStore; derive the class from it")
-    expected = _PARAMETERS | (_PARAMETERS_OF_PARTS if isinstance(store, MultipartStore) else {})
-    for method, parameters in expected.items():
-        if fault := signature_fault(getattr(store, method), parameters):
+    methods = vars(ObjectStore) | (
+        vars(MultipartStore) if isinstance(store, MultipartStore) else {}
+    )
+    for method, function in methods.items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        _, *parameters = inspect.signature(function).parameters
+        if fault := signature_fault(getattr(store, method), f"({', '.join(parameters)})"):
             raise ConfigError(f"{name}.{method}: {fault}")
     for promise in ("durable", "conditional_create"):
         if not isinstance(getattr(store, promise, None), bool):

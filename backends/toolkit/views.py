@@ -12,43 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from tierfall.core.types.errors import BackendError
-
-
-class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of the stable C interface (PEP 688's background, "Buffer Protocol" in the C API manual)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_get_buffer.restype = ctypes.c_int
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
-_release_buffer.restype = None
 
 
 def address_of(view: memoryview) -> int:
     """Return the address of a contiguous view, read-only or not; valid as long as the view exists."""
-    raw = _PyBuffer()
-    _get_buffer(view, ctypes.byref(raw), 0)
-    try:
-        return int(raw.buf or 0)
-    finally:
-        _release_buffer(ctypes.byref(raw))
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def flat(view: memoryview, *, writable: bool = False) -> memoryview:

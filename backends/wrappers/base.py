@@ -1,11 +1,11 @@
 """Wrappers: a backend around a backend. ``Wrapper`` passes every call on; ``LastAnswer`` records when the medium last
-answered. Retry, limits and faults derive from ``Wrapper``."""
+answered. Retry, bounds, limits and faults derive from ``Wrapper``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar, cast
 
 from tierfall.backends.toolkit.base import AbortOnExit
 from tierfall.core.types.backend import (
@@ -17,12 +17,18 @@ from tierfall.core.types.backend import (
     Writer,
 )
 
+T = TypeVar("T")
+
 
 class Wrapper:
-    """Passes every call on to ``inner``."""
+    """Passes every call on to ``inner``. ``call``, which a subclass may override, makes those that may be repeated."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
+
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        """Make a call to ``inner`` that moves ``bytes``; ``doing`` names it for messages."""
+        return function()
 
     @property
     def traits(self) -> Traits:
@@ -40,56 +46,56 @@ class Wrapper:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        return self._inner.create(key, length=length, length_max=length_max, publish=publish)
+        writer = self.call(
+            "write",
+            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish),
+        )
+        return self.writer(writer, key, publish)
+
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        """Wrap a writer that ``create`` has made."""
+        return inner
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._inner.read_into(key, offset, view)
+        self.call("read", lambda: self._inner.read_into(key, offset, view), bytes=view.nbytes)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         return self._inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> StoredObject:
-        return self._inner.stat(key)
+        return self.call("read", lambda: self._inner.stat(key))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         return self._inner.scan(prefix)
 
     def delete(self, key: str) -> None:
-        self._inner.delete(key)
+        self.call("delete", lambda: self._inner.delete(key))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        return self._inner.delete_some(keys)
+        return self.call("delete", lambda: self._inner.delete_some(keys))
 
     def sync(self, folder: str) -> None:
-        cast(SyncedBackend, self._inner).sync(folder)
+        self.call("fsync", lambda: cast(SyncedBackend, self._inner).sync(folder))
 
     def discard_unfinished(self, prefix: str) -> int:
-        return self._inner.discard_unfinished(prefix)
+        return self.call("delete", lambda: self._inner.discard_unfinished(prefix))
 
     def close(self) -> None:
         self._inner.close()
 
 
 class LastAnswer(Wrapper):
-    """Passes every call on to ``inner``. ``last_answer_s`` is the time, on the monotonic clock, when a read, an fsync
-    or a row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
+    """Passes every call on to ``inner``. ``last_answer_s`` is the time, on the monotonic clock, when a read, an fsync,
+    a deletion or a row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.last_answer_s = time.monotonic()
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._inner.read_into(key, offset, view)
-        self.last_answer_s = time.monotonic()
-
-    def stat(self, key: str) -> StoredObject:
-        found = self._inner.stat(key)
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        found = function()
         self.last_answer_s = time.monotonic()
         return found
-
-    def sync(self, folder: str) -> None:
-        super().sync(folder)
-        self.last_answer_s = time.monotonic()
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         for stored in self._inner.scan(prefix):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from tierfall.backends.toolkit.base import AbortOnExit
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import begin_filling, end_filling
@@ -93,28 +94,13 @@ class Bounded(Wrapper):
         self._last_answer_s = last_answer_s
         self._silent: tuple[float, UnreachableError] | None = None
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        create = super().create
-        writer = self.call(
-            "write",
-            lambda: create(key, length=length, length_max=length_max, publish=publish),
-            too_late=lambda late: late.abort(),
-        )
-        return _BoundedWriter(writer, self)
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _BoundedWriter(inner, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        read_into = super().read_into
-
         def fill() -> None:
             try:
-                read_into(key, offset, view)
+                self._inner.read_into(key, offset, view)
             finally:
                 end_filling(view)
 
@@ -125,12 +111,11 @@ class Bounded(Wrapper):
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         """Fill ``views`` as ``inner`` does. Without the trait ``cache_never_waits``, they are to be parts of
         buffers."""
-        read_cached = super().read_cached
         lent = LentViews(views, waits=not self.traits.cache_never_waits)
 
         def fill() -> bool:
             try:
-                return read_cached(key, offset, end, lent)
+                return self._inner.read_cached(key, offset, end, lent)
             finally:
                 lent.on_filled()
 
@@ -139,48 +124,19 @@ class Bounded(Wrapper):
         finally:
             lent.take_back()
 
-    def stat(self, key: str) -> StoredObject:
-        stat = super().stat
-        return self.call("read", lambda: stat(key))
-
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded."""
-        scan = super().scan
-        yield from self.call("list", lambda: list(scan(prefix)))
-
-    def delete(self, key: str) -> None:
-        delete = super().delete
-        self.call("delete", lambda: delete(key))
-
-    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        delete_some = super().delete_some
-        return self.call("delete", lambda: delete_some(keys))
-
-    def sync(self, folder: str) -> None:
-        sync = super().sync
-        self.call("fsync", lambda: sync(folder))
-
-    def discard_unfinished(self, prefix: str) -> int:
-        discard_unfinished = super().discard_unfinished
-        return self.call("delete", lambda: discard_unfinished(prefix))
+        yield from self.call("list", lambda: list(self._inner.scan(prefix)))
 
     def close(self) -> None:
-        close = super().close
-        self.call("close", close)
+        self.call("close", self._inner.close)
 
-    def call(
-        self,
-        doing: str,
-        function: Callable[[], T],
-        *,
-        bytes: int = 0,
-        too_late: Callable[[T], None] = lambda value: None,
-    ) -> T:
-        """Make a call that moves ``bytes`` within the bound; ``too_late`` disposes of what it returns later."""
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        """Make a call within the bound. A writer that it returns later is aborted."""
         self._check_answers()
         returned: list[bool] = []
 
-        def call() -> T:
+        def noting() -> T:
             try:
                 return function()
             finally:
@@ -188,11 +144,11 @@ class Bounded(Wrapper):
 
         try:
             answer = BoundedCalls().call_all(
-                {self._tier: call},
+                {self._tier: noting},
                 {self._tier: self._bound_s + bytes / self._bytes_per_s_min},
                 doing=doing,
                 last_answer_s=lambda tier: self._last_answer_s(),
-                too_late=too_late,
+                too_late=_abandon,
             )[self._tier]
         except BaseException:
             self._bound_s = min(self._bound_s, CLEANUP_S)
@@ -204,6 +160,11 @@ class Bounded(Wrapper):
     def _check_answers(self) -> None:
         if self._silent is not None and self._last_answer_s() <= self._silent[0]:
             raise self._silent[1]
+
+
+def _abandon(late: object) -> None:
+    if isinstance(late, AbortOnExit):
+        late.abort()
 
 
 class _BoundedWriter(WriterWrapper):

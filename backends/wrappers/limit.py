@@ -28,16 +28,8 @@ class Limited(Wrapper):
         super().__init__(inner)
         self._writes, self._reads = writes, reads
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
-        return _LimitedWriter(writer, self)
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _LimitedWriter(inner, self.traits, self._writes)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
@@ -47,25 +39,23 @@ class Limited(Wrapper):
 
     # ``read_cached`` is not limited: it does not use the medium.
 
-    def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
-        """Pass a range on slice by slice, each after its wait; an empty range is passed on too."""
-        data = flat(view)
-        rate = None if self._writes is None else self._writes.bytes_per_second
-        step = _slice_bytes(self._inner.traits, rate) or max(data.nbytes, 1)
-        for start in range(0, max(data.nbytes, 1), step):
-            piece = data[start : start + step]
-            if self._writes is not None:
-                self._writes.acquire(piece.nbytes)
-            writer.write(offset + start, piece)
-
 
 class _LimitedWriter(WriterWrapper):
-    def __init__(self, inner: Writer, limits: Limited) -> None:
+    def __init__(self, inner: Writer, traits: Traits, rate: RateLimiter | None) -> None:
         super().__init__(inner)
-        self._limits = limits
+        self._traits, self._rate = traits, rate
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._limits.write_in_slices(self._inner, offset, view)
+        """Pass a range on slice by slice, each after its wait; an empty range is passed on too."""
+        if self._rate is None:
+            self._inner.write(offset, view)
+            return
+        data = flat(view)
+        step = _slice_bytes(self._traits, self._rate.bytes_per_second) or max(data.nbytes, 1)
+        for start in range(0, max(data.nbytes, 1), step):
+            piece = data[start : start + step]
+            self._rate.acquire(piece.nbytes)
+            self._inner.write(offset + start, piece)
 
 
 def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
@@ -29,33 +29,28 @@ class RetryPolicy:
     """The number of tries and the waits between them. Waits double from ``first_wait_s`` to ``longest_wait_s``, each
     reduced at random by up to a half, so that ranks do not retry at once. No retry begins after ``total_s``."""
 
-    tries: int
-    first_wait_s: float
-    longest_wait_s: float
-    sleep: Callable[[float], None]
-    rng: random.Random
+    tries: int = 5
+    first_wait_s: float = 0.2
+    longest_wait_s: float = 10.0
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = field(default_factory=random.Random)
     total_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
     def run(self, call: Callable[[], T]) -> T:
         """Return what ``call`` returns, and retry it after retryable errors. Raises the last error."""
-        start_s = self.clock()
-        for number in range(1, self.tries):
+        start_s, number = self.clock(), 0
+        while True:
+            number += 1
             try:
                 return call()
             except BackendError as error:
-                if not error.retryable or self.clock() - start_s > self.total_s:
+                if error.retryable and 1 < self.tries == number:
+                    error.add_note(f"given up after {self.tries} tries")
+                is_late = self.clock() - start_s > self.total_s
+                if not error.retryable or number == self.tries or is_late:
                     raise
             self.sleep(self._wait_s(number))
-        return self._last(call)
-
-    def _last(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except BackendError as error:
-            if error.retryable and self.tries > 1:
-                error.add_note(f"given up after {self.tries} tries")
-            raise
 
     def _wait_s(self, number: int) -> float:
         full = min(self.longest_wait_s, self.first_wait_s * 2.0 ** (number - 1))
@@ -63,65 +58,22 @@ class RetryPolicy:
 
 
 class Retrying(Wrapper):
-    """Makes each idempotent call up to ``tries`` times, while its error is retryable."""
+    """Makes each idempotent call again, by ``retry``, while its error is retryable. ``discard_unfinished`` counts what
+    its last try removed."""
 
-    def __init__(
-        self,
-        inner: Backend,
-        *,
-        tries: int = 5,
-        first_wait_s: float = 0.2,
-        longest_wait_s: float = 10.0,
-        sleep: Callable[[float], None] = time.sleep,
-        rng: random.Random | None = None,
-    ) -> None:
-        if tries < 1 or first_wait_s < 0 or longest_wait_s < 0:
-            raise ValueError(f"Retrying: {tries} tries and waits below 0 s make no sense")
+    def __init__(self, inner: Backend, retry: RetryPolicy) -> None:
         super().__init__(inner)
-        self._retry = RetryPolicy(
-            tries=tries,
-            first_wait_s=first_wait_s,
-            longest_wait_s=longest_wait_s,
-            sleep=sleep,
-            rng=rng or random.Random(),
-        )
+        self._retry = retry
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        writer = self._retry.run(
-            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish)
-        )
-        return _RetryingWriter(writer, self._retry, publish, f"{key!r} in {self.place}")
+    def call(self, doing: str, function: Callable[[], T], *, bytes: int = 0) -> T:
+        return self._retry.run(function)
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._retry.run(lambda: self._inner.read_into(key, offset, view))
-
-    def stat(self, key: str) -> StoredObject:
-        return self._retry.run(lambda: self._inner.stat(key))
+    def writer(self, inner: Writer, key: str, publish: Publish) -> Writer:
+        return _RetryingWriter(inner, self._retry, publish, f"{key!r} in {self.place}")
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Finish the listing before the first row is yielded, so that it can be retried as a whole."""
-        yield from self._retry.run(lambda: list(self._inner.scan(prefix)))
-
-    def delete(self, key: str) -> None:
-        self._retry.run(lambda: self._inner.delete(key))
-
-    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        return self._retry.run(lambda: self._inner.delete_some(keys))
-
-    def sync(self, folder: str) -> None:
-        call = super().sync
-        self._retry.run(lambda: call(folder))
-
-    def discard_unfinished(self, prefix: str) -> int:
-        """Return the count of the last try; objects that a failed try removed are not counted."""
-        return self._retry.run(lambda: self._inner.discard_unfinished(prefix))
+        yield from self.call("list", lambda: list(self._inner.scan(prefix)))
 
 
 class _RetryingWriter(WriterWrapper):
@@ -172,24 +124,11 @@ def wrap(
     *,
     writes: RateLimiter | None = None,
     reads: RateLimiter | None = None,
-    tries: int = 5,
-    first_wait_s: float = 0.2,
-    longest_wait_s: float = 10.0,
-    sleep: Callable[[float], None] = time.sleep,
-    rng: random.Random | None = None,
+    retry: RetryPolicy,
 ) -> Backend:
-    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads``, and with up to ``tries``
-    tries.
+    """Return ``inner`` as a tier uses it: limited by the rates of ``writes`` and ``reads``, and retried.
 
     The limit is inside of the retry: the bytes of every try count."""
-    backend = inner
     if (writes, reads) != (None, None):
-        backend = Limited(backend, writes=writes, reads=reads)
-    return Retrying(
-        backend,
-        tries=tries,
-        first_wait_s=first_wait_s,
-        longest_wait_s=longest_wait_s,
-        sleep=sleep,
-        rng=rng,
-    )
+        inner = Limited(inner, writes=writes, reads=reads)
+    return Retrying(inner, retry)

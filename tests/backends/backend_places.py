@@ -17,7 +17,7 @@ from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.limit import Limited
-from tierfall.backends.wrappers.retry import Retrying, wrap
+from tierfall.backends.wrappers.retry import Retrying, RetryPolicy, wrap
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish
 
@@ -31,7 +31,7 @@ def no_sleep(wait_s: float) -> None:
 
 
 def retrying(inner: Backend) -> Backend:
-    return Retrying(inner, tries=3, sleep=no_sleep, rng=Random(0))
+    return Retrying(inner, RetryPolicy(tries=3, sleep=no_sleep, rng=Random(0)))
 
 
 def limited(inner: Backend) -> Backend:
@@ -41,7 +41,7 @@ def limited(inner: Backend) -> Backend:
 
 def wrapped(inner: Backend) -> Backend:
     writes = RateLimiter(1_000_000, sleep=no_sleep)
-    return wrap(inner, writes=writes, sleep=no_sleep, rng=Random(0))
+    return wrap(inner, writes=writes, retry=RetryPolicy(sleep=no_sleep, rng=Random(0)))
 
 
 WRAPS: dict[str, Wrap] = {

@@ -162,7 +162,7 @@ class BackendModel(RuleBasedStateMachine):
 
 
 class PosixModel(BackendModel):
-    direct_io: bool | None = False
+    direct_io = False
 
     def make(self) -> Backend:
         self.folder = tempfile.TemporaryDirectory(prefix="tierfall-model-")
@@ -181,7 +181,7 @@ class PosixModel(BackendModel):
 
 
 class DirectModel(PosixModel):
-    direct_io = None
+    direct_io = True
 
 
 SETTINGS = settings(

@@ -12,7 +12,7 @@ from s3_stub import Reply, Stub, error_body, opened, refused
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.wrappers.retry import Retrying
+from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
 from tierfall.core.types.backend import delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -89,7 +89,7 @@ def store(stub: Stub, backend: ObjectStoreBackend) -> Bucket:
 
 
 def retrying(backend: ObjectStoreBackend, waits: Callable[[float], None]) -> Retrying:
-    return Retrying(backend, tries=3, sleep=waits, rng=Random(0))
+    return Retrying(backend, RetryPolicy(tries=3, sleep=waits, rng=Random(0)))
 
 
 def test_a_thousand_go_by_one_request(

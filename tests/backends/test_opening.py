@@ -88,7 +88,7 @@ SHOWN = [
     ("abfss://box@acc.dfs.core.windows.net/p", "abfss://box@acc.dfs.core.windows.net/p"),
     ("abfss://box:secret@acc.dfs.core.windows.net/p", "abfss://acc.dfs.core.windows.net/p"),
     ("hdfs://host:8020/a", "hdfs://host:8020/a"),
-    ("sftp://user:1234/secret@host/path", "sftp://..."),
+    ("sftp://user:1234/secret@host/path", "sftp://host/path"),
     ("file:///a/b", "file:///a/b"),
     ("memory://", "memory://"),
     ("key:secret@bucket", "(no URL)"),
@@ -141,8 +141,8 @@ def test_what_is_good_passes(url: str) -> None:
         ("az://container/p?sig=secret", "under options"),
         ("file://folder", "absolute"),
         ("s3a://bucket/prefix", "s3://bucket"),
-        ("sftp://user:1234/secret@host/path", "may end a password"),
-        ("hdfs://host:8020/a@b", "may end a password"),
+        ("sftp://user:1234/secret@host/path", "user and password"),
+        ("hdfs://host:8020/a@b", "no ':' before an '@'"),
     ],
 )
 def test_what_is_wrong_with_a_url_is_reported(url: str, word: str) -> None:

@@ -14,7 +14,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.system import is_cached
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.limit import Limited
-from tierfall.backends.wrappers.retry import Retrying
+from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.errors import BackendError
 
@@ -100,7 +100,7 @@ def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
 
 def test_wrappers_pass_reads_of_the_page_cache_on(stored: Path) -> None:
     whole = (stored / KEY).read_bytes()
-    for wrap in (Retrying, partial(Limited, reads=RateLimiter(1))):
+    for wrap in (partial(Retrying, retry=RetryPolicy()), partial(Limited, reads=RateLimiter(1))):
         backend = wrap(PosixBackend(stored))
         view = memoryview(bytearray(BYTES))
         before = bytes_from_disk()

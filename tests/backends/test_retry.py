@@ -14,7 +14,7 @@ from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.backends.wrappers.retry import Retrying
+from tierfall.backends.wrappers.retry import Retrying, RetryPolicy
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -43,9 +43,10 @@ def faulty(*plan: Fault) -> tuple[MemoryBackend, Faulty]:
 
 
 def retrying(inner: Backend, waits: Waits, *, tries: int = 4) -> Retrying:
-    return Retrying(
-        inner, tries=tries, first_wait_s=1.0, longest_wait_s=3.0, sleep=waits, rng=Random(7)
+    retry = RetryPolicy(
+        tries=tries, first_wait_s=1.0, longest_wait_s=3.0, sleep=waits, rng=Random(7)
     )
+    return Retrying(inner, retry)
 
 
 def call(backend: Backend, operation: Operation) -> object:

@@ -17,7 +17,7 @@ from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.backends.wrappers.retry import wrap
+from tierfall.backends.wrappers.retry import RetryPolicy, wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
@@ -334,7 +334,7 @@ def _store(
     answering = LastAnswer(backend)
     tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
     reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
-    wrapped = wrap(answering, writes=pace, reads=reads, tries=tries)
+    wrapped = wrap(answering, writes=pace, reads=reads, retry=RetryPolicy(tries=tries))
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
