@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
-from tierfall.core.copies.images import Image
+from tierfall.core.copies.images import READ_THREADS, Image
 from tierfall.core.copies.shard_reader import NOWHERE, OpenImage, ShardReader, find_images
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
+from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import Shard
 
@@ -53,12 +54,9 @@ class CheckpointReader:
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
-        return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
-
-    def headers_here(self, world_size: int) -> dict[int, ImageHeader]:
-        """Read the headers of all ranks' images on this rank only, without the other ranks; raises as ``header``
-        does."""
-        return {rank: self.header_here(Shard(rank, world_size)) for rank in range(world_size)}
+        shards = [Shard(rank, world_size) for rank in range(world_size)]
+        read = run_in_parallel(self.header_here, shards, parallel=READ_THREADS)
+        return dict(enumerate(read))
 
     def manifest(self, shard: Shard) -> Manifest:
         """Return the manifest of an image whose header has been read."""

@@ -42,8 +42,6 @@ from tierfall.core.format.records import (
 from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import read_index_bytes
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
@@ -64,8 +62,6 @@ class CheckableStore(ReadableStore, Protocol):
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark: ...
-
-    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
     def files(
         self, checkpoint: CheckpointId, commit: Commit | None = None
@@ -154,8 +150,6 @@ class CopyCheck:
             manifest = self._manifest(image, shard)
             if manifest is not None:
                 self._check_image(image, manifest, sizes)
-        if self._commit is not None and self._commit.file(keys.INDEX_NAME) is not None:
-            self._check_index(store, self._commit)
         for name in sizes:
             if name.startswith(f"{keys.MARKS_FOLDER}/"):
                 self._check_mark(store, name)
@@ -264,15 +258,6 @@ class CopyCheck:
             return checked_packed(image, self._commit, manifest)
         data = image.store.read_stored(self._id, manifest.shard)
         return read_frame_table(data, manifest, what=f"{self._tier}: {name}")
-
-    def _check_index(self, store: CheckableStore, commit: Commit) -> None:
-        name = keys.INDEX_NAME
-        if any(damage.file == name for damage in self.damage):
-            return  # it is missing, or has another length
-        what = f"{self._tier}: {name}"
-        self._try(
-            name, lambda: read_twice(lambda: read_index(read_index_bytes(store, commit), what=what))
-        )
 
     def _check_mark(self, store: CheckableStore, name: str) -> None:
         leaf = name.removeprefix(f"{keys.MARKS_FOLDER}/")

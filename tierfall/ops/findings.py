@@ -76,8 +76,6 @@ def _advice(
         return NEWER
     if damage.file.startswith(f"{keys.MARKS_FOLDER}/") and copy.tier in reader.stores:
         return f"it is effective nevertheless; to rewrite it: {repair}"
-    if damage.file == keys.INDEX_NAME:
-        return f"restores use the manifests instead; to rebuild it: {repair}"
     good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
         return f"restores read {good[0]} instead; to repair it: {repair}"

@@ -14,9 +14,8 @@ from typing import NoReturn
 
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
+from tierfall.core.format.commit_files import plain, same_checkpoint
 from tierfall.core.format.records import Commit, parse_manifest
-from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -114,13 +113,10 @@ class Repairer:
             self._check_ours(store, copy, checkpoint)
             damaged = [d for d in copy.damage if not d.newer]
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
-            indexes = [d for d in damaged if d.file == keys.INDEX_NAME]
             discard_unfinished(store, self._reader.run, copy.id)
             done = self._repair_marks(store, checkpoint, marks)
-            if len(marks) + len(indexes) < len(damaged):
+            if len(marks) < len(damaged):
                 done = [self._repair_files(store, checkpoint, copy), *done]
-            elif indexes and copy.commit is not None:
-                done = [self._repair_index(store, copy.commit), *done]
         return ", ".join(done)
 
     def _check_ours(
@@ -162,15 +158,6 @@ class Repairer:
             replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
         return [f"{damage.file} rewritten" for damage in damaged]
 
-    def _repair_index(self, store: StoredTier, commit: Commit) -> str:
-        """Rebuild the index from the manifests beside it. Another version of zstd makes other bytes, so that the commit
-        record may change."""
-        attempt = writing_attempt(self._reader, self._listings, commit.lineage, tier=store.name)
-        store.check_fence(attempt)
-        data = build_index(store, commit)
-        self._replace_records(store, with_index(commit, data), index=data)
-        return f"{keys.INDEX_NAME} rebuilt from the manifests"
-
     def _repair_files(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> str:
@@ -186,20 +173,16 @@ class Repairer:
         # what this tier was owed then is only in its own record
         if copy.commit is not None:
             commit = replace(commit, owed=copy.commit.owed)
-        self._replace_records(store, commit)
+        self._replace_record(store, commit)
         store.clear_damage(commit.lineage.checkpoint)
         store.delete_other_codecs(commit, attempt=attempt)
         return f"rewritten from {', '.join(source.tally.bytes)}"
 
-    def _replace_records(
-        self, store: StoredTier, commit: Commit, *, index: bytes | None = None
-    ) -> None:
-        """Replace the index, if one is given, and the commit record."""
+    def _replace_record(self, store: StoredTier, commit: Commit) -> None:
+        """Replace the commit record."""
         id, run = commit.lineage.checkpoint, self._reader.run
         if not store.is_committed(id):  # the checkpoint was deleted meanwhile
             self._delete_too(store, id)
-        if index is not None:
-            replace_document(store, run, id, keys.INDEX_NAME, index)
         replace_document(store, run, id, keys.COMMIT_NAME, commit.encode())
         if not self._is_whole(store, commit):  # or is being deleted now
             self._delete_too(store, id)
@@ -226,7 +209,7 @@ class Repairer:
         held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
         others = [tier for tier in held if tier != copy.tier]
         commit = copy.commit
-        raw = commit is not None and plain(commit).files == without_index(commit).files
+        raw = commit is not None and plain(commit).files == commit.files
         return [*others, copy.tier] if raw and not store.is_packed else others
 
     # Tiers as a whole --------------------------------------------------------------------------------

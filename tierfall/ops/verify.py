@@ -150,10 +150,9 @@ def record_damage(
 
 
 def _spoils(damage: Sequence[Damage]) -> bool:
-    """Whether the damage is of more than the index and marks, without which a copy is still whole."""
+    """Whether the damage is of more than marks, without which a copy is still whole."""
     marks = f"{keys.MARKS_FOLDER}/"
-    found = [d for d in damage if not d.newer and d.file != keys.INDEX_NAME]
-    return any(not d.file.startswith(marks) for d in found)
+    return any(not d.newer and not d.file.startswith(marks) for d in damage)
 
 
 def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:

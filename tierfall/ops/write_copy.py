@@ -17,12 +17,11 @@ from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.commit_files import plain, with_index
+from tierfall.core.format.commit_files import plain
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
@@ -160,16 +159,7 @@ def write_files(
             in_order = replace(limits, parallel=1) if store.is_packed else limits
             _write_chunks(manifest, reader, in_order, writer.write_chunks, on_bytes)
             commit = publish_image(store, writer, manifest, commit, id=source.id, shard=shard)
-    return _write_index(store, commit)
-
-
-def _write_index(store: StoredTier, commit: Commit) -> Commit:
-    """Write the tensor index of several ranks' images; return the record that names it too."""
-    if commit.world_size == 1:
-        return commit
-    index = build_index(store, commit)
-    store.write_index(commit.lineage.checkpoint, index)
-    return with_index(commit, index)
+    return commit
 
 
 def _write_chunks(

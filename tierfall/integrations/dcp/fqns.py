@@ -7,7 +7,7 @@ wrote get such names, too: those of a module are the keys of its state_dict, tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,9 @@ class Leaf:
 
 
 class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time.
+    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time."""
 
-    ``merged`` may lack values that only other ranks have. ``of_all`` merges the headers of all ranks; it is called
-    once, on access to an unknown name or to all names, and replaces ``merged`` and ``leaves``.
-    """
-
-    def __init__(
-        self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
-    ) -> None:
-        self._of_all = of_all
-        self._set_merged(merged)
-
-    def _set_merged(self, merged: MergedHeader) -> None:
+    def __init__(self, merged: MergedHeader) -> None:
         self.merged = merged
         self.leaves: dict[str, Leaf] = {}
         for leaf in _Names(merged).below(merged.header.tree, ()):
@@ -75,21 +65,11 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
                 )
             self.leaves[name] = leaf
 
-    def _all(self) -> dict[str, Leaf]:
-        if self._of_all is not None:
-            merge, self._of_all = self._of_all, None
-            self._set_merged(merge())
-        return self.leaves
-
-    def leaf(self, name: str) -> Leaf:
-        """Return the entry under a name; KeyError if there is none."""
-        return self.leaves[name] if name in self.leaves else self._all()[name]
-
     def __contains__(self, name: object) -> bool:
-        return name in self.leaves or name in self._all()
+        return name in self.leaves
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        node = self.leaf(name).node
+        node = self.leaves[name].node
         if not isinstance(node, TensorNode):
             return BytesStorageMetadata()
         stored = self.merged.header.tensors[node.position]
@@ -103,15 +83,10 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self.leaves)
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def keys(self) -> KeysView[str]:
-        """Return the names that are known so far. DCP's planner calls this at every load, to detect checkpoints with
-        the names of an old version."""
-        return self.leaves.keys()
+        return len(self.leaves)
 
 
 class Paths(Mapping[str, Path]):
@@ -121,7 +96,7 @@ class Paths(Mapping[str, Path]):
         self._entries = entries
 
     def __getitem__(self, name: str) -> Path:
-        return self._entries.leaf(name).path
+        return self._entries.leaves[name].path
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

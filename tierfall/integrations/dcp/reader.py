@@ -26,8 +26,7 @@ from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.image.merge import MergedHeader, merge_headers
-from tierfall.core.image.tree import ConflictNode, TensorNode
+from tierfall.core.image.tree import TensorNode
 from tierfall.core.load.build import CPU, BlockTarget, Builder
 from tierfall.core.ranks.messages import Message
 from tierfall.core.restore.agreement import make_barrier
@@ -36,13 +35,9 @@ from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
 from tierfall.core.restore.restore import HALF_FILLED
 from tierfall.core.runtime.public_calls import public_call
-from tierfall.core.tensor_index.as_header import merge_with_index
-from tierfall.core.tensor_index.index import Index
-from tierfall.core.tensor_index.store import read_named_index
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, NotSupportedError, RestoreError
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.fqns import DcpEntries, Leaf, Paths
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
@@ -171,61 +166,10 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
     shard = run.session.ranks.shard
     world_size = parts.world_size(shard.world_size)
     own = shard.rank if world_size == shard.world_size else values_of
-    entries: DcpEntries | None = None
-    if own is not None and world_size > 1:
-        entries = _by_index(run, parts, Shard(own, world_size))
-    if entries is None:
-        entries = DcpEntries(
-            merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
-        )
+    merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
     return OpenedCheckpoint(
-        checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size
+        checkpoint=parts.checkpoint, parts=parts, entries=DcpEntries(merged), world_size=world_size
     )
-
-
-def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
-    """Return the entries of a checkpoint from the header of one rank's image and the merged index; None unless all
-    ranks can do so.
-
-    For a name that these lack, this rank reads the headers of all ranks by itself.
-    """
-    merged: MergedHeader | None = None
-    what = f"{parts.checkpoint.id} of {own.world_size} ranks"
-    ours = run.session.ranks.shard
-    try:
-        if (index := _read_index(run, parts)) is not None:
-            # Together the ranks check that all images exist.
-            for rank in range(ours.rank, own.world_size, ours.world_size):
-                parts.find(Shard(rank, own.world_size))
-            merged = merge_with_index(parts.header_here(own), own.rank, index, what=what)
-    except (*PASSABLE, NotSupportedError) as error:
-        logger.warning(
-            "dcp.load: the merged index cannot be used, so all headers are read: %s", error
-        )
-    slower_s = run.restorer.patience_s
-    have = merged is not None
-    ranks = run.session.ranks
-    if not ranks.agree("dcp.load: index", have, _all_have_it, bool, timeout_s=slower_s):
-        return None
-    assert merged is not None, "all have it"
-
-    def of_all() -> MergedHeader:
-        return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
-
-    return DcpEntries(merged, of_all)
-
-
-def _all_have_it(found: dict[int, bool]) -> bool:
-    return all(found.values())
-
-
-def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
-    """Read the merged index from the first tier that has it."""
-    for tier in parts.tiers:
-        commit, store = parts.checkpoint.copies[tier].commit, run.session.stores.get(tier)
-        if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:
-            return read_named_index(store, commit)
-    return None
 
 
 class TierReader(StorageReader):
@@ -439,8 +383,6 @@ class _Reads:
     def _tensor(self, item: ReadItem) -> None:
         """Read a box of a stored block; through a copy if its dtype differs or it is not contiguous."""
         node = self._entries.leaves[item.storage_index.fqn].node
-        if isinstance(node, ConflictNode):  # known only once the headers of all ranks were read
-            raise RestoreError(f"dcp.load: {item.storage_index.fqn}: {node.reason}")
         assert isinstance(node, TensorNode), "the plan has a tensor where the metadata has a value"
         stored = self._entries.merged.header.tensors[node.position]
         given = self._planner.resolve_tensor(item)
