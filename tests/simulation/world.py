@@ -56,7 +56,7 @@ from tierfall.core.types.values import (
     survives,
 )
 from tierfall.core.types.view import TierRules
-from tierfall.policies import defaults
+from tierfall.policies.flush import tiers_owed
 from tierfall.session.adopt import adopt_images
 from tierfall.setup.tiers import make_durable
 from tierfall.tiers.image_writer import Packing
@@ -336,7 +336,6 @@ class World:
             ledger=ledger,
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
-            policies=defaults,
             submit=lambda task: self._take(task) if tasks is self.tasks else tasks.append(task),
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
@@ -439,7 +438,7 @@ class World:
             ordinal=self.ordinal,
             started_from=self.started_from,
         )
-        owed = defaults.tiers_owed(self.rules, self.ordinal)
+        owed = tiers_owed(self.rules, self.ordinal)
         tiers = tuple(name for name in owed if name in self.stores)
         handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
         self.handles[id] = handle

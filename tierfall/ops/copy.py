@@ -38,7 +38,7 @@ from tierfall.ops.write_copy import (
     write_files,
     writing_attempt,
 )
-from tierfall.policies.defaults import plan_retention
+from tierfall.policies.retention import plan_retention
 from tierfall.setup.tiers import lane_limits
 from tierfall.tiers.stored import StoredTier
 

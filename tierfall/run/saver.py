@@ -52,7 +52,7 @@ from tierfall.core.types.values import (
     SaveOutcome,
     Verify,
 )
-from tierfall.policies.defaults import tiers_owed
+from tierfall.policies.flush import tiers_owed
 from tierfall.run.layouts import Layouts
 from tierfall.session.requests import RegionRequest
 from tierfall.session.session import Session
