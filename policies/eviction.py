@@ -24,6 +24,8 @@ from tierfall.policies.protection import only_source_for, reason_to_keep, reason
 from tierfall.policies.registry import Order, call_order, register
 from tierfall.policies.retention import kept_by_rules
 
+_OLDEST = "it is the oldest that may be deleted"
+
 
 def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: int) -> Eviction:
     """Choose copies to delete until ``need_bytes`` are free; if these raise a stored tier above its high watermark,
@@ -68,17 +70,15 @@ def _in_order(
     view: View, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> Iterator[tuple[CheckpointView, str]]:
     """Yield each copy in the order of eviction, with the reason for its place: first those that no rule of retention
-    keeps. Within these the tier's order applies; those that it omits are last, the oldest first."""
+    keeps. Within these the tier's order applies."""
     if tier.kind is TierKind.HOST:
         yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
         return
-    reasons = call_order(tier.evict, cheapest_first, view=view, tier=tier, about=held)
-    places = {id: place for place, id in enumerate(reasons)}
+    ordered = call_order(
+        tier.evict, cheapest_first, view=view, tier=tier, about=held, omitted=_OLDEST
+    )
     wanted = kept_by_rules(view, tier, held)
-    for checkpoint in sorted(
-        held, key=lambda c: (c.id in wanted, places.get(c.id, len(places)), c.live, c.id)
-    ):
-        why = reasons.get(checkpoint.id, "it is the oldest that may be deleted")
+    for checkpoint, why in sorted(ordered, key=lambda one: one[0].id in wanted):
         kept = wanted.get(checkpoint.id)
         yield checkpoint, f"{why}, though a rule would keep it ({kept})" if kept else why
 
@@ -236,4 +236,4 @@ def _describe(checkpoint: CheckpointView, elsewhere: TierRules | None, view: Vie
         rate = view.read_bytes_per_s.get(elsewhere.name)
         read = "" if rate is None else f", read at {format_rate(rate)}"
         return f"{elsewhere.name} holds it as safely{read}"
-    return "it is the oldest that may be deleted"
+    return _OLDEST

@@ -106,9 +106,13 @@ def call_order(
     view: View,
     tier: TierRules,
     about: Sequence[CheckpointView],
-) -> dict[CheckpointId, str]:
-    """Apply an order to checkpoints, which are given oldest first; returns a reason for each, in that order."""
+    omitted: str,
+) -> list[tuple[CheckpointView, str]]:
+    """Apply an order to checkpoints, which are given oldest first; return each with the reason for its place. Those
+    that the order leaves out are last, the oldest first, for the reason ``omitted``."""
     tier_view = TierView(checkpoints=tuple(about), tier=tier, view=view)
-    if rule is None:
-        return dict(default(tier_view, None, view.wall_time_s))
-    return dict(rule.policy.decide(tier_view, rule.rules, view.wall_time_s))
+    decide, rules = (default, None) if rule is None else (rule.policy.decide, rule.rules)
+    reasons = dict(decide(tier_view, rules, view.wall_time_s))
+    places = {id: place for place, id in enumerate(reasons)}
+    ordered = sorted(about, key=lambda c: (places.get(c.id, len(places)), c.live, c.id))
+    return [(checkpoint, reasons.get(checkpoint.id, omitted)) for checkpoint in ordered]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import zstandard
 
 from tierfall.core.compression import byte_planes
-from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, check_frame, frame_bytes_max
+from tierfall.core.compression.frames import check_frame, frame_bytes_max
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec
 
 
@@ -24,10 +24,6 @@ class Packer:
     """
 
     def __init__(self, codec: Codec, *, level: int, scratch: BufferPool) -> None:
-        if codec is Codec.NONE:
-            raise ConfigError("compress: codec none stores chunks as they are")
-        if not LEVEL_MIN <= level <= LEVEL_MAX:
-            raise ConfigError(f"compress: level {level} is not within {LEVEL_MIN} to {LEVEL_MAX}")
         self._codec = codec
         self._scratch = scratch
         self._compressor = zstandard.ZstdCompressor(
@@ -57,8 +53,6 @@ class Unpacker:
     """Decompresses one frame at a time. Not thread-safe; ``scratch`` as for the Packer."""
 
     def __init__(self, codec: Codec, *, scratch: BufferPool) -> None:
-        if codec is Codec.NONE:
-            raise ConfigError("compress: codec none stores chunks as they are")
         self._codec = codec
         self._scratch = scratch
         self._decompressor = zstandard.ZstdDecompressor()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from compression_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
+from compression_help import CODECS, like_floats, pack, packer, unpack, unpacker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from tierfall.core.compression.byte_planes import WIDTHS
 from tierfall.core.compression.codec import Packer, Unpacker
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec
 
 BLOCK_BYTES = 128 << 10
@@ -106,13 +106,6 @@ def test_bytes_that_do_not_compress_stay_within_the_bound() -> None:
     for length in (1, 100, BLOCK_BYTES, 9 * BLOCK_BYTES + 1):
         raw = random.Random(length).randbytes(length)
         assert len(pack(Codec.ZSTD, raw, level=19)) <= frame_bytes_max(length)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("level", [-1, 0, 20, 23])
-def test_a_level_out_of_range_is_refused(codec: Codec, level: int) -> None:
-    with pytest.raises(ConfigError, match="not within 1 to 19"):
-        Packer(codec, level=level, scratch=scratch())
 
 
 def test_a_pool_with_smaller_buffers_serves_a_larger_chunk() -> None:
