@@ -59,7 +59,6 @@ _MARK = re.compile(
     r"(pin|unpin|tombstone|on-peers|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
     rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
 )
-_DAMAGE_MARK = re.compile(r"damaged-[0-9a-f]{32}\Z")
 
 
 def check_name(name: str, *, what: str) -> str:
@@ -146,7 +145,7 @@ def parse_shard(name: str) -> Shard | None:
 
 def is_damage_mark(name: str) -> bool:
     """Whether a mark was written by a reader that found the copy damaged (``commit_files.damage_mark``)."""
-    return _DAMAGE_MARK.match(name) is not None
+    return name.startswith("damaged-") and _MARK.match(name) is not None
 
 
 def is_tierfall_name(name: str) -> bool:

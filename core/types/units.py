@@ -127,16 +127,13 @@ def parse_duration(value: float | str) -> float:
     return float(seconds)
 
 
-def _is_duration(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(DURATION_PATTERN, value) is not None
-
-
 def as_seconds(value: float | None, *, what: str) -> float | None:
     """Validate an argument in seconds (None: no bound), at most FOREVER_S. Raises ConfigError."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        meant = f": expected {parse_duration(value):g}" if _is_duration(value) else ""
+        is_text = isinstance(value, str) and re.fullmatch(DURATION_PATTERN, value) is not None
+        meant = f": expected {parse_duration(value):g}" if is_text else ""
         raise ConfigError(
             f"{what} must be a number of seconds of at least 0, or None, not {value!r}{meant}"
         )
