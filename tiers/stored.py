@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
-from tierfall.core.format.tier_record import TierRecord
+from tierfall.core.format.records import Attempt, Commit, Geometry, Mark, TierRecord
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys

@@ -25,7 +25,6 @@ from tierfall.core.copies.images import Image, StoredImage, checked_manifest, un
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
-from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -36,6 +35,7 @@ from tierfall.core.format.records import (
     parse_commit,
     parse_manifest,
     parse_mark,
+    parse_memory_marks,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
