@@ -108,7 +108,8 @@ def reason_to_leave_memory(
     one only if memory has no second image, and once it is durable, or where no tier is owed it: otherwise no further
     save would be possible."""
     live = [c for c in held if c.live]
-    if _is_the_only_pinned_copy(view, checkpoint, tier):
+    elsewhere = (other.name for other in view.tiers if other.name != tier.name)
+    if checkpoint.pinned and not any(map(checkpoint.readable_on, elsewhere)):
         return None
     is_newest = bool(live) and checkpoint.id == live[-1].id
     if not is_newest and _completes_peer_memory(view, checkpoint):
@@ -172,12 +173,6 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         has_newer_on_few |= may_be_reported
         replaces_partial |= newer.id == view.restored_from and not is_to_be_sent
     return False
-
-
-def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    return checkpoint.pinned and not any(
-        checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
-    )
 
 
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")

@@ -46,8 +46,9 @@ def register(
     arguments.
     """
     if kind not in set(PolicyKind):
+        kinds = f"one of {', '.join(PolicyKind)}"
         hint = hint_at(kind, PolicyKind) if isinstance(kind, str) else ""
-        raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {_kinds()}{hint}")
+        raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {kinds}{hint}")
     check_name(name, what=f"register: {kind} policy")
     place = (PolicyKind(kind), name)
     given = "(measured, rules, now_s)" if kind == PolicyKind.INTERVAL else "(tier, rules, now_s)"
@@ -84,10 +85,6 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
 def names_of(kind: PolicyKind) -> tuple[str, ...]:
     """Names of the registered policies of a kind, in the order of their registration."""
     return tuple(name for of, name in _policies if of is kind)
-
-
-def _kinds() -> str:
-    return f"one of {', '.join(PolicyKind)}"
 
 
 def _origin(function: Callable[..., Any]) -> str:

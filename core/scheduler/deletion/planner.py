@@ -14,7 +14,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, Decision, Verdict, View
-from tierfall.policies.retention import keeps_all_live, missing_metrics, next_due_s, plan_drops
+from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
 
 logger = logging.getLogger("tierfall")
 
@@ -40,7 +40,7 @@ class DeletionPlanner:
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
         rules = self._ledger.rules_of(tier)
-        return keeps_all_live(rules) and self._ledger.all_live
+        return not rules.retain and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""
