@@ -162,12 +162,6 @@ def _leaving(view: View, tier: TierRules) -> frozenset[CheckpointId]:
     )
 
 
-_GIVES_UP = (WhenFull.SKIP, WhenFull.SUPERSEDE)
-
-
-NONE_GONE: frozenset[CheckpointId] = frozenset()
-
-
 def plan_relief(view: View, tier_name: str, *, missing_bytes: int) -> tuple[Decision, ...]:
     """Give up the copies of one checkpoint that slower tiers are owed, so that a full tier may delete it; each decision
     is of one of those tiers. Empty if all checkpoints that may be given up do not free ``missing_bytes``."""
@@ -200,9 +194,9 @@ def _rules(view: View, checkpoint: CheckpointView, tier: TierRules) -> set[WhenF
 
 def _may_be_given_up(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     waiting = only_source_for(view, checkpoint, tier)
-    if not waiting or not _rules(view, checkpoint, tier) <= set(_GIVES_UP):
+    if not waiting or WhenFull.WAIT in _rules(view, checkpoint, tier):
         return False
-    leaving = any(checkpoint.state(t.name) is CopyState.LEAVING for t in view.tiers)
+    leaving = any(_is_leaving(checkpoint, t) for t in view.tiers)
     held = (
         view.restoring
         or not checkpoint.live
@@ -218,4 +212,4 @@ def _may_be_given_up(view: View, checkpoint: CheckpointView, tier: TierRules) ->
     as_if = replace(
         view, checkpoints=tuple(alone if c.id == alone.id else c for c in view.checkpoints)
     )
-    return reason_to_keep(as_if, alone, tier, NONE_GONE) is None
+    return reason_to_keep(as_if, alone, tier, frozenset()) is None

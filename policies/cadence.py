@@ -260,18 +260,13 @@ _SLACK = 1e-9
 """Tolerance for the rounding of a quotient: 3.0000000000000004 steps are 3."""
 
 
-def young_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the best interval to first order, sqrt(2 C M) (Young 1974)."""
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def daly_s(cost_s: float, mtbf_s: float) -> float:
     """Return the best interval to higher order: sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C where C < 2 M,
     else M (Daly 2006)."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     part = cost_s / (2 * mtbf_s)
-    return young_s(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
 
 
 def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:

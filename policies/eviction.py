@@ -24,6 +24,8 @@ from tierfall.policies.protection import only_source_for, reason_to_keep, reason
 from tierfall.policies.registry import Order, call_order, register
 from tierfall.policies.retention import kept_by_rules
 
+_OLDEST = "it is the oldest that may be deleted"
+
 
 def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: int) -> Eviction:
     """Choose copies to delete until ``need_bytes`` are free; if these raise a stored tier above its high watermark,
@@ -68,17 +70,15 @@ def _in_order(
     view: View, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> Iterator[tuple[CheckpointView, str]]:
     """Yield each copy in the order of eviction, with the reason for its place: first those that no rule of retention
-    keeps. Within these the tier's order applies; those that it omits are last, the oldest first."""
+    keeps. Within these the tier's order applies."""
     if tier.kind is TierKind.HOST:
         yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
         return
-    reasons = call_order(tier.evict, cheapest_first, view=view, tier=tier, about=held)
-    places = {id: place for place, id in enumerate(reasons)}
+    ordered = call_order(
+        tier.evict, cheapest_first, view=view, tier=tier, about=held, omitted=_OLDEST
+    )
     wanted = kept_by_rules(view, tier, held)
-    for checkpoint in sorted(
-        held, key=lambda c: (c.id in wanted, places.get(c.id, len(places)), c.live, c.id)
-    ):
-        why = reasons.get(checkpoint.id, "it is the oldest that may be deleted")
+    for checkpoint, why in sorted(ordered, key=lambda one: one[0].id in wanted):
         kept = wanted.get(checkpoint.id)
         yield checkpoint, f"{why}, though a rule would keep it ({kept})" if kept else why
 
@@ -108,7 +108,8 @@ def reason_to_leave_memory(
     one only if memory has no second image, and once it is durable, or where no tier is owed it: otherwise no further
     save would be possible."""
     live = [c for c in held if c.live]
-    if _is_the_only_pinned_copy(view, checkpoint, tier):
+    elsewhere = (other.name for other in view.tiers if other.name != tier.name)
+    if checkpoint.pinned and not any(map(checkpoint.readable_on, elsewhere)):
         return None
     is_newest = bool(live) and checkpoint.id == live[-1].id
     if not is_newest and _completes_peer_memory(view, checkpoint):
@@ -174,12 +175,6 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     return False
 
 
-def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    return checkpoint.pinned and not any(
-        checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
-    )
-
-
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
 def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Delete abandoned checkpoints first; then those that another tier has that survives as much, the fastest to
@@ -236,4 +231,4 @@ def _describe(checkpoint: CheckpointView, elsewhere: TierRules | None, view: Vie
         rate = view.read_bytes_per_s.get(elsewhere.name)
         read = "" if rate is None else f", read at {format_rate(rate)}"
         return f"{elsewhere.name} holds it as safely{read}"
-    return "it is the oldest that may be deleted"
+    return _OLDEST

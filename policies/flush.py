@@ -7,7 +7,7 @@ owed those that it had before and deleted, nor those that its retention would de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tierfall.core.types.units import format_duration
@@ -104,24 +104,16 @@ def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
             left.append(checkpoint)
         else:
             given_up.append(_decided(checkpoint, tier, reason, Verdict.DROP))
-    copied = (
-        _decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_order_of_tier(view, tier, left)
+    ordered = call_order(
+        tier.flush_order,
+        in_order,
+        view=view,
+        tier=tier,
+        about=left,
+        omitted="the order leaves it out, so it is last",
     )
+    copied = (_decided(c, tier, reason, Verdict.KEEP) for c, reason in ordered)
     return (*reversed(given_up), *copied)
-
-
-def _in_order_of_tier(
-    view: View, tier: TierRules, waiting: Sequence[CheckpointView]
-) -> Iterator[tuple[CheckpointView, str]]:
-    """Yield each in the order of the tier, with the reason for its place; those that the order omits are last, the
-    oldest first."""
-    reasons = call_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
-    places = {id: place for place, id in enumerate(reasons)}
-    for checkpoint in sorted(waiting, key=lambda c: (places.get(c.id, len(places)), c.id)):
-        yield (
-            checkpoint,
-            reasons.get(checkpoint.id, "the order leaves it out, so it is last"),
-        )
 
 
 def _decided(

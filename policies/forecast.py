@@ -135,8 +135,8 @@ def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) 
 def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, TierRules] | None:
     """Return the newest live checkpoint that survives a loss, and the fastest tier that has it then."""
     tiers = [tier for tier in view.tiers if tier.survives.covers(lost)]
-    for checkpoint in sorted(view.checkpoints, key=lambda c: c.id, reverse=True):
+    for checkpoint in view.live:
         for tier in tiers:
-            if checkpoint.live and checkpoint.readable_on(tier.name):
+            if checkpoint.readable_on(tier.name):
                 return checkpoint, tier
     return None

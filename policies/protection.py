@@ -12,8 +12,6 @@ from collections.abc import Set
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
 from tierfall.core.types.view import CheckpointView, TierRules, View
 
-DURABLE = CopyState.COMMITTED
-
 
 def reason_to_keep(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
@@ -54,28 +52,22 @@ def newest_of(
 
     Copies in memory do not count: they survive the loss of a process, but not a restart of the machine, as files do.
     """
-    survives = _survives_newer if checkpoint.live else _survives_at_all
     for lost in reversed(LOSS_CLASSES):
         if not tier.survives.covers(lost):
             continue
-        if not survives(view, lost, above=checkpoint, without=tier.name, gone=gone):
+        if checkpoint.live:
+            safe = _survives_newer(view, lost, above=checkpoint, without=tier.name, gone=gone)
+        else:
+            tiers = _surviving(view, lost)
+            others = any(other.id not in gone for other in view.restorable_on(tiers))
+            safe = others or view.newest_abandoned_on(tiers) != checkpoint.id
+        if not safe:
             return lost
     return None
 
 
-def _survives_at_all(
-    view: View,
-    lost: LossClass,
-    *,
-    above: CheckpointView,
-    without: str,
-    gone: Set[CheckpointId],
-) -> bool:
-    """Return whether any live checkpoint survives that loss, or an abandoned one later than ``above``."""
-    tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
-    if any(other.id not in gone for other in view.restorable_on(tiers)):
-        return True
-    return view.newest_abandoned_on(tiers) != above.id
+def _surviving(view: View, lost: LossClass) -> tuple[str, ...]:
+    return tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
 
 
 def _survives_newer(
@@ -88,7 +80,7 @@ def _survives_newer(
 ) -> bool:
     """Return whether a live checkpoint of that step or newer survives that loss by another copy."""
     is_left = _is_being_abandoned(view, above)
-    tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
+    tiers = _surviving(view, lost)
     for other in view.restorable_on(tiers):  # usually one of the newest decides
         if other.id < above.id:
             return False
@@ -129,9 +121,8 @@ def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
     """Return whether a durable copy survives that loss, or would once the owed copies are committed."""
     whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
     return whole and any(
-        checkpoint.state(tier.name) is DURABLE or tier.name in checkpoint.owed
-        for tier in view.tiers
-        if tier.survives.covers(lost)
+        checkpoint.state(tier) is CopyState.COMMITTED or tier in checkpoint.owed
+        for tier in _surviving(view, lost)
     )
 
 

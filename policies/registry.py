@@ -46,8 +46,9 @@ def register(
     arguments.
     """
     if kind not in set(PolicyKind):
+        kinds = f"one of {', '.join(PolicyKind)}"
         hint = hint_at(kind, PolicyKind) if isinstance(kind, str) else ""
-        raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {_kinds()}{hint}")
+        raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {kinds}{hint}")
     check_name(name, what=f"register: {kind} policy")
     place = (PolicyKind(kind), name)
     given = "(measured, rules, now_s)" if kind == PolicyKind.INTERVAL else "(tier, rules, now_s)"
@@ -86,10 +87,6 @@ def names_of(kind: PolicyKind) -> tuple[str, ...]:
     return tuple(name for of, name in _policies if of is kind)
 
 
-def _kinds() -> str:
-    return f"one of {', '.join(PolicyKind)}"
-
-
 def _origin(function: Callable[..., Any]) -> str:
     """Return the qualified name of a function. A module that is loaded again may register it again."""
     module = getattr(function, "__module__", "?")
@@ -106,9 +103,13 @@ def call_order(
     view: View,
     tier: TierRules,
     about: Sequence[CheckpointView],
-) -> dict[CheckpointId, str]:
-    """Apply an order to checkpoints, which are given oldest first; returns a reason for each, in that order."""
+    omitted: str,
+) -> list[tuple[CheckpointView, str]]:
+    """Apply an order to checkpoints, which are given oldest first; return each with the reason for its place. Those
+    that the order leaves out are last, the oldest first, for the reason ``omitted``."""
     tier_view = TierView(checkpoints=tuple(about), tier=tier, view=view)
-    if rule is None:
-        return dict(default(tier_view, None, view.wall_time_s))
-    return dict(rule.policy.decide(tier_view, rule.rules, view.wall_time_s))
+    decide, rules = (default, None) if rule is None else (rule.policy.decide, rule.rules)
+    reasons = dict(decide(tier_view, rules, view.wall_time_s))
+    places = {id: place for place, id in enumerate(reasons)}
+    ordered = sorted(about, key=lambda c: (places.get(c.id, len(places)), c.live, c.id))
+    return [(checkpoint, reasons.get(checkpoint.id, omitted)) for checkpoint in ordered]

@@ -32,18 +32,12 @@ def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     return _decide_oldest_first(view, tier, held, kept_by_rules(view, tier, held))
 
 
-def keeps_all_live(tier: TierRules) -> bool:
-    """Return whether a tier keeps all that is neither abandoned nor deleted by a person."""
-    return not tier.retain
-
-
 def plan_drops(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Return only the deletions of ``plan_retention``: the copies that are kept may be thousands."""
     tier = view.tier(tier_name)
     held = view.on(tier_name)
     wanted = kept_by_rules(view, tier, held)
-    keeps_all = keeps_all_live(tier)
-    loose = tuple(c for c in held if not c.live or not (keeps_all or c.id in wanted))
+    loose = tuple(c for c in held if not c.live or (tier.retain and c.id not in wanted))
     decisions = _decide_oldest_first(view, tier, loose, wanted)
     return tuple(decision for decision in decisions if decision.verdict is Verdict.DROP)
 

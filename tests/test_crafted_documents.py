@@ -61,7 +61,7 @@ COMMITS: dict[str, Members] = {
     "the image is negative": {"files": [{"name": IMAGE, "bytes": -1}]},
     "the image is named twice": {"files": [_FILE, _FILE]},
     "a file that is no image is packed": {
-        "files": [_FILE, {"name": "index.zst", "bytes": 5, "digest": "sha256:0", "raw_bytes": 9}]
+        "files": [_FILE, {"name": "notes.json", "bytes": 5, "digest": "sha256:0", "raw_bytes": 9}]
     },
     "a raw image is packed": {"files": [{**_FILE, "raw_bytes": 9}]},
     "a packed image has no length": {"files": [{"name": f"{IMAGE}.zst", "bytes": 10}]},

@@ -76,7 +76,6 @@ def files_on(folder: Path, tier: str) -> list[str]:
 
 WHOLE = [
     "commit.json",
-    "index.zst",
     *(f"rank-0000{r}-of-00002.{end}" for r in (0, 1) for end in ("json", "safetensors")),
 ]
 

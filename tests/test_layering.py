@@ -38,7 +38,6 @@ FOLDERS = (
     "tierfall.core.image",
     "tierfall.core.load",
     "tierfall.core.sampling",
-    "tierfall.core.tensor_index",
     "tierfall.core.capture",
     "tierfall.core.copies",
     "tierfall.core.restore.exchange",

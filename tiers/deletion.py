@@ -92,7 +92,7 @@ class TierDeletions:
 
         prefix = keys.step_prefix(self._run, checkpoint)
         found = [f.key for f in self._catalog.files(checkpoint) if keys.is_tierfall_name(f.key)]
-        selected = [name for name in found if shard is None or keys.is_written_by(name, shard)]
+        selected = [name for name in found if shard is None or keys.parse_shard(name) == shard]
         others = set(found) - set(selected)
         if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
             selected += others

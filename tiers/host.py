@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.memory_marks import parse_memory_marks
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.format.records import Commit, parse_commit, parse_memory_marks
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     BackendError,

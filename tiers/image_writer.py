@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierfall.core.compression.codec import Packer
-from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make_frame_table
+from tierfall.core.compression.frame_table import (
+    FrameTable,
+    chunk_widths,
+    make_frame_table,
+    seek_table_bytes,
+)
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.compression.seek_table import table_bytes
 from tierfall.core.format.commit_files import packed_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Geometry, Manifest, NamedFile
@@ -314,4 +318,6 @@ class PackedImageWriter:
 def packed_bytes_max(cut: Geometry) -> int:
     """Return an upper bound of the length of a packed image, in bytes."""
     ranges = map(cut.chunk_range, range(cut.chunk_count))
-    return sum(frame_bytes_max(end - start) for start, end in ranges) + table_bytes(cut.chunk_count)
+    return sum(frame_bytes_max(end - start) for start, end in ranges) + seek_table_bytes(
+        cut.chunk_count
+    )

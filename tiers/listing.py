@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import without_index, wrong_files
+from tierfall.core.format.commit_files import wrong_files
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.threads import run_in_parallel
@@ -277,14 +277,12 @@ class TierCatalog:
     def _wrong_file(
         self, commit: Commit, files: Mapping[str, StoredObject]
     ) -> IntegrityError | None:
-        """Compare a folder's file names and sizes with its commit record; return what is wrong. A copy is whole without
-        its index, which can be rebuilt from the manifests.
+        """Compare a folder's file names and sizes with its commit record; return what is wrong.
 
         What the listing does not show right is asked for by key, one file first: if that is wrong, so is the copy.
         Raises the error of a file that could not be looked at.
         """
-        checkpoint, named = commit.lineage.checkpoint, without_index(commit)
-        sizes = _sizes(files)
+        checkpoint, sizes = commit.lineage.checkpoint, _sizes(files)
         suspects = _suspects(commit, files)
         if not suspects:
             return None
@@ -293,7 +291,7 @@ class TierCatalog:
             asked = self._by_key(checkpoint, group, listed=files)
             sizes |= {file.key: file.bytes for file in asked}
             wrong = [
-                (name, problem) for name, problem in wrong_files(named, sizes) if name in group
+                (name, problem) for name, problem in wrong_files(commit, sizes) if name in group
             ]
             if not wrong:
                 continue
@@ -431,8 +429,8 @@ def _found(
 
 
 def _suspects(commit: Commit, files: Mapping[str, StoredObject]) -> Sequence[str]:
-    """Return the files that a listing shows as missing or of another size, but for the index."""
-    return [name for name, _ in wrong_files(without_index(commit), _sizes(files))]
+    """Return the files that a listing shows as missing or of another size."""
+    return [name for name, _ in wrong_files(commit, _sizes(files))]
 
 
 def _sizes(files: Mapping[str, StoredObject]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tierfall.core.format.documents import read_twice
-from tierfall.core.format.tier_record import TierRecord, parse_tier_record
+from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of, without_index
+from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
-from tierfall.core.format.tier_record import TierRecord
+from tierfall.core.format.records import Attempt, Commit, Geometry, Mark, TierRecord
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
@@ -158,12 +157,6 @@ class StoredTier:
         with self._confirming_absence(key):
             return self._documents.read(key)
 
-    def read_index(self, checkpoint: CheckpointId) -> bytes:
-        """Read the merged tensor index of all ranks."""
-        key = self._key(checkpoint, keys.INDEX_NAME)
-        with self._confirming_absence(key):
-            return self._documents.read(key)
-
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the frame table of a packed image."""
         key = self._key(checkpoint, keys.stored_name(shard))
@@ -246,9 +239,6 @@ class StoredTier:
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
         self._documents.replace(self._key(checkpoint, keys.manifest_name(shard)), data)
 
-    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None:
-        self._documents.replace(self._key(checkpoint, keys.INDEX_NAME), data)
-
     # Commit --------------------------------------------------------------------------------------
 
     def commit(
@@ -296,9 +286,7 @@ class StoredTier:
             self._documents.create(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
         except KeyExistsError:
             found = self.read_commit(checkpoint)
-            # One of two tries may have left out the index, which can be rebuilt.
-            files, named = without_index(commit).files, without_index(found).files
-            is_same = found.lineage == commit.lineage and files == named
+            is_same = found.lineage == commit.lineage and found.files == commit.files
             if is_same and self.backend.traits.durable:
                 self.sync_commit(checkpoint)
                 return

@@ -156,6 +156,16 @@ class PosixBackend(BackendBase):
             if not entry.is_folder and is_key(key)
         )
 
+    def names(self, folder: str) -> list[str]:
+        """Return all names in a folder, also those that ``scan`` leaves out, such as symbolic links."""
+        with (
+            suppress(KeyNotFoundError),
+            self._lookup("list", check_key(folder)),
+            self._folders.opened(folder) as descriptor,
+        ):
+            return os.listdir(descriptor)
+        return []
+
     def delete(self, key: str) -> None:
         self.delete_some([key])
 

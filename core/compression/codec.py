@@ -4,17 +4,26 @@ Data moves from buffer to buffer without the GIL: zstandard's ``readinto`` compr
 decompresses a frame that ``check_frame`` accepted straight into its target. It holds the GIL only for a remainder below
 128 KiB at the end of a chunk. ``ZstdCompressor.compress`` would release it there too, but returns new memory, whose
 deallocation holds it for longer.
+
+The codec ``planes`` groups the bytes of a chunk by their position in an item, so that zstd compresses exponents
+separately: first all first bytes, then all second bytes and so on, then the remainder that is no whole item, unchanged.
+NumPy copies on the calling thread and releases the GIL; torch would start threads of its own beside the training
+loop's.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
-from tierfall.core.compression import byte_planes
-from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, check_frame, frame_bytes_max
+from tierfall.core.compression.frames import check_frame, frame_bytes_max
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""The item sizes of ``planes``."""
 
 
 class Packer:
@@ -24,10 +33,6 @@ class Packer:
     """
 
     def __init__(self, codec: Codec, *, level: int, scratch: BufferPool) -> None:
-        if codec is Codec.NONE:
-            raise ConfigError("compress: codec none stores chunks as they are")
-        if not LEVEL_MIN <= level <= LEVEL_MAX:
-            raise ConfigError(f"compress: level {level} is not within {LEVEL_MIN} to {LEVEL_MAX}")
         self._codec = codec
         self._scratch = scratch
         self._compressor = zstandard.ZstdCompressor(
@@ -46,7 +51,7 @@ class Packer:
             return self._compress(chunk, target)
         with self._scratch.lend_view(len(chunk)) as buffer:
             sorted_bytes = buffer[: len(chunk)]
-            byte_planes.split(chunk, sorted_bytes, width)
+            split_planes(chunk, sorted_bytes, width)
             return self._compress(sorted_bytes, target)
 
     def _compress(self, source: memoryview, target: memoryview) -> int:
@@ -57,8 +62,6 @@ class Unpacker:
     """Decompresses one frame at a time. Not thread-safe; ``scratch`` as for the Packer."""
 
     def __init__(self, codec: Codec, *, scratch: BufferPool) -> None:
-        if codec is Codec.NONE:
-            raise ConfigError("compress: codec none stores chunks as they are")
         self._codec = codec
         self._scratch = scratch
         self._decompressor = zstandard.ZstdDecompressor()
@@ -76,7 +79,7 @@ class Unpacker:
         with self._scratch.lend_view(len(target)) as buffer:
             sorted_bytes = buffer[: len(target)]
             self._decompress(frame, sorted_bytes, what)
-            byte_planes.join(sorted_bytes, target, width)
+            join_planes(sorted_bytes, target, width)
 
     def _decompress(self, frame: memoryview, target: memoryview, what: str) -> None:
         try:
@@ -85,3 +88,31 @@ class Unpacker:
             raise IntegrityError(f"{what}: damaged: {error}") from error
         if filled != len(target):
             raise IntegrityError(f"{what}: has {filled} bytes, {len(target)} by the manifest")
+
+
+_Bytes = NDArray[np.uint8]
+
+
+def split_planes(chunk: memoryview, target: memoryview, width: int) -> None:
+    """Write the planes of ``chunk`` to ``target``, of the same length and without shared memory."""
+    items, rest = _halves(chunk, width)
+    planes, rest_target = _halves(target, width)
+    for place, plane in enumerate(planes.reshape(width, -1)):
+        np.copyto(plane, items[place::width])
+    np.copyto(rest_target, rest)
+
+
+def join_planes(planes: memoryview, target: memoryview, width: int) -> None:
+    """The inverse of ``split_planes``."""
+    sorted_items, rest = _halves(planes, width)
+    items, rest_target = _halves(target, width)
+    for place, plane in enumerate(sorted_items.reshape(width, -1)):
+        np.copyto(items[place::width], plane)
+    np.copyto(rest_target, rest)
+
+
+def _halves(view: memoryview, width: int) -> tuple[_Bytes, _Bytes]:
+    """The whole items, and the remainder."""
+    flat = np.frombuffer(view, dtype=np.uint8)
+    whole = len(flat) - len(flat) % width
+    return flat[:whole], flat[whole:]

@@ -2,20 +2,26 @@
 
 The manifest beside it has the raw lengths and digests of the chunks, and is the same on every tier. The record is
 validated against the manifest: a contradiction is damage.
+
+A file of zstd frames ends in a skippable frame with the seek table of the zstd seekable format: ``zstd -d`` restores
+the whole image, and tools for that format read ranges of it. All numbers are little endian (zstd,
+contrib/seekable_format/zstd_seekable_compression_format.md); the frames have checksums of their own:
+
+    0x184D2A5E   length of what follows   per frame: packed length, raw length   frames   descriptor 0   0x8F92EAB1
+    4 bytes      4 bytes                  4 bytes each                           4 bytes  1 byte         4 bytes
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from json import loads
-from typing import Any
 
-from tierfall.core.compression.byte_planes import WIDTHS
+from tierfall.core.compression.codec import WIDTHS
 from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, frame_bytes_max
-from tierfall.core.compression.seek_table import FrameLength, table_bytes, write_table
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.format.records import IMAGE_BYTES_MAX, Geometry, Manifest
@@ -23,6 +29,10 @@ from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec
 
+_PAIR = struct.Struct("<II")
+_SKIPPABLE_MAGIC = 0x184D2A5E
+_FOOTER = struct.Struct("<IBI")
+_SEEKABLE_MAGIC = 0x8F92EAB1
 _PACKING = {codec.value: codec for codec in (Codec.ZSTD, Codec.PLANES)}
 
 
@@ -53,7 +63,7 @@ class FrameTable:
     @property
     def stored_bytes(self) -> int:
         """Size of the file."""
-        table = table_bytes(self.chunk_count) if self.codec is Codec.ZSTD else 0
+        table = seek_table_bytes(self.chunk_count) if self.codec is Codec.ZSTD else 0
         return self.frames_bytes + table
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -65,7 +75,7 @@ class FrameTable:
         """The seek table after the frames; empty for ``planes``, since ``zstd -d`` cannot restore such an image."""
         if self.codec is not Codec.ZSTD:
             return b""
-        return write_table(list(map(FrameLength, self.lengths, _raw_lengths(manifest))))
+        return write_seek_table(self.lengths, _raw_lengths(manifest))
 
     def encode(self) -> bytes:
         members: dict[str, object] = {
@@ -78,6 +88,18 @@ class FrameTable:
         if self.codec is Codec.PLANES:
             members["widths"] = list(self.widths)
         return documents.seal(members)
+
+
+def seek_table_bytes(frames: int) -> int:
+    """Size of the seek table of that many frames."""
+    return _PAIR.size + 8 * frames + _FOOTER.size
+
+
+def write_seek_table(packed: Sequence[int], raw: Sequence[int]) -> bytes:
+    """Encode the seek table of frames by their lengths in the file, and those of their content."""
+    entries = b"".join(map(_PAIR.pack, packed, raw))
+    footer = _FOOTER.pack(len(packed), 0, _SEEKABLE_MAGIC)
+    return _PAIR.pack(_SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer
 
 
 def make_frame_table(
@@ -165,7 +187,9 @@ def _items(pieces: Spliced, what: str) -> list[tuple[int, int]]:
     """Start and item size of every non-empty tensor block."""
     found = []
     for piece in loads(pieces):
-        reader = _piece(piece, f"{what}: pieces")
+        if not isinstance(piece, dict):
+            raise IntegrityError(f"{what}: pieces: an entry is not an object")
+        reader = JsonFields(piece, f"{what}: pieces")
         start = reader.number("start", 0, IMAGE_BYTES_MAX)
         if reader.number("end", start, IMAGE_BYTES_MAX) == start:
             continue
@@ -173,9 +197,3 @@ def _items(pieces: Spliced, what: str) -> list[tuple[int, int]]:
         size = 1 if dtype is None else dtype.itemsize
         found.append((start, size if size in WIDTHS else 1))
     return found
-
-
-def _piece(piece: Any, what: str) -> JsonFields:
-    if not isinstance(piece, dict):
-        raise IntegrityError(f"{what}: an entry is not an object")
-    return JsonFields(piece, what)

@@ -106,9 +106,7 @@ def write_view(
     layout = plan_layout(view)
     header = layout.header(view)
     assert header is not None, "the layout was planned with these values"
-    cut = Geometry(
-        image_bytes=layout.image_bytes, data_start=layout.data_start, chunk_bytes=chunk_bytes
-    )
+    cut = layout.geometry(chunk_bytes)
     with begun_image(store, lineage.checkpoint, shard, cut, layout.pieces) as writer:
         source = _ImageBytes(layout, view, header, load)
         manifest = Manifest(

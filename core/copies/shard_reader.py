@@ -16,6 +16,7 @@ from tierfall.core.copies.chunk_reader import (
     read_fills,
 )
 from tierfall.core.copies.images import (
+    READ_THREADS,
     Image,
     ReadableStore,
     RegionImage,
@@ -29,7 +30,7 @@ from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.cores import hash_threads
-from tierfall.core.runtime.threads import run_in_threads
+from tierfall.core.runtime.threads import run_in_parallel, run_in_threads
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -236,7 +237,9 @@ class CheckpointReader:
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
-        return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
+        shards = [Shard(rank, world_size) for rank in range(world_size)]
+        read = run_in_parallel(self.header_here, shards, parallel=READ_THREADS)
+        return dict(enumerate(read))
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``

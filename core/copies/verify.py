@@ -35,8 +35,6 @@ from tierfall.core.format.records import Commit, Manifest, Mark, parse_commit, p
 from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import read_index_bytes
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
@@ -57,8 +55,6 @@ class CheckableStore(ReadableStore, Protocol):
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark: ...
-
-    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
     def files(
         self, checkpoint: CheckpointId, commit: Commit | None = None
@@ -156,8 +152,6 @@ class CopyCheck:
             manifest = self._manifest(image, commit, shard)
             if manifest is not None:
                 self._check_image(image, commit, manifest, sizes)
-        if commit.file(keys.INDEX_NAME) is not None:
-            self._check_index(store, commit)
 
     def _check_names(self, commit: Commit, sizes: Mapping[str, int]) -> None:
         """Compare the folder with the commit record: every rank is named, and every file exists with its length.
@@ -221,15 +215,6 @@ class CopyCheck:
             )
         if tail != packed.seek_table(manifest):
             raise IntegrityError("its seek table differs from the one that was written")
-
-    def _check_index(self, store: CheckableStore, commit: Commit) -> None:
-        name = keys.INDEX_NAME
-        if self._is_damaged(name):
-            return  # it is missing, or has another length
-        what = f"{self._tier}: {name}"
-        self._try(
-            name, lambda: read_twice(lambda: read_index(read_index_bytes(store, commit), what=what))
-        )
 
     def _check_mark(self, store: CheckableStore, name: str) -> None:
         leaf = name.removeprefix(f"{keys.MARKS_FOLDER}/")

@@ -13,7 +13,7 @@ from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
-from tierfall.core.types.lineage import AttemptStart, Key, abandoned, resolve
+from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by, resolve
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
@@ -169,13 +169,15 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         id: next((c.commit for c in copies.values() if c.commit is not None), None)
         for id, copies in found.items()
     }
-    abandoned_ids = abandoned(
-        ((id, commit.lineage.attempt_id if commit else None) for id, commit in commits.items()),
-        starts,
-    )
+    is_abandoned = abandoned_by(starts)
     return tuple(
-        KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in abandoned_ids)
-        for id in sorted(found)
+        KnownCheckpoint(
+            id=id,
+            commit=commit,
+            copies=found[id],
+            abandoned=is_abandoned(id, commit.lineage.attempt_id if commit else None),
+        )
+        for id, commit in sorted(commits.items(), key=lambda item: item[0])
     )
 
 

@@ -1,7 +1,7 @@
 """The files that a commit record names for each image: the raw image, or the packed one and the record of its frames.
 
-A commit record belongs to one tier. Its plain form names raw images and no merged index: this form is stored in host
-memory and in the ledger, and the record of each tier is derived from it.
+A commit record belongs to one tier. Its plain form names raw images: this form is stored in host memory and in the
+ledger, and the record of each tier is derived from it.
 """
 
 from __future__ import annotations
@@ -83,24 +83,9 @@ def wrong_files(commit: Commit, sizes: Mapping[str, int]) -> Iterator[tuple[str,
             yield file.name, f"it has {found} bytes, {file.bytes} by the commit record"
 
 
-def with_index(commit: Commit, data: bytes) -> Commit:
-    """Add or replace the entry of the merged index."""
-    index = document_file(keys.INDEX_NAME, data)
-    return replace(commit, files=(*without_index(commit).files, index))
-
-
-def without_index(commit: Commit) -> Commit:
-    files = tuple(file for file in commit.files if file.name != keys.INDEX_NAME)
-    return commit if files == commit.files else replace(commit, files=files)
-
-
 def plain(commit: Commit) -> Commit:
-    """Convert to the plain form: raw images, no index, and nothing owed, as that concerns one tier."""
-    files = tuple(
-        _raw(file)
-        for file in without_index(commit).files
-        if not file.name.endswith(keys.STORED_SUFFIX)
-    )
+    """Convert to the plain form: raw images, and nothing owed, as that concerns one tier."""
+    files = tuple(_raw(file) for file in commit.files if not file.name.endswith(keys.STORED_SUFFIX))
     if files == commit.files and not commit.owed:
         return commit
     return replace(commit, files=files, owed=())

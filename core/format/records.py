@@ -1,4 +1,4 @@
-"""Manifest, commit record, attempt record and mark, and how each is parsed from untrusted bytes.
+"""Manifest, commit record, attempt record, mark and record of a tier, and how each is parsed from untrusted bytes.
 
 Each is a document (``documents``). Parsing checks every member's type and range. A wrong member is damage
 (IntegrityError), and so is a missing one, but for those that are written only if there is something to say.
@@ -46,10 +46,6 @@ class Lineage:
     at_end: bool = False
 
 
-def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
-    return 1 + -(-(image_bytes - data_start) // chunk_bytes)
-
-
 def records_bytes_max(
     *, pieces_bytes: int, chunks: int, metrics: Iterable[str], tags: Iterable[str], run: str
 ) -> int:
@@ -57,13 +53,6 @@ def records_bytes_max(
     beside the image in memory. It is the same for all images of a state, so that one has room where another was."""
     named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
     return pieces_bytes + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(run) + RECORD_BYTES
-
-
-def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int) -> tuple[int, int]:
-    if index == 0:
-        return 0, data_start
-    start = data_start + (index - 1) * chunk_bytes
-    return start, min(start + chunk_bytes, image_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +68,14 @@ class Geometry:
 
     @property
     def chunk_count(self) -> int:
-        return chunk_count(self.image_bytes, self.data_start, self.chunk_bytes)
+        return 1 + -(-(self.image_bytes - self.data_start) // self.chunk_bytes)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Start and end of chunk ``index`` in the image."""
-        return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
+        if index == 0:
+            return 0, self.data_start
+        start = self.data_start + (index - 1) * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.image_bytes)
 
     def chunk_ranges(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
         """Group chunks into index ranges (first, end) of at least ``bytes_min`` bytes; the last may be shorter."""
@@ -144,8 +136,9 @@ def parse_manifest(data: bytes, *, what: str) -> Manifest:
     image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
     data_start = reader.number("data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20)))
     chunk_bytes = reader.number("chunk_bytes", CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)
+    cut = Geometry(image_bytes=image_bytes, data_start=data_start, chunk_bytes=chunk_bytes)
     digests = reader.list_of("chunks", str)
-    if len(digests) != chunk_count(image_bytes, data_start, chunk_bytes):
+    if len(digests) != cut.chunk_count:
         raise IntegrityError(f"{what}: lists {len(digests)} chunks, its sizes make another number")
     if not all(d.startswith(DIGEST_PREFIX) and len(d) == len(DIGEST_PREFIX) + 32 for d in digests):
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
@@ -389,6 +382,107 @@ def parse_mark(data: bytes, *, what: str) -> Mark:
         wall_time_s=reader.real("wall_time_s"),
         reason=reader.get("reason", str),
         written_to=tuple(reader.list_of("written_to", str)) if reader.has("written_to") else (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMarks:
+    """The names of the marks of an image in memory, and ``Mark.written_to`` of its pin."""
+
+    names: frozenset[str]
+    pin_written_to: frozenset[str]
+
+
+def parse_memory_marks(marks: Iterable[bytes], *, what: str) -> MemoryMarks:
+    """Parse the marks of an image in memory, oldest first. They are appended: a pin holds until an unpin that follows
+    it."""
+    names: set[str] = set()
+    written_to: set[str] = set()
+    for data in marks:
+        mark = parse_mark(data, what=what)
+        if mark.name == keys.UNPIN_MARK:
+            names.discard(keys.PIN_MARK)
+            written_to.clear()
+        else:
+            names.add(mark.name)
+            written_to.update(mark.written_to)
+    return MemoryMarks(frozenset(names), frozenset(written_to))
+
+
+_OF_MEMORY = ("attempt_id", "file", "kept")
+"""Members that only the record of a machine has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTier:
+    """What is recorded of another tier: its id ('' if none could be written to it), its place, whether all nodes saw
+    its files (None: not examined), and the device number of its folder, which is valid until the machine restarts."""
+
+    id: str
+    place: str
+    shared: bool | None
+    device: int | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return {"id": self.id, "place": self.place, "shared": self.shared, "device": self.device}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRecord:
+    """The identity of a run's tier: its random 128-bit id in hexadecimal, and the run's ``others``, by name. ``shared``
+    is as in ``KnownTier``.
+
+    The record that a machine keeps of a run's tiers, beside its host memory, has an empty id. It also has the id of the
+    last attempt that owned that memory, the path of the ``file`` that the run was configured by, and the folder of what
+    is ``kept`` for other nodes; each may be ''.
+    """
+
+    run: str
+    id: str
+    shared: bool | None
+    wall_time_s: float
+    others: Mapping[str, KnownTier] = field(default_factory=dict)
+    attempt_id: str = ""
+    file: str = ""
+    kept: str = ""
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                "run": self.run,
+                "tier_id": self.id,
+                "shared": self.shared,
+                "wall_time_s": self.wall_time_s,
+                "others": {name: tier.to_json() for name, tier in self.others.items()},
+                **{name: text for name in _OF_MEMORY if (text := getattr(self, name))},
+            }
+        )
+
+
+def parse_tier_record(data: bytes, *, what: str) -> TierRecord:
+    """Parse a tier's record from untrusted bytes; ``what`` names it in errors."""
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
+    others = reader.get("others", dict)
+    return TierRecord(
+        run=reader.name("run"),
+        id=reader.get("tier_id", str),
+        shared=reader.flag_or_none("shared"),
+        wall_time_s=reader.real("wall_time_s"),
+        others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
+        **{name: reader.get(name, str) for name in _OF_MEMORY if reader.has(name)},
+    )
+
+
+def _known_tier(entry: object, what: str) -> KnownTier:
+    if not isinstance(entry, dict):
+        raise IntegrityError(f"{what}: it is not an object")
+    reader = JsonFields(entry, what)
+    device = entry.get("device")
+    return KnownTier(
+        id=reader.get("id", str),
+        place=reader.get("place", str),
+        shared=reader.flag_or_none("shared"),
+        device=None if device is None else reader.number("device", 0, 1 << 64),
     )
 
 

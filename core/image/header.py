@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tierfall.core.format.documents import FORMAT, refuse_constant
+from tierfall.core.format.documents import FORMAT, JsonFields, refuse_constant
 from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import (
     ELSEWHERE,
@@ -116,38 +116,44 @@ def read_header(
 
     IntegrityError if it has any defect, NotSupportedError if a newer tierfall wrote it.
     """
+    fault = f"{what}: the header is damaged, or was not written by tierfall"
     try:
-        return _read(data, image_bytes, what)
+        return _read(data, image_bytes, what, fault)
     except NotSupportedError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
-        raise IntegrityError(
-            f"{what}: the header is damaged, or was not written by tierfall: {error}"
-        ) from error
+        raise IntegrityError(f"{fault}: {error}") from error
 
 
-def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> ImageHeader:
+def _read(
+    data: bytes | bytearray | memoryview, image_bytes: int, what: str, fault: str
+) -> ImageHeader:
     data_start = _data_start(data, image_bytes)
     table = _object(_parse(bytes(data[LENGTH_BYTES:data_start])), "header")
-    metadata = _object(table.pop("__metadata__", None), "__metadata__")
-    static = _object(_parse(_text(metadata, LAYOUT_MEMBER)), LAYOUT_MEMBER)
+    metadata = JsonFields(_object(table.pop("__metadata__", None), "__metadata__"), fault)
+    static = _object(_parse(metadata.get(LAYOUT_MEMBER, str)), LAYOUT_MEMBER)
+    members = JsonFields(static, fault)
     if static.get("format") != FORMAT or static.get("requires") not in _REQUIRED:
         raise NotSupportedError(
             f"{what}: written in format {static.get('format')!r} requiring {static.get('requires')!r}; this tierfall "
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
-    tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
+    tensors = _tensors(table, members.get("dtypes", list), image_bytes - data_start)
     if static.get("table") != _digest_of(table):
         raise ValueError(
             "its tensors are not those that tierfall wrote: another program has changed the file. Write it without its "
             "metadata, and import it: the tensors come by name"
         )
     if ELSEWHERE in static["requires"]:
-        tensors += _written_by_others(_list(static, ELSEWHERE), tensors, image_bytes - data_start)
-    if "sharded" in static:
-        tensors = _with_pieces(tensors, _list(static, "sharded"))
-    tensors = _with_strides(tensors, _list(static, "strides"))
-    values = _parse(_text(metadata, VALUES_MEMBER))
+        elsewhere = members.get(ELSEWHERE, list)
+        tensors += _written_by_others(elsewhere, tensors, image_bytes - data_start)
+    if members.has("sharded"):
+        tensors = _with_pieces(tensors, members.get("sharded", list))
+    tensors = _with_strides(tensors, members.get("strides", list))
+    types = members.get("types", dict)
+    if not all(isinstance(name, str) for name in types.values()):
+        raise ValueError("a class name in types is not a string")
+    values = _parse(metadata.get(VALUES_MEMBER, str))
     if not isinstance(values, list):
         raise ValueError(f"{VALUES_MEMBER} is not a list")
     reader = TreeReader(len(tensors), len(values))
@@ -166,7 +172,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         tensors=tensors,
         tree=tree,
         values=tuple(values),
-        types=_types(static),
+        types=types,
         complete=not reader.in_pieces,
     )
 
@@ -314,13 +320,6 @@ def _tensor_at(position: Any, list_name: str, tensors: list[StoredTensor]) -> St
     return tensors[position]
 
 
-def _types(static: dict[str, Any]) -> dict[str, str]:
-    found = _object(static.get("types"), "types")
-    if not all(isinstance(name, str) for name in found.values()):
-        raise ValueError("a class name in types is not a string")
-    return found
-
-
 # ---- values, and tensors in the context of the tree
 
 
@@ -432,18 +431,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name!r:.80} is missing, or not an object")
-    return value
-
-
-def _text(members: dict[str, Any], name: str) -> str:
-    value = members.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"__metadata__ lacks {name!r}")
-    return value
-
-
-def _list(members: dict[str, Any], name: str) -> list[Any]:
-    value = members.get(name)
-    if not isinstance(value, list):
-        raise ValueError(f"{name!r} is missing, or not a list")
     return value

@@ -66,7 +66,7 @@ def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
             tree = _further(header.tree, number)
             assert isinstance(tree, MapNode), "a tree that is no mapping"
             found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
-        found[rank] = replace(header, tree=replace_pieces(header.tree, _first))
+        found[rank] = replace(header, tree=header.tree.map_children(_first))
     return found
 
 
@@ -82,17 +82,11 @@ def present_tensors(header: ImageHeader) -> Sequence[StoredTensor]:
     return [header.tensors[position] for position in sorted(set(positions_of(header.tree)))]
 
 
-def replace_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
-    """The tree with each PiecesNode replaced by ``change(node)``, in order."""
-
-    def changed(node: Node) -> Node:
-        return change(node) if isinstance(node, PiecesNode) else node.map_children(changed)
-
-    return tree.map_children(changed)
-
-
-def _first(node: PiecesNode) -> Node:
-    return TensorNode(node.positions[0]) if node.positions else node
+def _first(node: Node) -> Node:
+    """The node with the first block of each tensor."""
+    if isinstance(node, PiecesNode) and node.positions:
+        return TensorNode(node.positions[0])
+    return node.map_children(_first)
 
 
 def _further(node: Node, number: int) -> Node | None:
@@ -191,6 +185,9 @@ class _Merger:
             blocks.append(tuple(replace(block, rank=rank_of(block.rank)) for block in parts))
             if others:
                 replicas[position] = others
+        types: dict[str, str] = {}
+        for header in self._headers.values():
+            types = {**header.types, **types}
         header = ImageHeader(
             what=what,
             data_start=0,
@@ -198,17 +195,10 @@ class _Merger:
             tensors=tuple(wholes),
             tree=tree,
             values=tuple(self._values),
-            types=self._types(),
+            types=types,
             merged=True,
         )
         return MergedHeader(header=header, blocks=tuple(blocks), replicas=replicas)
-
-    def _types(self) -> dict[str, str]:
-        """The classes of all ranks' objects."""
-        found: dict[str, str] = {}
-        for header in self._headers.values():
-            found = {**header.types, **found}
-        return found
 
     # ---- tensors
 

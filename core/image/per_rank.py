@@ -16,15 +16,14 @@ from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
     Node,
-    ObjectNode,
     PiecesNode,
     QuantizedNode,
-    RandomNode,
     TensorNode,
     ValueNode,
     WrapperNode,
     leaves,
     positions_of,
+    walk,
 )
 
 PER_RANK = "per_rank"
@@ -86,39 +85,38 @@ class _FirstRank:
                 above in self._leaves for above in _parent_name(name)
             )
             return None if is_covered else []  # a name that rank 0 lacks is merged as it is
-        own, first = list(_primitives(node, "")), list(_primitives(counterpart, ""))
-        if [n for n, _ in own] != [n for n, _ in first]:
+        if _form(header, node) != _form(self._header, counterpart):
             return None
-        pairs = []
-        for (_, own_node), (_, first_node) in zip(own, first, strict=True):
-            if not self._is_equal(header, own_node, first_node):
-                return None
-            positions = zip(positions_of(own_node), positions_of(first_node), strict=True)
-            pairs += [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in positions]
+        positions = zip(positions_of(node), positions_of(counterpart), strict=True)
+        pairs = [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in positions]
         if any(map(_is_of_another_shape, pairs)):
             return None
         return [pair for pair in pairs if _must_compare(pair)]
 
-    def _is_equal(self, header: ImageHeader, one: Node, other: Node) -> bool:
-        """Whether two nodes are equal apart from tensors, whose differences the merge reports as conflicts."""
-        if type(one) is not type(other):
-            return False
-        if not isinstance(one, ValueNode) or not isinstance(other, ValueNode):
-            return True
-        blobs = [
-            (header.tensors[position].dtype, header.tensors[position].shape)
-            for position in one.blobs
-        ]
-        others = [self._header.tensors[position] for position in other.blobs]
-        return blobs == [(t.dtype, t.shape) for t in others] and _text(
-            header.values[one.number]
-        ) == _text(self._header.values[other.number])
+
+def _form(header: ImageHeader, node: Node) -> list[Any]:
+    """The structure of a leaf, and its values: what two ranks' leaves have in common unless their tensors differ."""
+    form: list[Any] = []
+    for each in walk(node):
+        own: Any = None
+        match each:
+            case ValueNode():
+                own = json.dumps(header.values[each.number], sort_keys=True)
+            case CodecNode():
+                own = each.name
+            case WrapperNode():
+                own = each.class_name
+            case QuantizedNode():
+                own = each.scheme, each.axis
+        names = [name for name, _ in each.named("")]
+        form.append((type(each), own, names, len(each.own_positions())))
+    return form
 
 
 def _must_compare(pair: TensorPair) -> bool:
     """False for blocks of one tensor, which differ by design, and for tensors that another rank writes."""
-    own, first = pair
-    return not _is_sharded(pair) and own.length > 0 and _has_bytes(own) and _has_bytes(first)
+    written_by_others = pair.own.written_by is not None or pair.first.written_by is not None
+    return not _is_sharded(pair) and pair.own.length > 0 and not written_by_others
 
 
 def _is_sharded(pair: TensorPair) -> bool:
@@ -131,37 +129,10 @@ def _is_of_another_shape(pair: TensorPair) -> bool:
     return not _is_sharded(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
 
 
-def _has_bytes(stored: StoredTensor) -> bool:
-    """Whether the image itself has the bytes of a tensor in its table."""
-    return stored.written_by is None
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
 def _parent_name(name: str) -> Iterator[str]:
     for index, letter in enumerate(name):
         if letter == ".":
             yield name[:index]
-
-
-def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
-    """Yield the tensors and values in a node, with names of their positions."""
-    match node:
-        case ObjectNode() | RandomNode():
-            name = f"{name}.s"
-        case CodecNode():
-            name = f"{name}.{node.name}"
-        case WrapperNode():
-            name = f"{name}.{node.class_name}"
-        case QuantizedNode():
-            name = f"{name}.{node.scheme}.{node.axis}"
-            yield name, TensorNode(node.position)
-    if not node.children():
-        yield name, node
-    for below, child in node.named(name):
-        yield from _primitives(child, below)
 
 
 # Moving entries --------------------------------------------------------------------------------------
@@ -175,7 +146,7 @@ def _with_own(
     moved: dict[int, int] = {}
     for position in sorted({position for _, node in own for position in positions_of(node)}):
         stored = header.tensors[position]
-        if not _has_bytes(stored):
+        if stored.written_by is not None:
             moved[position] = position  # another rank writes it, under this name
             continue
         moved[position] = len(tensors)

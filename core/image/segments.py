@@ -14,7 +14,6 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from tierfall.core.format.records import chunk_count, chunk_range
 from tierfall.core.image.layout import Layout
 from tierfall.core.state.view import StateView
 from tierfall.core.types.values import Changes
@@ -104,7 +103,9 @@ class Segmentation:
         self.mostly_on_devices = sum(sizes) < 0
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
-        self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
+        geometry = layout.geometry(chunk_bytes)
+        self.chunk_range = geometry.chunk_range
+        self.missing = [0] * geometry.chunk_count
         for index in range(1, len(self.missing)):
             start, end = self.chunk_range(index)
             self.missing[index] = end - start
@@ -118,10 +119,6 @@ class Segmentation:
     @property
     def data_start(self) -> int:
         return self._layout.data_start
-
-    def chunk_range(self, index: int) -> tuple[int, int]:
-        layout = self._layout
-        return chunk_range(index, layout.image_bytes, layout.data_start, self.chunk_bytes)
 
     def _divide(self, view: StateView, lazy: Sequence[bool]) -> None:
         batches: dict[tuple[bool, int], list[SegmentPart]] = {}

@@ -14,8 +14,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from tierfall.core.runtime.threads import InterruptedWaitError, interrupt_of_thread
@@ -46,21 +48,14 @@ class CallResult(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call. Each token is popped by exactly one thread.
-
-    ``end_token``: the call's thread pops it when the call returns, or the waiting thread when it abandons the call.
-    ``start_token``: the call's thread pops it before the call, or the waiting thread after an interrupt, which then
-    prevents the call. This is needed since an interrupt within ``Thread.start`` leaves open whether a thread starts.
-    """
+    """One call. An interrupt within ``Thread.start`` leaves open whether a thread starts; a cancelled ``future`` is not
+    called."""
 
     bound_s: float
     began_s: float
-    result: CallResult[Any] = field(default_factory=CallResult)
-    start_token: deque[bool] = field(default_factory=lambda: deque((True,)))
-    end_token: deque[bool] = field(default_factory=lambda: deque((True,)))
-    returned: bool = False
+    future: Future[Any] = field(default_factory=Future)
 
 
 class _Thread:
@@ -75,13 +70,12 @@ class _Thread:
     @classmethod
     def call(cls, function: Callable[[], None]) -> None:
         """Call a function on an idle thread, or on a new one. Raises RuntimeError if none can be started."""
-        thread = _pop(cls.idle)
-        if thread is not None:
+        try:
+            cls.idle.popleft()._calls.put(function)
+        except IndexError:
+            thread = cls()
             thread._calls.put(function)
-            return
-        thread = cls()
-        thread._calls.put(function)
-        threading.Thread(target=thread._run, name="tierfall-call", daemon=True).start()
+            threading.Thread(target=thread._run, name="tierfall-call", daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -130,40 +124,37 @@ class BoundedCalls:
         """
         finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         made: dict[str, _Call] = {}
-        results: dict[str, CallResult[T]] = {}
+        waited_s = dict(bounds_s)
         try:
             for name, function in calls.items():
                 late = self._late.get(name)
                 if late is not None and not _has_returned(late, bounds_s[name]):
-                    waited_s = time.monotonic() - late.began_s
-                    results[name] = _timeout_error(name, doing, waited_s)
-                else:
-                    made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
-                    _start_call(name, made[name], function, finished, too_late)
-            for name in self._wait(made, finished, last_answer_s, doing if log_slow else None):
-                is_late = self._late.get(name) is made[name]
-                results[name] = (
-                    _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].result
-                )
+                    waited_s[name] = time.monotonic() - late.began_s
+                    continue
+                call = made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
+                _start_call(name, call.future, function, finished)
+            self._wait(made, finished, last_answer_s, too_late, doing if log_slow else None)
         except BaseException:  # Ctrl-C: abandon the calls, and dispose of their results
             for name, call in made.items():
-                if _pop(call.start_token):
-                    continue
-                if _pop(call.end_token):
-                    self._late[name] = call
-                elif call.result.value is not None and self._late.get(name) is not call:
-                    too_late(call.result.value)
+                if not call.future.cancel() and self._late.get(name) is not call:
+                    self._abandon(name, call, too_late)
             raise
-        return {name: results[name] for name in calls}
+        return {
+            name: _timeout_error(name, doing, waited_s[name])
+            if name not in made or self._late.get(name) is made[name]
+            else _result(made[name].future)
+            for name in calls
+        }
 
     def _wait(
         self,
         made: Mapping[str, _Call],
         finished: queue.SimpleQueue[str],
         last_answer_s: Callable[[str], float],
+        too_late: Callable[[T], None],
         log_as: str | None,
-    ) -> Iterator[str]:
-        """Yield each name once its call has returned or is abandoned. Slow ones are logged as ``log_as``, if given."""
+    ) -> None:
+        """Wait until each call has returned or is abandoned. Slow ones are logged as ``log_as``, if given."""
         waiting = dict(made)
         log_s = math.inf if log_as is None else time.monotonic() + SLOW_S
         interrupt = interrupt_of_thread()
@@ -176,33 +167,28 @@ class BoundedCalls:
                 for name, call in waiting.items()
             }
             for name in [name for name, left in left_s.items() if left <= 0]:
-                if _pop(waiting[name].end_token):  # else it is returning right now
-                    self._late[name] = waiting.pop(name)
-                    yield name
+                call = waiting.pop(name)
+                if not call.future.done():
+                    self._abandon(name, call, too_late)
             if waiting and now_s >= log_s:
                 logger.info("%s: still waiting for an answer of %s", log_as, ", ".join(waiting))
                 log_s = math.inf
-            wait_s = min(log_s - now_s, *(left_s[n] for n in waiting)) if waiting else 0.0
-            if interrupt is not None:
-                wait_s = min(wait_s, INTERRUPT_S)
-            if waiting and (name := _next(finished, wait_s)):
-                del waiting[name]
-                yield name
+            if waiting:
+                wait_s = min(log_s - now_s, *(left_s[name] for name in waiting))
+                if interrupt is not None:
+                    wait_s = min(wait_s, INTERRUPT_S)
+                waiting.pop(_next(finished, wait_s), None)
+
+    def _abandon(self, name: str, call: _Call, too_late: Callable[[T], None]) -> None:
+        self._late[name] = call
+        call.future.add_done_callback(partial(_dispose, name, too_late))
 
 
 def _has_returned(late: _Call, bound_s: float) -> bool:
     """Whether an abandoned call has returned; waits for one that an interrupt abandoned before its timeout."""
-    while not late.returned and time.monotonic() < late.began_s + bound_s:
+    while not late.future.done() and time.monotonic() < late.began_s + bound_s:
         time.sleep(POLL_S)
-    return late.returned
-
-
-def _pop(items: deque[T]) -> T | None:
-    """Pop an element, or None if there is none. Atomic: each goes to one thread."""
-    try:
-        return items.popleft()
-    except IndexError:
-        return None
+    return late.future.done()
 
 
 def _next(finished: queue.SimpleQueue[str], timeout_s: float) -> str:
@@ -213,39 +199,35 @@ def _next(finished: queue.SimpleQueue[str], timeout_s: float) -> str:
 
 
 def _start_call(
-    name: str,
-    call: _Call,
-    function: Callable[[], T],
-    finished: queue.SimpleQueue[str],
-    too_late: Callable[[T], None],
+    name: str, future: Future[T], function: Callable[[], T], finished: queue.SimpleQueue[str]
 ) -> None:
     def run() -> None:
-        if not _pop(call.start_token):
+        if not future.set_running_or_notify_cancel():
             return
         try:
-            result: CallResult[T] = CallResult(value=function())
+            value = function()
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            result = CallResult(error=error)
-        call.result = result
-        if _pop(call.end_token):
-            finished.put(name)
-        elif result.error is None:
-            _dispose(name, result, too_late)
-        call.returned = True
+            future.set_exception(error)
+        else:
+            future.set_result(value)
 
+    future.add_done_callback(lambda _: finished.put(name))
     try:
         _Thread.call(run)
     except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
-        call.start_token.clear()
-        call.end_token.clear()
-        call.result = CallResult(error=NotAskedError(f"tier {name} was not asked: {error}"))
-        call.returned = True
-        finished.put(name)
+        future.set_exception(NotAskedError(f"tier {name} was not asked: {error}"))
 
 
-def _dispose(name: str, result: CallResult[T], too_late: Callable[[T], None]) -> None:
+def _result(future: Future[T]) -> CallResult[T]:
+    error = future.exception()
+    return CallResult(value=future.result()) if error is None else CallResult(error=error)
+
+
+def _dispose(name: str, too_late: Callable[[T], None], future: Future[T]) -> None:
+    if future.exception() is not None:
+        return
     try:
-        too_late(result.get())
+        too_late(future.result())
     except TierfallError as error:
         logger.warning("tier %s answered too late, and could not be closed: %s", name, error)
 

@@ -103,7 +103,7 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
         reason = "no CUDA device"
         return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
     with _current(on):
-        error = _register(address, length_bytes)
+        error = _failure(_cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
     if not error:
         with _changing:
             _ends[address] = address + length_bytes
@@ -138,27 +138,17 @@ def _current(on: torch.device | None) -> AbstractContextManager[object]:
     return nullcontext() if on is None else torch.cuda.device(on)
 
 
-def _register(address: int, length_bytes: int) -> str:
-    runtime = _cudart()
-    code = runtime.cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE)
-    error = _error_text(runtime, code)
-    if error:
-        _clear_last_error()
-    return error
-
-
 def _unregister(address: int) -> str:
-    runtime = _cudart()
-    error = _error_text(runtime, runtime.cudaHostUnregister(address))
-    if error:
-        _clear_last_error()
-    return error
+    return _failure(_cudart().cudaHostUnregister(address))
 
 
-def _error_text(runtime: Any, code: Any) -> str:
+def _failure(code: Any) -> str:
     """The runtime's message for an error code, '' for success."""
     number = int(code)
-    return "" if number == 0 else f"CUDA error {number} ({runtime.cudaGetErrorString(code)})"
+    if number == 0:
+        return ""
+    _clear_last_error()
+    return f"CUDA error {number} ({_cudart().cudaGetErrorString(code)})"
 
 
 def _clear_last_error() -> None:

@@ -48,17 +48,14 @@ class RateLimiter:
             self._free_at_s = start_s + size_bytes / self._bytes_per_second
             until_s = self._free_at_s if whole else start_s
         if until_s > now_s:
-            _waited.seconds += until_s - now_s
+            _waited.seconds = waited_s() + until_s - now_s
             self._sleep(until_s - now_s)
 
 
-class _ThreadWaits(threading.local):
-    seconds = 0.0
-
-
-_waited = _ThreadWaits()
+_waited = threading.local()
 
 
 def waited_s() -> float:
     """Total seconds that the calling thread has waited for rate limiters."""
-    return _waited.seconds
+    found: float = getattr(_waited, "seconds", 0.0)
+    return found

@@ -66,12 +66,11 @@ class LockOwner:
 
 @dataclass(slots=True)
 class _HeldLock:
-    """One lock of this process. ``spare_fds`` must not be closed before the lock is released."""
+    """One lock of this process."""
 
     pid: int
     run: str
     owner: LockOwner
-    spare_fds: list[int]
 
 
 # Per process, as the kernel's record locks are; keyed by (st_dev, st_ino).
@@ -127,8 +126,8 @@ class RunLock:
         identity = _identity(os.fstat(fd))
         held = _held_by(identity)
         if held is not None:
-            # The name now refers to a file that this process has locked: closing the descriptor would release it.
-            held.spare_fds.append(fd)
+            # The name now refers to a file that this process has locked: closing the descriptor, which stays open,
+            # would release it.
             raise _second_error(path, run)
         try:
             _check_file(os.fstat(fd), path, run)
@@ -145,7 +144,7 @@ class RunLock:
         except BaseException:
             os.close(fd)
             raise
-        _registry[identity] = _HeldLock(pid=os.getpid(), run=run, owner=owner, spare_fds=[])
+        _registry[identity] = _HeldLock(pid=os.getpid(), run=run, owner=owner)
         return cls(path, fd, identity)
 
     @staticmethod
@@ -161,8 +160,7 @@ class RunLock:
             fd = _open(path, os.O_RDONLY, "?")
             held = _held_by(_identity(os.fstat(fd)))
             if held is not None:
-                held.spare_fds.append(fd)
-                return held.owner
+                return held.owner  # the descriptor stays open, too
             try:
                 return _owner_of(fd, path)
             finally:
@@ -205,11 +203,9 @@ class RunLock:
             if self._released:
                 return
             self._released = True
-            held = _registry.pop(self._identity, None)
+            _registry.pop(self._identity, None)
             if os.getpid() == self._pid:
                 os.ftruncate(self._fd, 0)
-            for fd in held.spare_fds if held else ():
-                os.close(fd)
             os.close(self._fd)
 
 

@@ -1,4 +1,4 @@
-"""Copy streams: copies to and from a device that run beside training's work, with CUDA below.
+"""Copy streams: copies to and from a device that run beside training's work.
 
 Capture and restore need three things of a device: to run copies in their own order after the work that the caller has
 enqueued, to know when they are done, and to make the caller's later work wait for them without blocking the host.
@@ -7,7 +7,6 @@ enqueued, to know when they are done, and to make the caller's later work wait f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 from weakref import finalize
 
 import torch
@@ -20,55 +19,9 @@ _spare: dict[torch.device, list[torch.cuda.Stream]] = {}
 """CUDA streams whose copy stream is gone, by device; the next copy streams take them."""
 
 
-class StreamEvent(Protocol):
-    """A point in a stream."""
-
-    def wait(self) -> None:
-        """Block this thread until the stream has reached this point; raises the device's errors."""
-        ...
-
-    def is_done(self) -> bool: ...
-
-
-class CopyStream(Protocol):
-    """A queue of copies to and from one device. Thread-safe; "the caller" is the calling thread."""
-
-    def wait_for_caller(self) -> None:
-        """Order all work enqueued on this stream from now on after the work enqueued by the caller so far."""
-        ...
-
-    def enqueue(self, work: Work) -> StreamEvent:
-        """Call ``work`` with its tensor operations on this stream; return the point after them."""
-        ...
-
-    def run_on_caller_stream(self, work: Work) -> None:
-        """Call ``work`` with its tensor operations on the caller's own stream."""
-        ...
-
-    def mark_caller(self) -> StreamEvent:
-        """Return the point that the caller's own stream has now."""
-        ...
-
-    def copies_memory(self, memory: torch.Tensor) -> bool:
-        """Whether ``copy_memory`` may be called for copies from the device to this memory."""
-        ...
-
-    def copy_memory(self, copies: MemoryCopies) -> None:
-        """Enqueue copies where tensor operations are enqueued; called in the work of ``enqueue``, or for copies within
-        the device of ``run_on_caller_stream``."""
-        ...
-
-    def finish(self) -> None:
-        """Block this thread until everything enqueued is done; raises the device's errors."""
-        ...
-
-    def make_caller_wait(self) -> None:
-        """Run what the caller enqueues from now on after everything enqueued here. The host does not wait."""
-        ...
-
-
-class CudaStream:
-    """``CopyStream`` on a side stream of one CUDA device."""
+class CopyStream:
+    """A queue of copies to and from one CUDA device, beside the training's. Thread-safe; "the caller" is the calling
+    thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,42 +30,53 @@ class CudaStream:
         finalize(self, spare.append, self._stream)
 
     def wait_for_caller(self) -> None:
+        """Order all work enqueued on this stream from now on after the work enqueued by the caller so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def enqueue(self, work: Work) -> StreamEvent:
+        """Call ``work`` with its tensor operations on this stream; return the point after them."""
         let_others_record()
         # The device is set as well: a worker thread starts on device 0 and would create a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
-            return _CudaEvent(self._device, self._stream)
+            return StreamEvent(self._device, self._stream)
 
     def run_on_caller_stream(self, work: Work) -> None:
+        """Call ``work`` with its tensor operations on the caller's own stream."""
         with torch.cuda.device(self._device):
             work()
 
     def mark_caller(self) -> StreamEvent:
+        """Return the point that the caller's own stream has now."""
         with torch.cuda.device(self._device):
-            return _CudaEvent(self._device, torch.cuda.current_stream(self._device))
+            return StreamEvent(self._device, torch.cuda.current_stream(self._device))
 
     def copies_memory(self, memory: torch.Tensor) -> bool:
+        """Whether ``copy_memory`` may be called for copies from the device to this memory."""
         return can_copy(self._device, on_device=memory.is_cuda)
 
     def copy_memory(self, copies: MemoryCopies) -> None:
+        """Enqueue copies where tensor operations are enqueued; called in the work of ``enqueue``, or for copies within
+        the device of ``run_on_caller_stream``."""
         stream = torch.cuda.current_stream(self._device)
         stream.query()  # gives this thread the device's context, which another library may have changed
         if len(copies.sizes):
             enqueue_copies(copies, self._device, stream.cuda_stream)
 
     def finish(self) -> None:
+        """Block this thread until everything enqueued is done; raises the device's errors."""
         let_others_record()
         with torch.cuda.device(self._device):
             self._stream.synchronize()
 
     def make_caller_wait(self) -> None:
+        """Run what the caller enqueues from now on after everything enqueued here. The host does not wait."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class _CudaEvent:
+class StreamEvent:
+    """A point in a stream: what is enqueued there at its construction."""
+
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         # blocking: a waiting thread sleeps instead of occupying a core that training needs
@@ -120,6 +84,7 @@ class _CudaEvent:
         self._event.record(stream)
 
     def wait(self) -> None:
+        """Block this thread until the stream has reached this point; raises the device's errors."""
         let_others_record()
         with torch.cuda.device(self._device):
             self._event.synchronize()
@@ -164,7 +129,7 @@ class Streams:
             return None
         found = self._by_device.get(device)
         if found is None:
-            found = self._by_device[device] = CudaStream(device)
+            found = self._by_device[device] = CopyStream(device)
         return found
 
 

@@ -44,7 +44,7 @@ def interrupt_of_thread() -> threading.Event | None:
 
 def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
     """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. Fewer
-    threads do it if the process may start no more, and this one if it may start none.
+    threads do it, and this one, if the process may start no more.
 
     Raises a first failure once all threads have stopped.
     """
@@ -54,11 +54,10 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
             thread = threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # at the limit of processes: the threads that there are do it
-                work.expect_less(threads - number)
-                if not number:
-                    for each in numbers:
-                        do(each)
+            except RuntimeError:
+                # At the limit of processes: this thread helps those that have begun.
+                work.cancel_starts()
+                work.do_all()
                 break
         work.wait()
     except BaseException:  # Ctrl-C: what waits is not begun
@@ -104,16 +103,19 @@ class _SharedWork:
             start = self._starts.popleft()
         except IndexError:  # an interrupt came before
             return
+        with interrupted_by(self._interrupted):
+            self.do_all()
+        self._ended.append(start)
+        self._wake.put(None)
+
+    def do_all(self) -> None:
+        """Do what is left, with the other threads."""
         try:
-            with interrupted_by(self._interrupted):
-                while (number := self._next()) is not None:
-                    self._do(number)
+            while (number := self._next()) is not None:
+                self._do(number)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             self._stop.set()
             self.failures.append(error)
-        finally:
-            self._ended.append(start)
-            self._wake.put(None)
 
     def _next(self) -> int | None:
         with self._taking:
@@ -127,22 +129,20 @@ class _SharedWork:
             except queue.Empty:  # an interrupt may have taken what was put
                 continue
 
-    def expect_less(self, threads: int) -> None:
-        """Do not wait for so many threads, which have not been started."""
-        for _ in range(threads):
-            self._starts.pop()
-            self._running -= 1
-
-    def interrupt(self) -> None:
-        """End the threads; what they wait for is given up."""
-        self._stop.set()
-        self._interrupted.set()
+    def cancel_starts(self) -> None:
+        """Let no more threads begin."""
         while self._starts:
             try:
                 self._starts.pop()
             except IndexError:  # a thread has just begun
                 break
             self._running -= 1
+
+    def interrupt(self) -> None:
+        """End the threads; what they wait for is given up."""
+        self._stop.set()
+        self._interrupted.set()
+        self.cancel_starts()
         self.wait()
 
 

@@ -36,11 +36,11 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, WhenFull
+from tierfall.policies.flush import still_owed
 
 
 class LeftoverMemory(Protocol):
@@ -60,7 +60,6 @@ class Components(Hooks):
         ledger: Ledger,
         lanes: Mapping[str, LaneLimits],
         host: HostMemory,
-        policies: Policies,
         submit: Callable[[Task], None],
         max_wait_s: float,
         when_full: WhenFull = WhenFull.WAIT,
@@ -89,7 +88,6 @@ class Components(Hooks):
         self._leftovers = leftovers
         self.ledger = ledger
         self.rates = ledger.rates
-        self._policies = policies
         self.emitter = EventEmitter(notify)
         self.lanes = {
             tier: FlushLane(
@@ -104,7 +102,6 @@ class Components(Hooks):
         self.deleter = Deleter(
             ledger=ledger,
             tiers=self.lanes,
-            policies=policies,
             hooks=self,
             emitter=self.emitter,
             retains=retains,
@@ -116,9 +113,9 @@ class Components(Hooks):
             hooks=self,
             bytes_per_s=verify_bytes_per_s,
         )
-        self._build_flush(host, policies, max_wait_s, when_full, set_pace)
+        self._build_flush(host, max_wait_s, when_full, set_pace)
         shared = dict.fromkeys(lanes, True) if shared is None else shared
-        self._build_group(message_tree, shared, policies, max_wait_s, unread)
+        self._build_group(message_tree, shared, max_wait_s, unread)
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -128,17 +125,15 @@ class Components(Hooks):
     def _build_flush(
         self,
         host: HostMemory,
-        policies: Policies,
         max_wait_s: float,
         when_full: WhenFull,
         set_pace: Callable[[str, float | None], None],
     ) -> None:
         """Build what copies checkpoints from memory to stored tiers."""
-        self.backlog = Backlog(ledger=self.ledger, policies=policies, hooks=self)
+        self.backlog = Backlog(ledger=self.ledger, hooks=self)
         self.throttle = Throttle(
             ledger=self.ledger,
             backlog=self.backlog,
-            policies=policies,
             hooks=self,
             set_pace=set_pace,
         )
@@ -146,12 +141,10 @@ class Components(Hooks):
             ledger=self.ledger,
             lanes=self.lanes,
             throttle=self.throttle,
-            policies=policies,
             hooks=self,
         )
         self.flush_queue = FlushQueue(
             ledger=self.ledger,
-            policies=policies,
             drain_schedule=self.drain_schedule,
             hooks=self,
             emitter=self.emitter,
@@ -166,7 +159,6 @@ class Components(Hooks):
                 lanes=self.lanes,
                 deleter=self.deleter,
                 queue=self.flush_queue,
-                policies=policies,
                 hooks=self,
             ),
             backlog=self.backlog,
@@ -180,13 +172,11 @@ class Components(Hooks):
         self._admissions = Admissions(
             ledger=self.ledger,
             host=host,
-            policies=policies,
             flusher=self._flusher,
             superseder=Superseder(
                 ledger=self.ledger,
                 lanes=self.lanes,
                 deleter=self.deleter,
-                policies=policies,
                 hooks=self,
                 emitter=self.emitter,
             ),
@@ -209,7 +199,6 @@ class Components(Hooks):
         self,
         message_tree: MessageTree,
         shared: Mapping[str, bool],
-        policies: Policies,
         max_wait_s: float,
         unread: Collection[str],
     ) -> None:
@@ -251,7 +240,6 @@ class Components(Hooks):
         self.damage_reports = DamageReports(
             ledger=self.ledger,
             tiers=self.lanes,
-            policies=policies,
             deleter=self.deleter,
             hooks=self,
             message_tree=message_tree,
@@ -302,7 +290,7 @@ class Components(Hooks):
             commit = entry.commit
             if commit and (self._commands_only or self._sends_image(entry, commit.world_size)):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
-                owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
+                owed = still_owed(view, replace(checkpoint, pinned=pinned))
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )

@@ -56,7 +56,6 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.scheduler.task_store import TaskStore
-from tierfall.core.tensor_index.store import IndexWriter
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -103,7 +102,6 @@ class TaskRunner:
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
-        self._indexer = IndexWriter()
         self._conditions = Conditions()
 
     def run(self, task: Task) -> Outcome:
@@ -303,9 +301,6 @@ class TaskRunner:
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
-        if task.tables and (task.repairs or not store.is_committed(task.id)):
-            # where a commit record names an index already, the index must not change
-            commit = self._indexer.write(store, commit, task.tables)
         replaces = task.repairs or task.again
         store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=replaces)
         try:

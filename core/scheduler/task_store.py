@@ -35,10 +35,6 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
-    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
-
-    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
-
     def commit(
         self,
         commit: Commit,

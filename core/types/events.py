@@ -6,9 +6,8 @@ durations in seconds. ``docs/metrics.md`` describes each kind; a test compares t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from tierfall.core.types.text import float_to_json
@@ -258,16 +257,3 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 found[each.name] = value
     del found["at_s"]
     return found
-
-
-@dataclass(slots=True, kw_only=True)
-class RecentEvents:
-    """The last ``limit`` events of a process; readable from any thread."""
-
-    limit: int = 16
-    events: tuple[Event, ...] = field(default=())
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, event: Event) -> None:
-        with self.lock:
-            self.events = (*self.events[1 - self.limit :], event)

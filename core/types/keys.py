@@ -3,7 +3,6 @@
     <run>/attempts/a0007.json
     <run>/lineage/a0007-<attempt id>-<milliseconds>-step-00000300-a0006.json, or -anew.json
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
-    <run>/step-00000400-a0007/index.zst: the merged index of several ranks
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
     <run>/tier.json: which tier this is
@@ -23,7 +22,6 @@ from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 COMMIT_NAME = "commit.json"
-INDEX_NAME = "index.zst"
 LATEST_NAME = "latest"
 TIER_NAME = "tier.json"
 MARKS_CHANGED_NAME = "marks-changed"
@@ -61,7 +59,6 @@ _MARK = re.compile(
     r"(pin|unpin|tombstone|on-peers|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
     rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
 )
-_DAMAGE_MARK = re.compile(r"damaged-[0-9a-f]{32}\Z")
 
 
 def check_name(name: str, *, what: str) -> str:
@@ -148,7 +145,7 @@ def parse_shard(name: str) -> Shard | None:
 
 def is_damage_mark(name: str) -> bool:
     """Whether a mark was written by a reader that found the copy damaged (``commit_files.damage_mark``)."""
-    return _DAMAGE_MARK.match(name) is not None
+    return name.startswith("damaged-") and _MARK.match(name) is not None
 
 
 def is_tierfall_name(name: str) -> bool:
@@ -156,7 +153,7 @@ def is_tierfall_name(name: str) -> bool:
     folder, slash, leaf = name.rpartition("/")
     if folder == MARKS_FOLDER:
         return bool(_MARK.match(leaf))
-    return slash == "" and (leaf in (COMMIT_NAME, INDEX_NAME) or _SHARD.match(leaf) is not None)
+    return slash == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)
 
 
 def is_run_file(name: str) -> bool:
@@ -169,11 +166,6 @@ def is_run_file(name: str) -> bool:
     if parse_step_folder(folder) is not None:
         return is_tierfall_name(rest)
     return folder == PROBE_FOLDER or name in (LATEST_NAME, TIER_NAME, MARKS_CHANGED_NAME)
-
-
-def is_written_by(name: str, shard: Shard) -> bool:
-    """Whether this rank writes that file of a step folder before the commit record; rank 0 writes the merged index."""
-    return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)
 
 
 def tags_of(given: Iterable[str], marks: Iterable[str]) -> frozenset[str]:

@@ -132,14 +132,6 @@ def _continued(
     return None
 
 
-def abandoned(
-    checkpoints: Iterable[tuple[CheckpointId, str | None]], starts: Iterable[AttemptStart]
-) -> frozenset[CheckpointId]:
-    """The abandoned ones among ``checkpoints``, each given with its attempt's id; ``starts`` are resolved."""
-    is_abandoned = abandoned_by(starts)
-    return frozenset(checkpoint for checkpoint, id in checkpoints if is_abandoned(checkpoint, id))
-
-
 def abandoned_by(
     starts: Iterable[AttemptStart],
 ) -> Callable[[CheckpointId, str | None], bool]:

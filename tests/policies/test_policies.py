@@ -22,7 +22,7 @@ from tests.rules import (
     tagged,
     young,
 )
-from tierfall.core.types.lineage import AttemptStart, abandoned
+from tierfall.core.types.lineage import AttemptStart, abandoned_by
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import (
     LOSS_CLASSES,
@@ -122,7 +122,8 @@ def left_behind(checkpoints: Iterable[CheckpointView]) -> frozenset[CheckpointId
         AttemptStart(attempt=c.id.attempt, attempt_id="", started_from=c.started_from, began_s=0.0)
         for c in known
     ]
-    return abandoned(((c.id, "") for c in known), begun)
+    is_abandoned = abandoned_by(begun)
+    return frozenset(c.id for c in known if is_abandoned(c.id, ""))
 
 
 @st.composite

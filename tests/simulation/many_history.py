@@ -20,14 +20,12 @@ from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.core.capture.snapshot import ReplicaShare, Snapshot
-from tierfall.core.format.commit_files import image_file, without_index
+from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.image.dedup import ReplicaDigests
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
-from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import read_index_bytes
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import (
     BackendError,
@@ -507,16 +505,10 @@ class ManyHistory:
         assert id not in self.unlike, f"{where} is a mixture"
         assert commit.lineage.checkpoint == id
         assert commit.world_size == len(self.world.ranks)
-        named = {names.parse_shard(file.name) for file in without_index(commit).files}
+        named = {names.parse_shard(file.name) for file in commit.files}
         assert named == {rank.shard for rank in ranks}, f"{where} names {named}"
         disk = self.world.disk(tier, node)
         store = StoredTier(name=tier, run="run", backend=disk)
-        if commit.file(names.INDEX_NAME) is not None:
-            assert tier == SHARED_TIER, f"{where}: a node has not all manifests"
-            index = read_index(read_index_bytes(store, commit), what=where)
-            (tensor,) = index.find(f"w{id.step // 3}")
-            assert len(index) == 1, where
-            assert [block.rank for block in tensor.blocks] == list(range(commit.world_size)), where
         for rank in ranks:
             if (tier, node, id, rank.number) in self.damage.bad:
                 continue

@@ -15,7 +15,7 @@ from tests.simulation.weather import Outage
 from tests.simulation.world import World
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.tier_record import parse_tier_record
+from tierfall.core.format.records import parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.values import LossClass, TierKind

@@ -64,7 +64,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
-from tierfall.policies import defaults
+from tierfall.policies.flush import tiers_owed
 from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
@@ -332,7 +332,6 @@ class Rank:
                 for name, store in self.stores.items()
             },
             host=self.memory,
-            policies=defaults,
             submit=self.tasks.append,
             max_wait_s=self.world.max_wait_s,
             when_full=self.world.when_full,
@@ -412,7 +411,7 @@ class Rank:
         return answer
 
     def _handle(self, line: Lineage) -> tuple[SaveHandle, tuple[str, ...]]:
-        owed = defaults.tiers_owed(self.world.rules, line.ordinal)
+        owed = tiers_owed(self.world.rules, line.ordinal)
         tiers = tuple(tier for tier in owed if tier in self.stores)
         handle = SaveHandle(
             line.checkpoint, tiers, in_memory="host", clock=lambda: self.world.now_s

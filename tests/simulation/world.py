@@ -25,7 +25,6 @@ from tierfall.core.copies.images import Image, StoredImage, checked_manifest, un
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
-from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -36,6 +35,7 @@ from tierfall.core.format.records import (
     parse_commit,
     parse_manifest,
     parse_mark,
+    parse_memory_marks,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -56,7 +56,7 @@ from tierfall.core.types.values import (
     survives,
 )
 from tierfall.core.types.view import TierRules
-from tierfall.policies import defaults
+from tierfall.policies.flush import tiers_owed
 from tierfall.session.adopt import adopt_images
 from tierfall.setup.tiers import make_durable
 from tierfall.tiers.image_writer import Packing
@@ -336,7 +336,6 @@ class World:
             ledger=ledger,
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
-            policies=defaults,
             submit=lambda task: self._take(task) if tasks is self.tasks else tasks.append(task),
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
@@ -439,7 +438,7 @@ class World:
             ordinal=self.ordinal,
             started_from=self.started_from,
         )
-        owed = defaults.tiers_owed(self.rules, self.ordinal)
+        owed = tiers_owed(self.rules, self.ordinal)
         tiers = tuple(name for name in owed if name in self.stores)
         handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
         self.handles[id] = handle

@@ -16,12 +16,13 @@ from tierfall.core.format.records import (
     Attempt,
     Commit,
     Geometry,
+    KnownTier,
     Lineage,
     Manifest,
     Mark,
     NamedFile,
+    TierRecord,
 )
-from tierfall.core.format.tier_record import KnownTier, TierRecord
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     BackendError,

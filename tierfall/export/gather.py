@@ -306,7 +306,7 @@ def _digests(
     images: CheckpointReader, shard: Shard, tensor: StoredTensor
 ) -> tuple[int, int, tuple[str, ...]]:
     """Return an identity of a tensor's bytes: its offset, and the digests of the chunks around it."""
-    manifest = images.manifest(shard)
+    _, manifest = images.find(shard)
     low, high = tensor.start // manifest.chunk_bytes, (tensor.end - 1) // manifest.chunk_bytes
     return tensor.start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 

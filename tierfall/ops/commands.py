@@ -38,7 +38,8 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Verdict, View
-from tierfall.policies.defaults import missing_metrics, plan_retention, still_owed
+from tierfall.policies.flush import still_owed
+from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import submit

@@ -23,12 +23,12 @@ from typing import TypeVar
 
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import begun_image, publish_image
+from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
+from tierfall.core.format.commit_files import plain, same_checkpoint
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -41,7 +41,6 @@ from tierfall.core.format.records import (
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import (
@@ -63,7 +62,7 @@ from tierfall.ops.commands import (
     view_of,
 )
 from tierfall.ops.reader import RunReader
-from tierfall.policies.defaults import plan_retention
+from tierfall.policies.retention import plan_retention
 from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.tiers import ANSWER_S, close_stores, lane_limits, open_stores
 from tierfall.tiers.stored import StoredTier
@@ -181,11 +180,7 @@ def write_files(
             reader = ChunkReader(found, manifest, images.tally)
             _write_chunks(manifest, reader, in_order, writer.write_chunks, on_bytes)
             commit = publish_image(store, writer, manifest, commit, id=id, shard=shard)
-    if world_size == 1:
-        return commit
-    index = build_index(store, commit)
-    store.write_index(id, index)
-    return with_index(commit, index)
+    return commit
 
 
 def _write_chunks(
@@ -462,10 +457,8 @@ class Repairer:
                 mark = _mark_of(self._reader, checkpoint, file.removeprefix(_MARKS))
                 key = keys.step_prefix(self._reader.run, copy.id) + file
                 put_object(store.backend, key, mark.encode())
-            if {*damaged} - {*marks, keys.INDEX_NAME}:
+            if {*damaged} - {*marks}:
                 done = [self._repair_files(store, checkpoint, copy), *done]
-            elif keys.INDEX_NAME in damaged and copy.commit is not None:
-                done = [self._repair_index(store, copy.commit), *done]
         return ", ".join(done)
 
     def _check_ours(
@@ -492,15 +485,6 @@ class Repairer:
             line = _unless_damaged(partial(line_of, Shard(rank, known.world_size)))
             if line not in (None, known.lineage):
                 raise StepError("its files are of another checkpoint than that on other tiers")
-
-    def _repair_index(self, store: StoredTier, commit: Commit) -> str:
-        """Rebuild the index from the manifests beside it. Another version of zstd makes other bytes, so that the commit
-        record may change."""
-        attempt = _writing_attempt(self._reader, self._listings, commit.lineage, store)
-        index = build_index(store, commit)
-        store.write_index(commit.lineage.checkpoint, index)
-        self._commit(store, with_index(commit, index), attempt)
-        return f"{keys.INDEX_NAME} rebuilt from the manifests"
 
     def _repair_files(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
@@ -540,7 +524,7 @@ class Repairer:
         held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
         others = [tier for tier in held if tier != copy.tier]
         commit = copy.commit
-        raw = commit is not None and plain(commit).files == without_index(commit).files
+        raw = commit is not None and plain(commit).files == commit.files
         return [*others, copy.tier] if raw and not store.is_packed else others
 
     # Tiers as a whole --------------------------------------------------------------------------------

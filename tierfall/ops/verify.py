@@ -166,10 +166,9 @@ def record_damage(
 
 
 def _spoils(damage: Sequence[Damage]) -> bool:
-    """Whether the damage is of more than the index and marks, without which a copy is still whole."""
+    """Whether the damage is of more than marks, without which a copy is still whole."""
     marks = f"{keys.MARKS_FOLDER}/"
-    found = [d for d in damage if not d.newer and d.file != keys.INDEX_NAME]
-    return any(not d.file.startswith(marks) for d in found)
+    return any(not d.newer and not d.file.startswith(marks) for d in damage)
 
 
 def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
@@ -371,8 +370,6 @@ def _advice(
         return NEWER
     if damage.file.startswith(f"{keys.MARKS_FOLDER}/") and copy.tier in reader.stores:
         return f"it is effective nevertheless; to rewrite it: {repair}"
-    if damage.file == keys.INDEX_NAME:
-        return f"restores use the manifests instead; to rebuild it: {repair}"
     good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
         return f"restores read {good[0]} instead; to repair it: {repair}"

@@ -17,7 +17,7 @@ from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
-from tierfall.policies.defaults import plan_retention
+from tierfall.policies.retention import plan_retention
 from tierfall.session.drain_forecast import end_drain, start_drain
 from tierfall.session.requests import submit
 from tierfall.session.session import Session

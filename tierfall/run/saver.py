@@ -28,7 +28,7 @@ from tierfall.core.capture.device_copies import CaptureDevices
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
-from tierfall.core.format.records import Geometry, Lineage, chunk_count, records_bytes_max
+from tierfall.core.format.records import Lineage, records_bytes_max
 from tierfall.core.image.layout import Layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
@@ -52,7 +52,7 @@ from tierfall.core.types.values import (
     SaveOutcome,
     Verify,
 )
-from tierfall.policies.defaults import tiers_owed
+from tierfall.policies.flush import tiers_owed
 from tierfall.run.layouts import Layouts
 from tierfall.session.requests import RegionRequest
 from tierfall.session.session import Session
@@ -279,11 +279,7 @@ class Saver:
         return Snapshot(
             lineage=place,
             shard=self._session.ranks.shard,
-            geometry=Geometry(
-                image_bytes=layout.image_bytes,
-                data_start=layout.data_start,
-                chunk_bytes=self._config.chunk_bytes,
-            ),
+            geometry=layout.geometry(self._config.chunk_bytes),
             structure=layout.structure,
             pieces=layout.pieces,
             region=region,
@@ -463,7 +459,7 @@ def records_bytes(
     """Return an upper bound of the bytes of an image's manifest and commit record together."""
     return records_bytes_max(
         pieces_bytes=len(layout.pieces),
-        chunks=chunk_count(layout.image_bytes, layout.data_start, chunk_bytes),
+        chunks=layout.geometry(chunk_bytes).chunk_count,
         metrics=metrics,
         tags=tags,
         run=line.run,

@@ -33,7 +33,6 @@ from tierfall.core.scheduler.workers import Workers
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError
 from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.policies import defaults
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.leftovers import Leftovers, images_in
@@ -109,7 +108,6 @@ class Session:
             ledger=ledger,
             lanes=lanes,
             host=self.host,
-            policies=defaults,
             submit=self.workers.submit,
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,

@@ -277,7 +277,7 @@ class StatusWriter:
     def _events(self) -> tuple[dict[str, object], ...]:
         return tuple(
             {"wall_time_s": round(wall_time(event.at_s), 3), **events.event_to_json(event)}
-            for event in self._journal.recent.events[-EVENTS_MAX:]
+            for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
         )
 
     def _tier(self, name: str, ledger: Ledger) -> TierStatus:

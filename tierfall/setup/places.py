@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig
-from tierfall.core.format.tier_record import KnownTier, TierRecord, parse_tier_record
+from tierfall.core.format.records import KnownTier, TierRecord, parse_tier_record
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError, UnreachableError

@@ -17,8 +17,7 @@ from pathlib import Path
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import Attempt
-from tierfall.core.format.tier_record import KnownTier, TierRecord
+from tierfall.core.format.records import Attempt, KnownTier, TierRecord
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     AccessDeniedError,

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -18,7 +18,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
-from tierfall.core.types.events import Event, EventsLost, RecentEvents
+from tierfall.core.types.events import Event, EventsLost
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 from tierfall.telemetry.event_log import WAITING_MAX, EventLog, LogFile, to_line, wall_time
 from tierfall.telemetry.metrics import EventTally
@@ -96,7 +96,7 @@ class Journal:
     def __init__(self, config: Config, *, run: str, ranks: Ranks, node: str) -> None:
         self._node = node
         self._world_size = ranks.topology.world_size
-        self.recent = RecentEvents()
+        self.recent: deque[Event] = deque(maxlen=16)
         self.tally = EventTally([tier.name for tier in config.written])
         self.log: EventLog | None = None
         self._lock = threading.RLock()  # a signal handler may subscribe while its thread does
@@ -121,7 +121,7 @@ class Journal:
         return self._unread + sum(subscriber.lost for subscriber in self._subscribers)
 
     def notify(self, event: Event) -> None:
-        self.recent.add(event)
+        self.recent.append(event)
         self.tally.add(event)
         if self.log is not None:
             self.log.put(event)
@@ -192,7 +192,7 @@ class Journal:
 
     def save_failed(self, id: CheckpointId, error: BaseException) -> None:
         """Emit the end of a save whose capture did not begin, unless it was emitted already, as for a skipped one."""
-        if any(isinstance(e, events.SaveEnded) and e.id == id for e in self.recent.events):
+        if any(isinstance(e, events.SaveEnded) and e.id == id for e in self.recent.copy()):
             return
         self.notify(
             events.SaveEnded(

@@ -19,7 +19,6 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -42,14 +41,13 @@ class Deleter:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        policies: Policies,
         hooks: Hooks,
         emitter: EventEmitter,
         retains: bool = True,
     ) -> None:
         self._ledger = ledger
-        self._planner = DeletionPlanner(ledger, policies)
-        self._age_timer = AgeTimer(ledger, policies)
+        self._planner = DeletionPlanner(ledger)
+        self._age_timer = AgeTimer(ledger)
         self._hooks = hooks
         self._emitter = emitter
         self._retains = retains

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, Decision, Verdict, View
+from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
 
 logger = logging.getLogger("tierfall")
 
@@ -33,19 +33,18 @@ LATE_S = 0.001
 class DeletionPlanner:
     """See the module. ``busy`` checkpoints, which are being deleted or are subject to a command, are left out."""
 
-    def __init__(self, ledger: Ledger, policies: Policies) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._policies = policies
         self._warned_metrics: set[str] = set()
 
     def keeps_all(self, tier: str) -> bool:
         """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
         rules = self._ledger.rules_of(tier)
-        return self._policies.keeps_all_live(rules) and self._ledger.all_live
+        return not rules.retain and self._ledger.all_live
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""
-        decisions = (*self._policies.plan_drops(view, tier), *self._plan_damaged(view, tier))
+        decisions = (*plan_drops(view, tier), *self._plan_damaged(view, tier))
         return [d for d in decisions if d.checkpoint not in busy]
 
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
@@ -62,7 +61,7 @@ class DeletionPlanner:
             return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._policies.plan_drops(whole, tier) if d.checkpoint in damaged)
+        yield from (d for d in plan_drops(whole, tier) if d.checkpoint in damaged)
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Return the damaged copies on a tier that are neither under repair nor being read."""
@@ -109,7 +108,7 @@ class DeletionPlanner:
         evaluated = (c for c in view.checkpoints if c.id.step >= step)
         if not any(c.readable for c in evaluated):
             return
-        missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
+        missing = missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._warned_metrics:
             self._warned_metrics.add(metric)
             logger.warning("%s", missing[metric])
@@ -119,7 +118,7 @@ class DeletionPlanner:
     ) -> tuple[CheckpointId, ...]:
         """Return the copies on a tier that the deletion of ``drops`` relies on: the newest one, and each without which
         retention would keep one of ``drops``. The deletion of a damaged copy relies on none."""
-        planned = {d.checkpoint for d in self._policies.plan_drops(view, tier)}
+        planned = {d.checkpoint for d in plan_drops(view, tier)}
         deleted = planned.intersection(drops)
         kept = [
             c.id
@@ -131,7 +130,7 @@ class DeletionPlanner:
 
         def stay_planned(without: Collection[CheckpointId]) -> bool:
             left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
-            plan = self._policies.plan_drops(replace(view, checkpoints=left), tier)
+            plan = plan_drops(replace(view, checkpoints=left), tier)
             return deleted <= {d.checkpoint for d in plan}
 
         if len(kept) > QUERIED_MAX:
@@ -152,15 +151,14 @@ class DeletionPlanner:
 class AgeTimer:
     """When retention may next delete something by the age of a checkpoint alone."""
 
-    def __init__(self, ledger: Ledger, policies: Policies) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._policies = policies
         self._due_s: dict[str, float] = {}
 
     def schedule(self, view: View, tier: str) -> None:
         """Note when to plan retention on a tier next, by the checkpoints there now."""
         self._due_s.pop(tier, None)
-        due = self._policies.next_due_s(view, tier)
+        due = next_due_s(view, tier)
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
             self._due_s[tier] = self._ledger.now_s + left_s

@@ -21,12 +21,13 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, WhenFull
 from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.policies.backpressure import plan_superseding
+from tierfall.policies.eviction import plan_eviction
 
 logger = logging.getLogger("tierfall")
 
@@ -45,14 +46,12 @@ class Superseder:
         ledger: Ledger,
         lanes: Mapping[str, FlushLane],
         deleter: Deleter,
-        policies: Policies,
         hooks: Hooks,
         emitter: EventEmitter,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._deleter = deleter
-        self._policies = policies
         self._hooks = hooks
         self._emitter = emitter
         self.kept: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ class Superseder:
         view = self._ledger.view(settling=self._settling(), restoring=self._deleter.paused)
         host = self._ledger.host
         entries = self._ledger.entries
-        decisions = self._policies.plan_superseding(
+        decisions = plan_superseding(
             view,
             host,
             fits=lambda gone: would_fit([r for id in gone if (r := entries[id].region)]),
@@ -119,7 +118,6 @@ class Admissions:
         *,
         ledger: Ledger,
         host: HostMemory,
-        policies: Policies,
         flusher: Flusher,
         superseder: Superseder,
         backlog: Backlog,
@@ -130,7 +128,6 @@ class Admissions:
     ) -> None:
         self._ledger = ledger
         self._host = host
-        self._policies = policies
         self._flusher = flusher
         self._superseder = superseder
         self._backlog = backlog
@@ -240,7 +237,7 @@ class Admissions:
     def _make_room(self, request: AdmissionRequest) -> bool:
         """Evict or supersede one image; return False where none may be."""
         free, view = self._host.free_bytes, self._ledger.view()
-        plan = self._policies.plan_eviction(
+        plan = plan_eviction(
             view,
             self._ledger.host,
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
+from tierfall.policies.flush import lateness
+from tierfall.policies.forecast import forecast
 
 logger = logging.getLogger("tierfall")
 FIRST_SAVES = 4
@@ -33,11 +34,9 @@ class Backlog:
         self,
         *,
         ledger: Ledger,
-        policies: Policies,
         hooks: Hooks,
     ) -> None:
         self._ledger = ledger
-        self._policies = policies
         self._hooks = hooks
         self._stored: Mapping[str, TierRules] = {
             rules.name: rules
@@ -134,10 +133,10 @@ class Backlog:
             if rules.within_s is None:
                 continue
             behind_s = self._behind_s(tier, now_s)
-            reason = self._policies.lateness(rules, behind_s)
+            reason = lateness(rules, behind_s)
             if reason is not None and tier not in self._is_late:
                 behind_s = self.behind_s(tier, now_s)
-                reason = self._policies.lateness(rules, behind_s)
+                reason = lateness(rules, behind_s)
             if reason is None and tier in self._is_late:
                 self._is_late.discard(tier)
                 behind = format_duration(behind_s)
@@ -172,7 +171,7 @@ class Backlog:
 
     def _update_outlook(self, tier: str) -> None:
         rules = self._stored[tier]
-        outlook = self._policies.forecast(
+        outlook = forecast(
             rules,
             saves=self._saves,
             every_s=self.save_every_s or 0.0,

@@ -17,10 +17,10 @@ from tierfall.core.scheduler.flush.throttle import Throttle
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, DrainDecision, View
+from tierfall.policies.drain import plan_drain
 
 AGAIN_S = 0.5
 """Seconds after which a plan is made anew."""
@@ -39,13 +39,11 @@ class DrainSchedule:
         ledger: Ledger,
         lanes: Mapping[str, FlushLane],
         throttle: Throttle,
-        policies: Policies,
         hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._throttle = throttle
-        self._policies = policies
         self._hooks = hooks
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
@@ -126,7 +124,7 @@ class DrainSchedule:
 
     def _make_plan(self, now_s: float) -> None:
         self._planned_at_s = now_s
-        self.plan = self._policies.plan_drain(
+        self.plan = plan_drain(
             self._view(),
             bytes_per_s={tier: self._bytes_per_s(tier) for tier in self._lanes},
             left_s=min(self._until_s.values()) - now_s,

@@ -14,9 +14,9 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Eviction, Verdict
+from tierfall.policies.flush import plan_flush
 
 logger = logging.getLogger("tierfall")
 
@@ -28,13 +28,11 @@ class FlushQueue:
         self,
         *,
         ledger: Ledger,
-        policies: Policies,
         drain_schedule: DrainSchedule,
         hooks: Hooks,
         emitter: EventEmitter,
     ) -> None:
         self._ledger = ledger
-        self._policies = policies
         self._drain_schedule = drain_schedule
         self._hooks = hooks
         self._emitter = emitter
@@ -61,7 +59,7 @@ class FlushQueue:
 
     def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
         planned = []
-        for decision in self._policies.plan_flush(self._ledger.view(), tier):
+        for decision in plan_flush(self._ledger.view(), tier):
             entry = waiting.pop(decision.checkpoint, None)
             if entry is None:
                 continue

@@ -18,12 +18,13 @@ from tierfall.core.scheduler.ledger.emitter import image_bytes_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import CapacityError, StorageFullError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Eviction, View
+from tierfall.policies.backpressure import plan_relief
+from tierfall.policies.eviction import plan_eviction
 
 logger = logging.getLogger("tierfall")
 FITTING_UNTIL_ROOM = 3
@@ -63,14 +64,12 @@ class TierRoom:
         lanes: Mapping[str, FlushLane],
         deleter: Deleter,
         queue: FlushQueue,
-        policies: Policies,
         hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._deleter = deleter
         self._queue = queue
-        self._policies = policies
         self._hooks = hooks
         self._source_of_repairs: set[str] = set()
         self._full: dict[str, FullDisk] = {}
@@ -121,7 +120,7 @@ class TierRoom:
     def _plan(self, view: View, lane: FlushLane, *, need: int, free: int) -> Eviction:
         """Return what is evicted for a copy, damaged copies first."""
         damaged = self._damaged_for_room(view, lane, need - free)
-        plan = self._policies.plan_eviction(
+        plan = plan_eviction(
             view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
         )
         plan = replace(plan, deletions=(*damaged, *plan.deletions))
@@ -284,7 +283,7 @@ class TierRoom:
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
         settling |= self._deleter.reserved | self._deleter.awaited
         view = self._ledger.view(settling=settling, restoring=self._deleter.paused)
-        decisions = self._policies.plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:
             entry, reason = entries[decision.checkpoint], decision.reason
             self._queue.give_up(entry, decision.tier, reason, level=logging.WARNING)

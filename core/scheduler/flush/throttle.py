@@ -16,9 +16,9 @@ from collections.abc import Callable
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.units import format_share
 from tierfall.core.types.view import TierRules
+from tierfall.policies.throttle import least_share, plan_yield
 
 logger = logging.getLogger("tierfall")
 IDLE_REMEMBERED = 32
@@ -45,7 +45,6 @@ class Throttle:
         *,
         ledger: Ledger,
         backlog: Backlog,
-        policies: Policies,
         hooks: Hooks,
         set_pace: Callable[[str, float | None], None],
     ) -> None:
@@ -53,7 +52,6 @@ class Throttle:
         self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
         self._rates = ledger.rates
         self._backlog = backlog
-        self._policies = policies
         self._hooks = hooks
         self._set_pace = set_pace
         self.flushing: Flushing = (frozenset(), 0)
@@ -124,11 +122,11 @@ class Throttle:
         every_s = self._backlog.estimated_every_s
         if measured is None or every_s is None or not busy:
             return
-        decision = self._policies.plan_yield(
+        decision = plan_yield(
             idle_s=[seconds for _, seconds in self._idle],
             busy_s=list(busy),
             share=share,
-            least=self._policies.least_share(
+            least=least_share(
                 image_bytes=self._backlog.image_bytes,
                 every_s=every_s * rules.flush_every,
                 within_s=rules.within_s,

@@ -36,7 +36,6 @@ from tierfall.core.scheduler.group.messages import (
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,
     CommitCopy,
@@ -47,6 +46,7 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.policies.flush import needs_repair
 
 logger = logging.getLogger("tierfall")
 
@@ -59,7 +59,6 @@ class DamageReports:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        policies: Policies,
         deleter: Deleter,
         hooks: Hooks,
         message_tree: MessageTree,
@@ -67,7 +66,6 @@ class DamageReports:
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
-        self._policies = policies
         self._deleter = deleter
         self._hooks = hooks
         self._messages = GroupMessages(message_tree)
@@ -98,7 +96,7 @@ class DamageReports:
         view = self._ledger.view()
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
-            if self._policies.needs_repair(view, views[entry.id], tier):
+            if needs_repair(view, views[entry.id], tier):
                 self._tried.add((tier, entry.id))
                 body = Reason(text=entry.damage[tier])
                 self._messages.announce(MessageKind.REPAIR, entry.id, tier, body)

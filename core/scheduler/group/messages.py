@@ -204,10 +204,9 @@ class SaveFailure(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadedFiles(Message):
-    """The files that a rank has uploaded. ``table`` is the text of its tensor table, for the index of a shared tier."""
+    """The files that a rank has uploaded."""
 
     files: tuple[NamedFile, ...]
-    table: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

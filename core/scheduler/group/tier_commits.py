@@ -255,8 +255,7 @@ class TierCommits:
             return
         whole.uploaded_to.add(tier)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
-        table = entry.table if self._shared[tier] and whole.shards is None else ""
-        body = UploadedFiles(files=tuple(uploaded), table=table)
+        body = UploadedFiles(files=tuple(uploaded))
         self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
 
     def on_all_uploaded(
@@ -274,11 +273,7 @@ class TierCommits:
             return
         self._complete.add((tier, id))
         if self._shared[tier]:
-            tables = tuple(uploads[rank].table for rank in sorted(uploads))
-            if entry.commit.world_size == 1:
-                tables = ()  # an image needs no index of its own
-            commit = replace(entry.commit, files=_files(entry, uploads))
-            self._commit(entry, tier, commit, tables)
+            self._commit(entry, tier, replace(entry.commit, files=_files(entry, uploads)))
             return
         facts = CommitFacts(
             wall_time_s=entry.commit.wall_time_s,
@@ -306,16 +301,13 @@ class TierCommits:
         )
         self._commit(entry, tier, commit)
 
-    def _commit(
-        self, entry: LedgerEntry, tier: str, commit: Commit, tables: tuple[str, ...] = ()
-    ) -> None:
+    def _commit(self, entry: LedgerEntry, tier: str, commit: Commit) -> None:
         task = CommitCopy(
             tier=tier,
             id=entry.id,
             commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
             marks=self._flusher.pin_marks(entry),
             name_latest=self._flusher.is_newest(tier, entry),
-            tables=tables,
             repairs=tier in entry.damage,
             again=self._ledger.is_of_earlier_start(tier, entry),
         )

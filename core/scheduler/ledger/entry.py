@@ -15,9 +15,6 @@ from tierfall.core.types.errors import FlushError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
-TABLE_DIGITS = 32
-"""128 bits: ranks compare their tables by this digest."""
-
 
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
@@ -156,12 +153,6 @@ class LedgerEntry:
         """The table of its tensors; None while unknown."""
         known = self.manifest or self.snapshot
         return None if known is None else known.pieces
-
-    @property
-    def table(self) -> str:
-        """A short digest of the table of its tensors; empty while unknown."""
-        known = self.manifest or self.snapshot
-        return "" if known is None else known.structure.removeprefix("sha256:")[:TABLE_DIGITS]
 
     @property
     def pinned(self) -> bool:

@@ -102,15 +102,13 @@ class Uploaded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCopy:
     """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
-    written. ``tables``: the digests of all ranks' tensor tables, of which an index is written beside it; empty where
-    there is one image, or the tier has only some. ``repairs`` and ``again`` are as in ``OpenShard``."""
+    written. ``repairs`` and ``again`` are as in ``OpenShard``."""
 
     tier: str
     id: CheckpointId
     commit: Commit
     marks: tuple[Mark, ...]
     name_latest: bool
-    tables: tuple[str, ...] = ()
     repairs: bool = False
     again: bool = False
 

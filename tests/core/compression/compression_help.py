@@ -11,7 +11,7 @@ from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Lineage, Manifest, chunk_count, chunk_range, geometry
+from tierfall.core.format.records import Geometry, Lineage, Manifest, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
@@ -60,8 +60,8 @@ def image_of(
         data += like_floats(length, width=4, seed=start)
         pieces.append({"name": name, "dtype": name, "start": start, "end": end})
     raw = b"{}".ljust(header_bytes) + data
-    sizes = (len(raw), header_bytes, chunk_bytes)
-    chunks = [raw[slice(*chunk_range(i, *sizes))] for i in range(chunk_count(*sizes))]
+    cut = Geometry(image_bytes=len(raw), data_start=header_bytes, chunk_bytes=chunk_bytes)
+    chunks = [raw[slice(*cut.chunk_range(i))] for i in range(cut.chunk_count)]
     manifest = Manifest(
         lineage=Lineage(
             run="gpt",

@@ -9,17 +9,12 @@ import struct
 import zstandard
 from compression_help import image_of, packed_file
 
-from tierfall.core.compression.seek_table import (
-    FOOTER_BYTES,
-    FrameLength,
-    table_bytes,
-    write_table,
-)
+from tierfall.core.compression.frame_table import seek_table_bytes, write_seek_table
 from tierfall.core.types.values import Codec
 
 
 def test_the_bytes_are_those_of_the_format() -> None:
-    assert write_table([FrameLength(1, 2), FrameLength(3, 4)]) == bytes.fromhex(
+    assert write_seek_table([1, 3], [2, 4]) == bytes.fromhex(
         "5e2a4d18 19000000 01000000 02000000 03000000 04000000 02000000 00 b1ea928f"
     )
 
@@ -36,10 +31,10 @@ def test_a_stream_reader_gives_back_the_image() -> None:
 
 def test_a_stranger_reads_a_range_by_the_table_alone() -> None:
     stored, _ = packed_file(RAW, MANIFEST, Codec.ZSTD)
-    frames, _, _ = struct.unpack("<IBI", stored[-FOOTER_BYTES:])
-    entries = stored[-table_bytes(frames) + 8 : -FOOTER_BYTES]
-    table = [FrameLength(*lengths) for lengths in struct.iter_unpack("<II", entries)]
-    assert [entry.raw for entry in table] == [
+    frames, _, _ = struct.unpack("<IBI", stored[-9:])
+    entries = stored[-seek_table_bytes(frames) + 8 : -9]
+    table = list(struct.iter_unpack("<II", entries))
+    assert [raw for _, raw in table] == [
         end - start for start, end in map(MANIFEST.chunk_range, range(MANIFEST.chunk_count))
     ]
     chance = random.Random(8)
@@ -47,12 +42,11 @@ def test_a_stranger_reads_a_range_by_the_table_alone() -> None:
         start = chance.randrange(len(RAW))
         end = min(len(RAW), start + chance.randrange(9000))
         found, packed_at, raw_at = b"", 0, 0
-        for entry in table:
-            if raw_at < end and start < raw_at + entry.raw:
-                part = zstandard.ZstdDecompressor().decompress(
-                    stored[packed_at : packed_at + entry.packed]
-                )
+        for packed, raw in table:
+            if raw_at < end and start < raw_at + raw:
+                frame = stored[packed_at : packed_at + packed]
+                part = zstandard.ZstdDecompressor().decompress(frame)
                 found += part[max(0, start - raw_at) : end - raw_at]
-            packed_at += entry.packed
-            raw_at += entry.raw
+            packed_at += packed
+            raw_at += raw
         assert found == RAW[start:end]

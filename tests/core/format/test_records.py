@@ -19,12 +19,11 @@ from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
     Commit,
+    Geometry,
     Lineage,
     Manifest,
     Mark,
     NamedFile,
-    chunk_count,
-    chunk_range,
     parse_attempt_record,
     parse_commit,
     parse_manifest,
@@ -301,8 +300,8 @@ def test_chunks_cover_the_image_without_gap_or_overlap(
     data_start: int, data: int, power: int
 ) -> None:
     image_bytes, chunk_bytes = data_start + data, 1 << power
-    count = chunk_count(image_bytes, data_start, chunk_bytes)
-    ranges = [chunk_range(index, image_bytes, data_start, chunk_bytes) for index in range(count)]
+    cut = Geometry(image_bytes=image_bytes, data_start=data_start, chunk_bytes=chunk_bytes)
+    ranges = [*map(cut.chunk_range, range(cut.chunk_count))]
     assert ranges[0] == (0, data_start)
     assert [start for start, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
     assert ranges[-1][1] == image_bytes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tierfall.core.runtime import driver
 from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies, can_copy
 from tierfall.core.runtime.pinned import lock_pages
-from tierfall.core.runtime.streams import CudaStream
+from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.sampling.device_sums import sum_words
 
@@ -40,7 +40,7 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
         locks = [lock_pages(memory.data_ptr() + at, HALF, device) for at in (0, HALF)]
         assert all(lock.locked for lock in locks)
     starts = np.cumsum([0, *(size + 64 for size in SIZES)])[:-1].astype(np.uint64)
-    stream = CudaStream(device)
+    stream = CopyStream(device)
     assert stream.copies_memory(memory)
     copies = MemoryCopies(
         targets=starts + np.uint64(memory.data_ptr()),

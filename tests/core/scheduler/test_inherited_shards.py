@@ -72,8 +72,7 @@ def test_all_parts_come_to_each_tier_and_are_one_checkpoint_there(
         for rank in range(count):
             assert found[keys.shard_name(Shard(rank, count))] == image_of(ONE, rank)
         assert all(ONE in rank.committed(tier) for rank in run.ranks)
-    *named, index = [file.name for file in run.records(SHARED_TIER, 0)[ONE].files]
-    assert index == keys.INDEX_NAME
+    named = [file.name for file in run.records(SHARED_TIER, 0)[ONE].files]
     assert named == sorted(named, key=lambda name: keys.parse_shard(name).rank)  # type: ignore[union-attr]
     for node in set(node_of):
         here = [there for there, on in zip(places, node_of, strict=True) if on == node and there]

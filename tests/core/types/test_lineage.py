@@ -8,11 +8,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.types.lineage import AttemptStart, resolve
-from tierfall.core.types.lineage import abandoned as left_behind
+from tierfall.core.types.lineage import AttemptStart, abandoned_by, resolve
 from tierfall.core.types.values import CheckpointId
 
 Pair = tuple[CheckpointId, CheckpointId | None]
+
+
+def left_behind(
+    saved: Iterable[tuple[CheckpointId, str]], starts: Iterable[AttemptStart]
+) -> set[CheckpointId]:
+    is_abandoned = abandoned_by(starts)
+    return {id for id, attempt_id in saved if is_abandoned(id, attempt_id)}
 
 
 def at(text: str) -> CheckpointId:

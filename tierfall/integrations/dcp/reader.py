@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -35,9 +35,8 @@ from torch.futures import Future
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.image.merge import MergedHeader, merge_headers
+from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
-    ConflictNode,
     MapNode,
     ModuleNode,
     Node,
@@ -57,14 +56,10 @@ from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
 from tierfall.core.restore.restore import HALF_FILLED
 from tierfall.core.runtime.public_calls import public_call
-from tierfall.core.tensor_index.as_header import merge_with_index
-from tierfall.core.tensor_index.index import Index
-from tierfall.core.tensor_index.store import read_named_index
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, NotSupportedError, RestoreError
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
@@ -183,61 +178,10 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
     shard = run.session.ranks.shard
     world_size = parts.world_size(shard.world_size)
     own = shard.rank if world_size == shard.world_size else values_of
-    entries: DcpEntries | None = None
-    if own is not None and world_size > 1:
-        entries = _by_index(run, parts, Shard(own, world_size))
-    if entries is None:
-        entries = DcpEntries(
-            merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
-        )
+    merged = merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
     return OpenedCheckpoint(
-        checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size
+        checkpoint=parts.checkpoint, parts=parts, entries=DcpEntries(merged), world_size=world_size
     )
-
-
-def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
-    """Return the entries of a checkpoint from the header of one rank's image and the merged index; None unless all
-    ranks can do so.
-
-    For a name that these lack, this rank reads the headers of all ranks by itself.
-    """
-    merged: MergedHeader | None = None
-    what = f"{parts.checkpoint.id} of {own.world_size} ranks"
-    ours = run.session.ranks.shard
-    try:
-        if (index := _read_index(run, parts)) is not None:
-            # Together the ranks check that all images exist.
-            for rank in range(ours.rank, own.world_size, ours.world_size):
-                parts.find(Shard(rank, own.world_size))
-            merged = merge_with_index(parts.header_here(own), own.rank, index, what=what)
-    except (*PASSABLE, NotSupportedError) as error:
-        logger.warning(
-            "dcp.load: the merged index cannot be used, so all headers are read: %s", error
-        )
-    slower_s = run.restorer.patience_s
-    have = merged is not None
-    ranks = run.session.ranks
-    if not ranks.agree(
-        "dcp.load: index", have, lambda found: all(found.values()), bool, timeout_s=slower_s
-    ):
-        return None
-    assert merged is not None, "all have it"
-
-    def of_all() -> MergedHeader:
-        shards = (Shard(rank, own.world_size) for rank in range(own.world_size))
-        headers = {shard.rank: parts.header_here(shard) for shard in shards}
-        return merge_headers(headers, what=what, own=own.rank)
-
-    return DcpEntries(merged, of_all)
-
-
-def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
-    """Read the merged index from the first tier that has it."""
-    for tier in parts.tiers:
-        commit, store = parts.checkpoint.copies[tier].commit, run.session.stores.get(tier)
-        if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:
-            return read_named_index(store, commit)
-    return None
 
 
 class TierReader(StorageReader):
@@ -408,8 +352,6 @@ class _Reads:
     def _tensor(self, item: ReadItem) -> None:
         """Read a box of a stored block; through a copy if its dtype differs or it is not contiguous."""
         node = self._entries.leaves[item.storage_index.fqn].node
-        if isinstance(node, ConflictNode):  # known only once the headers of all ranks were read
-            raise RestoreError(f"dcp.load: {item.storage_index.fqn}: {node.reason}")
         assert isinstance(node, TensorNode), "the plan has a tensor where the metadata has a value"
         stored = self._entries.merged.header.tensors[node.position]
         given = self._planner.resolve_tensor(item)
@@ -469,19 +411,9 @@ class Leaf:
 
 
 class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time.
+    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time."""
 
-    ``merged`` may lack values that only other ranks have. ``of_all`` merges the headers of all ranks; it is called
-    once, on access to an unknown name or to all names, and replaces ``merged`` and ``leaves``.
-    """
-
-    def __init__(
-        self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
-    ) -> None:
-        self._of_all = of_all
-        self._set_merged(merged)
-
-    def _set_merged(self, merged: MergedHeader) -> None:
+    def __init__(self, merged: MergedHeader) -> None:
         self.merged = merged
         self.leaves: dict[str, Leaf] = {}
         for leaf in _Names(merged).below(merged.header.tree, ()):
@@ -493,21 +425,11 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
                 )
             self.leaves[name] = leaf
 
-    def _all(self) -> dict[str, Leaf]:
-        if self._of_all is not None:
-            merge, self._of_all = self._of_all, None
-            self._set_merged(merge())
-        return self.leaves
-
-    def leaf(self, name: str) -> Leaf:
-        """Return the entry under a name; KeyError if there is none."""
-        return self.leaves[name] if name in self.leaves else self._all()[name]
-
     def __contains__(self, name: object) -> bool:
-        return name in self.leaves or name in self._all()
+        return name in self.leaves
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        node = self.leaf(name).node
+        node = self.leaves[name].node
         if not isinstance(node, TensorNode):
             return BytesStorageMetadata()
         stored = self.merged.header.tensors[node.position]
@@ -521,15 +443,10 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self.leaves)
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def keys(self) -> KeysView[str]:
-        """Return the names that are known so far. DCP's planner calls this at every load, to detect checkpoints with
-        the names of an old version."""
-        return self.leaves.keys()
+        return len(self.leaves)
 
 
 class Paths(Mapping[str, Path]):
@@ -539,7 +456,7 @@ class Paths(Mapping[str, Path]):
         self._entries = entries
 
     def __getitem__(self, name: str) -> Path:
-        return self._entries.leaf(name).path
+        return self._entries.leaves[name].path
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
