@@ -1,11 +1,14 @@
-"""Sections of the YAML file below its first level: every key and its default.
+"""The sections of the YAML file below its first level, but for the tiers: every key and its default.
 
-Keys in YAML are the aliases; the names of attributes end in their unit.
+Keys in YAML are the aliases; the names of attributes end in their unit. A key of ``interval`` or ``retain`` that the
+section does not have is the name of a registered policy (``tierfall.config.plugins``), whose own model validates its
+value.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,33 +19,50 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     WithJsonSchema,
     model_validator,
 )
 
+from tierfall.config import plugins
 from tierfall.config.fields import (
     Count,
+    Duration,
     Flag,
     Folder,
     Level,
     Listen,
     Rate,
+    Share,
+    Signal,
     SignalNames,
     Size,
     Wait,
     any_word,
     choice,
+    every,
     listen_address,
     no_address,
+    number_or_text,
     show,
     value_error,
 )
-from tierfall.config.plugins import ORDER_SCHEMA, order_rule, read_order
+from tierfall.config.plugins import (
+    ORDER_SCHEMA,
+    known_keys,
+    order_rule,
+    read_order,
+    with_registered,
+)
+from tierfall.core.types import keys, units
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import PolicyKind, Rule
 from tierfall.core.types.text import hint_at
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CaptureMode, Codec, Verify
+from tierfall.core.types.values import CaptureMode, Codec, Direction, Verify
 from tierfall.policies.flush import IN_ORDER
+from tierfall.policies.retention import BestRule as BestRules
+from tierfall.policies.retention import EveryRule, TagsRule
 
 
 class OnClose(StrEnum):
@@ -268,3 +288,383 @@ class MetricsSection(Section):
     def listens_on(self) -> tuple[str, int]:
         """The address, empty for all of this machine, and the port."""
         return listen_address(self.prometheus)
+
+
+# When maybe_save saves -------------------------------------------------------------------------------
+
+
+OVERHEAD = 0.035
+"""The default share of training time that saving may cost: CheckFreq's (FAST'21)."""
+
+
+def _above_zero(example: str) -> AfterValidator:
+    def check(value: float) -> float:
+        if value <= 0:
+            raise value_error(f"0 does not fit; expected more, such as {example}", expected=example)
+        return value
+
+    return AfterValidator(check)
+
+
+def _below_one(value: float) -> float:
+    if value >= 1:
+        raise value_error(
+            "100% leaves no time to train; expected less, such as 3.5%", expected="3.5%"
+        )
+    return value
+
+
+def _write_every(value: int | float | None) -> Any:
+    """Serialize steps as a number and a time as text, so that the result parses to the same value."""
+    return f"{value:.9f}s" if isinstance(value, float) else value
+
+
+def _write_share(value: float | None) -> Any:
+    return None if value is None else f"{value * 100:.9f}%"
+
+
+Every = Annotated[
+    int | float,
+    every(),
+    PlainSerializer(_write_every),
+    number_or_text(units.DURATION_PATTERN, minimum=1),
+]
+Overhead = Annotated[
+    Share, AfterValidator(_below_one), _above_zero("3.5%"), PlainSerializer(_write_share)
+]
+Time = Annotated[Duration, _above_zero("4h")]
+
+
+class Mtbf(Section):
+    """How often training fails, by loss class. Each includes the more severe classes."""
+
+    process_s: Time | None = Field(
+        default=None,
+        alias="process",
+        description="The mean time between failures that end the training, whatever else is lost; a time instead of "
+        "the mapping is this one.",
+        examples=["4h"],
+    )
+    node_s: Time | None = Field(
+        default=None,
+        alias="node",
+        description="The mean time between failures that lose a node, with its memory and its disks; absent: the same "
+        "as process.",
+        examples=["12h"],
+    )
+    site_s: Time | None = Field(
+        default=None,
+        alias="site",
+        description="The mean time between failures that lose all but object stores; absent: the same as node.",
+        examples=["90d"],
+    )
+
+    @model_validator(mode="after")
+    def _increases(self) -> Self:
+        times = [s for s in (self.process_s, self.node_s, self.site_s) if s is not None]
+        if not times:
+            raise value_error(
+                "has no time; expected 4h, or {process: 4h, node: 12h}", expected="4h"
+            )
+        if times != sorted(times):
+            expected = "process at most node, and node at most site"
+            raise value_error(
+                f"a more severe loss occurs more often than a less severe one; expected {expected}: the loss of a "
+                "node is also the loss of its processes",
+                expected=expected,
+            )
+        return self
+
+
+def _or_none(value: object) -> object:
+    return () if value is None else value
+
+
+def _as_mtbf(value: object) -> object:
+    return {"process": value} if isinstance(value, int | float | str) else value
+
+
+class IntervalSection(Section):
+    """When maybe_save saves: by one of every, overhead and mtbf, or a registered policy; on_signal and at_end are
+    additional."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+
+    every: Every | None = Field(
+        default=None,
+        description="The interval in training steps, or as a time such as 10m.",
+        examples=[100],
+    )
+    overhead: Overhead | None = Field(
+        default=None,
+        description="The share of training time that saving may cost: the interval is computed from measured steps and "
+        "saves. The default, 3.5%, if neither every nor mtbf is set.",
+        examples=["3.5%"],
+    )
+    mtbf: Annotated[Mtbf | None, BeforeValidator(_as_mtbf, str | int | float | Mtbf | None)] = (
+        Field(
+            default=None,
+            description="The mean time between failures, from which the interval is computed that loses the least time "
+            "to saving and to failures (Young and Daly); a time, or one per loss class: {process: 4h, node: 12h, "
+            "site: 90d}.",
+            examples=["4h"],
+        )
+    )
+    on_signal: Annotated[
+        tuple[Signal, ...], BeforeValidator(_or_none, tuple[Signal, ...] | None)
+    ] = Field(
+        default=(),
+        description="Signals after which the next maybe_save saves, whatever the interval.",
+        examples=[["SIGTERM"]],
+    )
+    at_end: Flag = Field(
+        default=True,
+        description="Whether close saves the last step that maybe_save was called with, if it is not saved yet; every "
+        "tier receives it. After an exception it is not saved.",
+        examples=[False],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(PolicyKind.INTERVAL, value, known_keys(cls))
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Self:
+        named = [n for n in ("every", "overhead", "mtbf") if getattr(self, n) is not None]
+        named += self.model_extra or {}
+        if len(named) > 1:
+            raise value_error(
+                f"{' and '.join(named)} cannot stand together; keep one: every (a fixed interval), overhead (from what "
+                "saving costs) or mtbf (from what saving and failures cost)",
+                expected="one of every, overhead and mtbf",
+            )
+        return self
+
+    @property
+    def every_steps(self) -> int | None:
+        """The interval in steps, if it is set in steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_s(self) -> float | None:
+        """The interval in seconds, if it is set as a time."""
+        return self.every if isinstance(self.every, float) else None
+
+    def rule(self) -> Rule | None:
+        """Return the registered policy that is configured, as a rule of kind ``interval``; None if there is none."""
+        for name, rules in (self.model_extra or {}).items():
+            return plugins.rule(PolicyKind.INTERVAL, name, rules)
+        return None
+
+    @property
+    def budget(self) -> float | None:
+        """The share of training time that saving may cost; None where every or mtbf decides. It also applies where a
+        plug-in's policy has no answer."""
+        if self.every is not None or self.mtbf is not None:
+            return None
+        return OVERHEAD if self.overhead is None else self.overhead
+
+
+# What a tier keeps and deletes -----------------------------------------------------------------------
+
+
+_EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
+_EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
+
+
+def _every(value: object) -> int | str:
+    """Parse steps to a number; a time remains text, so that it serializes as a time."""
+    number = int(value) if isinstance(value, str) and _is_digits(value) else value
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        return number
+    if isinstance(value, str) and not _is_digits(value) and value.strip()[-1:].isalpha():
+        try:
+            seconds = units.parse_duration(value)
+        except ConfigError as error:
+            raise value_error(str(error), expected=_EXPECTED_EVERY) from None
+        if seconds > 0:
+            return value
+    raise value_error(
+        f"{show(value)} does not fit; expected {_EXPECTED_EVERY}", expected=_EXPECTED_EVERY
+    )
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _tags(value: object) -> object:
+    if value is True or value == "true":
+        return True
+    if isinstance(value, list | tuple) and value and all(isinstance(tag, str) for tag in value):
+        try:
+            return tuple(keys.check_name(tag, what="tag") for tag in value)
+        except ConfigError as error:
+            raise value_error(str(error), expected=_EXPECTED_TAGS) from None
+    raise value_error(
+        f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS
+    )
+
+
+EveryKept = Annotated[
+    int | str,
+    BeforeValidator(_every),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": rf"^{units.NUMBER_PATTERN} ?(ms|s|m|h|d)$"},
+            ]
+        }
+    ),
+]
+TagsKept = Annotated[
+    bool | tuple[str, ...],
+    BeforeValidator(_tags),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": True},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+Watermark = Annotated[Share, PlainSerializer(lambda share: f"{share * 100:.12g}%")]
+
+
+class BestSection(Section):
+    """The best checkpoints by a metric."""
+
+    metric: str = Field(
+        description="The name of the metric, as it is passed to save.", examples=["loss"]
+    )
+    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
+        default=Direction.MIN,
+        description="Whether the least is the best, or the greatest.",
+        examples=["max"],
+    )
+    count: Count = Field(default=1, description="How many to keep.", examples=[2])
+
+
+class RetainSection(Section):
+    """Which checkpoints a tier keeps: those that any of these rules keeps. Pinned ones and the newest are kept in any
+    case. Other keys are registered rules."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+
+    last: Count | None = Field(
+        default=None,
+        description="Keep the newest N.",
+        examples=[3],
+    )
+    every: EveryKept | None = Field(
+        default=None,
+        description="Keep the first at or after each multiple of N training steps; or, with a time such as 1d, the "
+        "first of each such period in UTC.",
+        examples=[1000, "1d"],
+    )
+    best: BestSection | None = Field(
+        default=None,
+        description="Keep the best by a metric.",
+        examples=[{"metric": "loss", "mode": "min", "count": 2}],
+    )
+    for_s: Wait | None = Field(
+        default=None,
+        alias="for",
+        description="Keep what was saved less than this time ago.",
+        examples=["30d"],
+    )
+    tags: TagsKept | None = Field(
+        default=None,
+        description="Keep what has one of these tags; true: any tag.",
+        examples=[["release"], True],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(PolicyKind.RETAIN, value, known_keys(cls))
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the configured rules, each bound to its policy of kind ``retain``."""
+        configured: dict[str, Any] = {
+            "last": self.last,
+            "every": None if self.every is None else _as_every(self.every),
+            "best": None
+            if self.best is None
+            else BestRules(metric=self.best.metric, mode=self.best.mode, count=self.best.count),
+            "for": self.for_s,
+            "tags": None
+            if self.tags is None
+            else TagsRule(names=() if isinstance(self.tags, bool) else self.tags),
+        }
+        built_in = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in configured.items()
+            if rules is not None
+        ]
+        registered = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in (self.model_extra or {}).items()
+        ]
+        return (*built_in, *registered)
+
+
+def _as_every(every: int | str) -> EveryRule:
+    if isinstance(every, int):
+        return EveryRule(steps=every)
+    return EveryRule(period_s=units.parse_duration(every))
+
+
+class EvictSection(Section):
+    """What a tier deletes if its capacity is short: first what no rule of retain keeps."""
+
+    high: Watermark | None = Field(
+        default=None,
+        description="The share of the capacity above which copies are deleted; absent: only if there is no room.",
+        examples=["90%"],
+    )
+    low: Watermark | None = Field(
+        default=None,
+        description="The share of the capacity down to which they are deleted then; absent: as high.",
+        examples=["80%"],
+    )
+    order: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: read_order(PolicyKind.EVICT, value)),
+        ORDER_SCHEMA,
+    ] = Field(
+        default=None,
+        description="What is deleted first. cheapest (the default): what another tier stores as safely and restores "
+        "fastest; then the oldest. oldest: the oldest. Or a registered order.",
+        examples=["oldest"],
+    )
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> Self:
+        expected = "{high: 90%, low: 80%}"
+        if self.low is not None and self.high is None:
+            raise value_error(
+                f"low has no effect without high; expected {expected}", expected=expected
+            )
+        if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
+            raise value_error(
+                f"high must be above 0%, and low no higher; expected {expected}", expected=expected
+            )
+        return self
+
+    def rule(self) -> Rule | None:
+        """Return the order as a rule of kind ``evict``; None for the default."""
+        return order_rule(PolicyKind.EVICT, self.order)
