@@ -172,7 +172,7 @@ FILE = {"name": "file", "kind": "file", "path": "./c"}
             config_of(
                 tiers=[{"name": "o", "kind": "object", "url": "gs://b", "driver": "obstore"}]
             ),
-            "driver: obstore is not used any more; remove driver",
+            'driver: "obstore" does not fit; expected one of fsspec; remove driver',
         ),
         (
             config_of(tiers="tiers://run/step-00000100"),

@@ -19,14 +19,13 @@ import yaml
 
 from tierfall.cli.usage import Exit, print_out, refuse, to_document
 from tierfall.config import Config, load_config
-from tierfall.config.fields import is_address
+from tierfall.config.fields import is_address, parse_every
 from tierfall.config.first_file import (
     Answers,
     FreeSpace,
     capacity_bytes,
     exact_size,
     notes_on,
-    parse_every,
     parse_parameters,
     shown_every,
     write_first_file,

@@ -14,7 +14,7 @@ from decimal import Decimal
 
 from tierfall.config.fields import is_address
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.units import format_period, format_size, parse_duration
+from tierfall.core.types.units import format_period, format_size
 
 BYTES_A_PARAMETER = 14
 PARAMETERS_MIN = 10_000
@@ -23,7 +23,6 @@ KEPT = 3
 RANKS_A_MACHINE = 8
 """So many ranks are taken to share a machine, where there are more."""
 EXPECTED_PARAMETERS = "a number of parameters such as 125M, 7B or 1.5e9"
-EXPECTED_EVERY = "steps such as 100, or a time such as 10m"
 _PARAMETERS = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([kKmMbBtT]?)")
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -43,18 +42,6 @@ def parse_parameters(text: str) -> int:
             f"{guess}expected {EXPECTED_PARAMETERS}; of a model with less than {PARAMETERS_MIN:,}, leave it unknown"
         )
     return count
-
-
-def parse_every(text: str) -> int | float:
-    """Parse a number of steps (a whole number) or a time in seconds (a float). Raises ConfigError."""
-    steps = int(text) if re.fullmatch(r"\s*[0-9]{1,12}\s*", text) else None
-    try:
-        value = parse_duration(text) if steps is None else steps
-    except ConfigError as error:
-        raise ConfigError(f"{text!r} does not fit; expected {EXPECTED_EVERY}: {error}") from error
-    if value <= 0:
-        raise ConfigError(f"{text!r} does not fit; expected {EXPECTED_EVERY}")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.chain import FOLDER, check_chain, link_of
@@ -29,9 +29,9 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
-    folder_of,
     is_address,
     no_address,
+    parsed,
     show,
     value_error,
 )
@@ -290,14 +290,10 @@ class PeerTierConfig(FileTierConfig):
         return None if limit is None else max(1, limit // self.copies)
 
 
-def _not_obstore(value: object) -> object:
-    if value == "obstore":
-        raise value_error(
-            "obstore is not used any more; remove driver: gs:// and az:// are accessed by fsspec (gcsfs, adlfs), s3:// "
-            "by tierfall's own client",
-            expected="fsspec, or no driver",
-        )
-    return value
+_NO_DRIVER = {
+    "obstore": "; remove driver: gs:// and az:// are accessed by fsspec (gcsfs, adlfs), s3:// by tierfall's own client"
+}
+"""The driver that tierfall had once."""
 
 
 class ObjectTierConfig(StoredTierConfig):
@@ -314,9 +310,7 @@ class ObjectTierConfig(StoredTierConfig):
         description="fsspec's storage options: endpoint_url, key, secret. Never shown.",
         examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
     )
-    driver: (
-        Annotated[Driver, choice(Driver), BeforeValidator(_not_obstore), any_word(Driver)] | None
-    ) = Field(
+    driver: Annotated[Driver, choice(Driver, instead=_NO_DRIVER), any_word(Driver)] | None = Field(
         default=None,
         description="fsspec: its library accesses s3:// and file://, too, in place of tierfall's own clients.",
         examples=["fsspec"],
@@ -370,15 +364,10 @@ def _or_default(value: object) -> object:
 _EXPECTED_MODULE = "the name of a module, or the path of its file"
 
 
-def _load_module(value: object, info: ValidationInfo) -> str:
+def _module(value: object, folder: Path) -> str:
     if not isinstance(value, str) or not value:
-        message = f"{show(value)} is not a module; expected {_EXPECTED_MODULE}"
-        raise value_error(message, expected=_EXPECTED_MODULE)
-    try:
-        return load_module(value, folder_of(info))
-    except ConfigError as error:
-        message = str(error)
-    raise value_error(message, expected=_EXPECTED_MODULE)
+        raise ConfigError(f"{show(value)} is not a module; expected {_EXPECTED_MODULE}")
+    return load_module(value, folder)
 
 
 class Config(Section):
@@ -388,7 +377,7 @@ class Config(Section):
         description="The name of the training run: a folder of that name in every tier.",
         examples=["gpt-small"],
     )
-    plugins: tuple[Annotated[str, BeforeValidator(_load_module, str)], ...] = Field(
+    plugins: tuple[Annotated[str, parsed(_module, _EXPECTED_MODULE, in_folder=True)], ...] = Field(
         default=(),
         description="Modules that register policies and backends, each imported before the other keys are read: a name "
         "that can be imported, or a file, whose path starts at the folder of this file; the .py may be left out.",

@@ -19,7 +19,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     WithJsonSchema,
     model_validator,
 )
@@ -27,11 +26,12 @@ from pydantic import (
 from tierfall.config import plugins
 from tierfall.config.fields import (
     Count,
-    Duration,
+    Every,
     Flag,
     Folder,
     Level,
     Listen,
+    Overhead,
     Rate,
     Share,
     Signal,
@@ -40,11 +40,10 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
-    every,
     listen_address,
+    misfit,
     no_address,
-    number_or_text,
-    show,
+    parsed,
     value_error,
 )
 from tierfall.config.plugins import (
@@ -54,10 +53,8 @@ from tierfall.config.plugins import (
     read_order,
     with_registered,
 )
-from tierfall.core.types import keys, units
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types import keys
 from tierfall.core.types.policy import PolicyKind, Rule
-from tierfall.core.types.text import hint_at
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CaptureMode, Codec, Direction, Verify
 from tierfall.policies.flush import IN_ORDER
@@ -80,18 +77,11 @@ class Section(BaseModel):
     )
 
 
-def _read_verify(value: object) -> object:
-    """Accept the words, and true and false, as YAML parses ``on`` and ``off`` to these."""
-    if isinstance(value, bool):
-        return Verify.FULL if value else Verify.OFF
-    if isinstance(value, str):  # a variable's value is text
-        if value in set(Verify):
-            return Verify(value)
-        if value in ("true", "false"):
-            return Verify.FULL if value == "true" else Verify.OFF
-    expected = f"one of {', '.join(Verify)}"
-    near = hint_at(value, Verify) if isinstance(value, str) else ""
-    raise value_error(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+def _switch(value: object) -> object:
+    """Accept true and false too, as YAML parses ``on`` and ``off`` to these; a variable's value is text."""
+    if value is True or value == "true":
+        return Verify.FULL
+    return Verify.OFF if value is False or value == "false" else value
 
 
 class CaptureSection(Section):
@@ -108,7 +98,10 @@ class CaptureSection(Section):
         examples=["blocking"],
     )
     verify: Annotated[
-        Verify, BeforeValidator(_read_verify), WithJsonSchema({"enum": [*Verify, True, False]})
+        Verify,
+        choice(Verify),
+        BeforeValidator(_switch),
+        WithJsonSchema({"enum": [*Verify, True, False]}),
     ] = Field(
         default=Verify.SAMPLE,
         description="How much of a lazily captured image is compared with the state as it was at save, before the "
@@ -297,62 +290,24 @@ OVERHEAD = 0.035
 """The default share of training time that saving may cost: CheckFreq's (FAST'21)."""
 
 
-def _above_zero(example: str) -> AfterValidator:
-    def check(value: float) -> float:
-        if value <= 0:
-            raise value_error(f"0 does not fit; expected more, such as {example}", expected=example)
-        return value
-
-    return AfterValidator(check)
-
-
-def _below_one(value: float) -> float:
-    if value >= 1:
-        raise value_error(
-            "100% leaves no time to train; expected less, such as 3.5%", expected="3.5%"
-        )
-    return value
-
-
-def _write_every(value: int | float | None) -> Any:
-    """Serialize steps as a number and a time as text, so that the result parses to the same value."""
-    return f"{value:.9f}s" if isinstance(value, float) else value
-
-
-def _write_share(value: float | None) -> Any:
-    return None if value is None else f"{value * 100:.9f}%"
-
-
-Every = Annotated[
-    int | float,
-    every(),
-    PlainSerializer(_write_every),
-    number_or_text(units.DURATION_PATTERN, minimum=1),
-]
-Overhead = Annotated[
-    Share, AfterValidator(_below_one), _above_zero("3.5%"), PlainSerializer(_write_share)
-]
-Time = Annotated[Duration, _above_zero("4h")]
-
-
 class Mtbf(Section):
     """How often training fails, by loss class. Each includes the more severe classes."""
 
-    process_s: Time | None = Field(
+    process_s: Wait | None = Field(
         default=None,
         alias="process",
         description="The mean time between failures that end the training, whatever else is lost; a time instead of "
         "the mapping is this one.",
         examples=["4h"],
     )
-    node_s: Time | None = Field(
+    node_s: Wait | None = Field(
         default=None,
         alias="node",
         description="The mean time between failures that lose a node, with its memory and its disks; absent: the same "
         "as process.",
         examples=["12h"],
     )
-    site_s: Time | None = Field(
+    site_s: Wait | None = Field(
         default=None,
         alias="site",
         description="The mean time between failures that lose all but object stores; absent: the same as node.",
@@ -473,59 +428,20 @@ class IntervalSection(Section):
 # What a tier keeps and deletes -----------------------------------------------------------------------
 
 
-_EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
 _EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
-
-
-def _every(value: object) -> int | str:
-    """Parse steps to a number; a time remains text, so that it serializes as a time."""
-    number = int(value) if isinstance(value, str) and _is_digits(value) else value
-    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
-        return number
-    if isinstance(value, str) and not _is_digits(value) and value.strip()[-1:].isalpha():
-        try:
-            seconds = units.parse_duration(value)
-        except ConfigError as error:
-            raise value_error(str(error), expected=_EXPECTED_EVERY) from None
-        if seconds > 0:
-            return value
-    raise value_error(
-        f"{show(value)} does not fit; expected {_EXPECTED_EVERY}", expected=_EXPECTED_EVERY
-    )
-
-
-def _is_digits(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 def _tags(value: object) -> object:
     if value is True or value == "true":
         return True
     if isinstance(value, list | tuple) and value and all(isinstance(tag, str) for tag in value):
-        try:
-            return tuple(keys.check_name(tag, what="tag") for tag in value)
-        except ConfigError as error:
-            raise value_error(str(error), expected=_EXPECTED_TAGS) from None
-    raise value_error(
-        f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS
-    )
+        return tuple(keys.check_name(tag, what="tag") for tag in value)
+    raise misfit(value, _EXPECTED_TAGS)
 
 
-EveryKept = Annotated[
-    int | str,
-    BeforeValidator(_every),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": rf"^{units.NUMBER_PATTERN} ?(ms|s|m|h|d)$"},
-            ]
-        }
-    ),
-]
 TagsKept = Annotated[
     bool | tuple[str, ...],
-    BeforeValidator(_tags),
+    parsed(_tags, _EXPECTED_TAGS),
     WithJsonSchema(
         {
             "anyOf": [
@@ -535,9 +451,6 @@ TagsKept = Annotated[
         }
     ),
 ]
-
-
-Watermark = Annotated[Share, PlainSerializer(lambda share: f"{share * 100:.12g}%")]
 
 
 class BestSection(Section):
@@ -567,7 +480,7 @@ class RetainSection(Section):
         description="Keep the newest N.",
         examples=[3],
     )
-    every: EveryKept | None = Field(
+    every: Every | None = Field(
         default=None,
         description="Keep the first at or after each multiple of N training steps; or, with a time such as 1d, the "
         "first of each such period in UTC.",
@@ -599,9 +512,12 @@ class RetainSection(Section):
 
     def rules(self) -> tuple[Rule, ...]:
         """Return the configured rules, each bound to its policy of kind ``retain``."""
+        every = None if self.every is None else EveryRule(period_s=self.every)
+        if isinstance(self.every, int):
+            every = EveryRule(steps=self.every)
         configured: dict[str, Any] = {
             "last": self.last,
-            "every": None if self.every is None else _as_every(self.every),
+            "every": every,
             "best": None
             if self.best is None
             else BestRules(metric=self.best.metric, mode=self.best.mode, count=self.best.count),
@@ -622,21 +538,15 @@ class RetainSection(Section):
         return (*built_in, *registered)
 
 
-def _as_every(every: int | str) -> EveryRule:
-    if isinstance(every, int):
-        return EveryRule(steps=every)
-    return EveryRule(period_s=units.parse_duration(every))
-
-
 class EvictSection(Section):
     """What a tier deletes if its capacity is short: first what no rule of retain keeps."""
 
-    high: Watermark | None = Field(
+    high: Share | None = Field(
         default=None,
         description="The share of the capacity above which copies are deleted; absent: only if there is no room.",
         examples=["90%"],
     )
-    low: Watermark | None = Field(
+    low: Share | None = Field(
         default=None,
         description="The share of the capacity down to which they are deleted then; absent: as high.",
         examples=["80%"],
