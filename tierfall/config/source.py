@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -102,8 +103,15 @@ def _compose(text: str) -> tuple[yaml.Node | None, tuple[Problem, ...], object]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        if node is not None:
-            _check_count(node, {})
+        if (
+            node is not None
+            and sum(1 for _ in islice(_lines(node, ()), _VALUES_MAX)) == _VALUES_MAX
+        ):
+            raise _error_at(
+                node,
+                f"more than {_VALUES_MAX} values, those of an alias (*name) counted wherever it stands; expected a file "
+                "of a few lines",
+            )
         problems = () if node is None else tuple(_repeated_keys(node, ()))
         return node, problems, None if node is None else loader.construct_document(node)
     finally:
@@ -154,25 +162,6 @@ def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
             context.removesuffix(")") + f" that begins at {begun.line + 1}:{begun.column + 1})"
         )
     return f"{place}not valid YAML: {error.problem}{context}"
-
-
-def _check_count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Count the values of a node, those of an alias wherever it stands. Raises an error for too many, and for a value
-    that contains itself. ``counts`` has those of the nodes that were counted, 0 for one that is being counted."""
-    if id(node) in counts:
-        if not counts[id(node)]:
-            raise _error_at(node, "a value that contains itself")
-        return counts[id(node)]
-    counts[id(node)] = 0
-    count = 1 + sum(_check_count(inner, counts) for _, inner, _ in _children(node))
-    if count > _VALUES_MAX:
-        raise _error_at(
-            node,
-            f"more than {_VALUES_MAX} values, those of an alias (*name) counted wherever it stands; expected a file of "
-            "a few lines",
-        )
-    counts[id(node)] = count
-    return count
 
 
 def _error_at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
