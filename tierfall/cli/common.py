@@ -58,7 +58,6 @@ T = TypeVar("T")
 Part = Table | Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
-NUMBER_MAX = 1e18
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
@@ -351,13 +350,6 @@ def warn_of(elsewhere: Attempt | None) -> None:
 
 def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
-
-
-def readable_number(value: object) -> float | None:
-    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
-    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
-        return float(value)
-    return None
 
 
 class ProgressBar:

@@ -34,7 +34,6 @@ from tierfall.cli.run_facts import (
     format_loss,
     format_peer_survival,
     known_bounds,
-    reported_bounds,
 )
 from tierfall.cli.usage import parse_step
 from tierfall.config import Config
@@ -75,9 +74,7 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
-            "loss_bound": to_json(
-                reported_bounds(trainer) if trainer else known_bounds(facts.safety)
-            ),
+            "loss_bound": to_json(trainer.loss_bound if trainer else known_bounds(facts.safety)),
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
@@ -238,7 +235,7 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield format_bounds(reported_bounds(trainer), describe=format_loss)
+        yield format_bounds(trainer.loss_bound, describe=format_loss)
     elif facts.known:
         yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
     for tier in settings.stored:

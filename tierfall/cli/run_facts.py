@@ -20,7 +20,6 @@ from tierfall.cli.common import (
     load_settings_if_any,
     name_other_runs,
     owner_members,
-    readable_number,
     rough_duration,
     table,
 )
@@ -34,7 +33,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import (
-    LOSS_CLASSES,
     CheckpointId,
     CopyState,
     LossClass,
@@ -48,8 +46,7 @@ from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.report_text import describe_peer_survival
-from tierfall.telemetry.status import LossStatus, Status
+from tierfall.telemetry.reports import describe_peer_survival
 
 logger = logging.getLogger("tierfall")
 
@@ -174,23 +171,6 @@ def _peer_survival(
 def known_bounds(view: View) -> dict[LossClass, LossBound]:
     """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
     return loss_bounds(view, step=max((c.id.step for c in view.restorable), default=None))
-
-
-def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
-    """Return what each loss would cost by a trainer's status: it knows the current step and the read rates."""
-    return {lost: _read_bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
-
-
-def _read_bound(found: LossStatus | None) -> LossBound:
-    if found is None:
-        return LossBound(survives=None)
-    return LossBound(
-        survives=CheckpointId(found.step, found.attempt),
-        tier=found.tier,
-        steps_lost=found.steps_lost,
-        seconds_lost=readable_number(found.seconds_lost),
-        restore_s=readable_number(found.restore_s),
-    )
 
 
 def format_survivor(bound: LossBound) -> str:

@@ -28,7 +28,6 @@ from tierfall.cli.common import (
     load_settings,
     owner_members,
     parse_option,
-    readable_number,
     table,
     with_tier,
 )
@@ -37,7 +36,6 @@ from tierfall.cli.run_facts import (
     format_bounds,
     format_loss,
     format_peer_survival,
-    reported_bounds,
 )
 from tierfall.cli.usage import Exit, refuse, to_document
 from tierfall.config import Config
@@ -55,9 +53,9 @@ from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
 from tierfall.policies.forecast import loss_bounds
-from tierfall.telemetry.health import HANGS_AFTER_S
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.status import (
+    HANGS_AFTER_S,
     CheckpointStatus,
     CopyStatus,
     RunStatus,
@@ -70,6 +68,7 @@ ROWS_MAX = 12
 EVENTS_SHOWN = 6
 BAR_WIDTH = 20
 TIME_MAX_S = 3e10
+NUMBER_MAX = 1e18
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 EVERY_S_LEAST = 0.1
@@ -144,7 +143,7 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     return RunView(
         snapshot=snapshot,
         status=_with_memory_of_all(status, snapshot),
-        bounds=reported_bounds(status),
+        bounds=status.loss_bound,
         peer_survival=status.peer_survival,
         problems=snapshot.problems,
     )
@@ -373,7 +372,7 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
 
 def _format_event(event: dict[str, Any]) -> str:
     """Format an event as one line: time, kind, step, tier and its other members."""
-    at = readable_number(event.get("wall_time_s"))
+    at = _readable_number(event.get("wall_time_s"))
     when = (
         "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
     )
@@ -384,7 +383,7 @@ def _format_event(event: dict[str, Any]) -> str:
         parts.append(str(event["tier"]))
     for name in _SHOWN_MEMBERS:
         value = event.get(name)
-        number = readable_number(value)
+        number = _readable_number(value)
         if name == "bytes" and number is not None:
             parts.append(format_size(number))
         elif name == "seconds" and number is not None:
@@ -392,6 +391,13 @@ def _format_event(event: dict[str, Any]) -> str:
         elif isinstance(value, str | int):
             parts.append(str(value))
     return " ".join(parts)
+
+
+def _readable_number(value: object) -> float | None:
+    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
+    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
+        return float(value)
+    return None
 
 
 def watch(

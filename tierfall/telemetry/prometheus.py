@@ -20,9 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from tierfall.core.types.errors import ConfigError
-from tierfall.telemetry.health import broken_promises
 from tierfall.telemetry.metrics import METRICS, PREFIX, Metric, MetricKind, grown, split_key
-from tierfall.telemetry.status import Status
+from tierfall.telemetry.status import Status, broken_promises
 
 logger = logging.getLogger("tierfall")
 ReadStatuses = Callable[[], Sequence[Status]]
