@@ -13,9 +13,13 @@ from tierfall.cli.usage import (
     DEFAULT_CONFIG,
     CommandGroup,
     Exit,
+    StepName,
     listen_to_warnings,
+    parse_step,
+    parser_of,
     refuse,
 )
+from tierfall.core.types.units import parse_duration, parse_size, parse_size_with_unit
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 app = typer.Typer(
@@ -42,6 +46,7 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+TIME_LEAST_S, FRAME_LEAST_S = 0.001, 0.1
 STEP_HELP = (
     "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
     "restored."
@@ -65,7 +70,8 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
 StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+    list[StepName],
+    typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
 ]
 TierOption = Annotated[
     str | None,
@@ -224,26 +230,39 @@ def show(
 @app.command(short_help="Check the configuration; measure and forecast every tier.")
 def check(
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
-    ] = "64MiB",
-    image: Annotated[
-        str | None,
+        int,
         typer.Option(
-            "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
+            "--size",
+            metavar="SIZE",
+            help="Bytes to write to each tier.",
+            parser=parser_of(parse_size, 1),
+        ),
+    ] = "64MiB",  # type: ignore[assignment]
+    image: Annotated[
+        int | None,
+        typer.Option(
+            "--image",
+            metavar="SIZE",
+            help="For the forecast: the size of one rank's image: 9GiB.",
+            parser=parser_of(parse_size_with_unit),
         ),
     ] = None,
     save_every: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
+            "--save-every",
+            metavar="TIME",
+            help="For the forecast: the time between saves: 10m.",
+            parser=parser_of(parse_duration, TIME_LEAST_S),
         ),
     ] = None,
     step_time: Annotated[
-        str | None,
+        float | None,
         typer.Option(
             "--step-time",
             metavar="TIME",
             help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
+            parser=parser_of(parse_duration, TIME_LEAST_S),
         ),
     ] = None,
     steps_per_hour: Annotated[
@@ -252,13 +271,16 @@ def check(
             "--steps-per-hour",
             metavar="N",
             help="For the forecast: training steps in an hour, in place of --step-time.",
+            min=0.001,
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="For the forecast: number of ranks."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+        int | None,
+        typer.Option("--nodes", metavar="N", min=1, help="For the forecast: number of nodes."),
     ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
@@ -268,11 +290,14 @@ def check(
     whether it keeps up and has room."""
     from tierfall.cli import check
 
-    inputs = check.ForecastInputs.read(
-        image=image,
-        save_every=save_every,
-        step_time=step_time,
-        steps_per_hour=steps_per_hour,
+    if step_time is not None and steps_per_hour is not None:
+        refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
+    if ranks is not None and (nodes or 1) > ranks:
+        refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
+    inputs = check.Training(
+        image_bytes=image,
+        save_every_s=save_every,
+        step_s=3600 / steps_per_hour if steps_per_hour else step_time,
         ranks=ranks,
         nodes=nodes,
     )
@@ -282,8 +307,10 @@ def check(
 @app.command(short_help="Verify every file of every copy, and repair.")
 def verify(
     steps: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="STEP", help="Check these steps only: 400, 400@7, latest."),
+        list[StepName] | None,
+        typer.Argument(
+            metavar="STEP", help="Check these steps only: 400, 400@7, latest.", parser=parse_step
+        ),
     ] = None,
     tier: TierOption = None,
     repair: Annotated[
@@ -304,7 +331,7 @@ def verify(
 
 @app.command(short_help="Write a step as files for other programs.")
 def export(
-    step: Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)],
+    step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
     to: Annotated[
         Path,
         typer.Option(
@@ -330,11 +357,12 @@ def export(
         ),
     ] = None,
     max_shard: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--max-shard",
             metavar="SIZE",
             help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
+            parser=parser_of(parse_size_with_unit),
         ),
     ] = None,
     dtype: Annotated[
@@ -361,9 +389,17 @@ def export(
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
     from tierfall.cli import copy_export
+    from tierfall.export.options import DTYPES, ExportOptions, format_of
 
-    wish = copy_export.ExportArguments(
-        to, format, only or [], max_shard=max_shard, dtype=dtype, beside=beside or [], force=force
+    to = to.expanduser()
+    wish = ExportOptions(
+        to=to,
+        format=format_of(to, format),
+        only=tuple(only or ()),
+        replace=force,
+        max_shard_bytes=max_shard,
+        dtype=None if dtype is None else DTYPES[dtype],
+        beside=tuple(path.expanduser() for path in beside or ()),
     )
     copy_export.export(step, wish, tier, config, run, as_json)
 
@@ -465,7 +501,8 @@ def unpin(
 @app.command(short_help="Delete steps from every tier, or a whole run.")
 def rm(
     steps: Annotated[
-        list[str] | None, typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+        list[StepName] | None,
+        typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
     ] = None,
     all: Annotated[
         bool,
@@ -523,11 +560,12 @@ def forget(
 @app.command(short_help="Flush what a dead trainer left in host memory.")
 def drain(
     deadline: Annotated[
-        str | None,
+        float | None,
         typer.Option(
             "--deadline",
             metavar="TIME",
             help="Stop after this time, such as 30s or 10m; the newest copies come first.",
+            parser=parser_of(parse_duration),
         ),
     ] = None,
     every_run: Annotated[
@@ -566,8 +604,14 @@ def drain(
 @app.command(short_help="Show tiers, copies and transfers live.")
 def watch(
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
-    ] = "1s",
+        float,
+        typer.Option(
+            "--every",
+            metavar="TIME",
+            help="Time between two frames.",
+            parser=parser_of(parse_duration, FRAME_LEAST_S),
+        ),
+    ] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     prometheus: Annotated[
         str | None,

@@ -24,14 +24,13 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
-    parse_option,
     table,
     warn_of,
     watched,
     with_tier,
 )
 from tierfall.cli.run_facts import held_members
-from tierfall.cli.usage import Exit, parse_step, refuse
+from tierfall.cli.usage import Exit, StepName, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -39,7 +38,7 @@ from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, members
-from tierfall.core.types.units import format_duration, format_size, parse_duration
+from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
@@ -54,14 +53,14 @@ UNREAD = "Kept copies were not read; they count as good by their commit records.
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def pin(steps: list[StepName], config: str | None, run: str | None, as_json: bool) -> None:
     """Protect steps from every deletion rule."""
     _run_command(
         CommandKind.PIN, steps, load_settings(config, run, doing="pin"), CommandOutput(as_json)
     )
 
 
-def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def unpin(steps: list[StepName], config: str | None, run: str | None, as_json: bool) -> None:
     """Remove the pin of steps."""
     _run_command(
         CommandKind.UNPIN, steps, load_settings(config, run, doing="unpin"), CommandOutput(as_json)
@@ -69,7 +68,7 @@ def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) 
 
 
 def rm(
-    steps: list[str],
+    steps: list[StepName],
     yes: bool,
     even_the_last: bool,
     config: str | None,
@@ -85,7 +84,7 @@ def rm(
 
 def _run_command(
     kind: CommandKind,
-    steps: list[str],
+    steps: list[StepName],
     settings: Config,
     answer: CommandOutput,
     *,
@@ -93,7 +92,6 @@ def _run_command(
     even_the_last: bool = True,
 ) -> None:
     """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
-    names = [parse_step(step) for step in steps]
     verb = commands.verb_of(kind)
     with RunReader(settings) as reader:
         listings = reader.list()
@@ -101,7 +99,7 @@ def _run_command(
         unread = commands.unread(listings)
         found = {
             checkpoint.id: checkpoint
-            for name in names
+            for name in steps
             for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
         }
         lost = commands.without_good_copy(listings)
@@ -203,7 +201,7 @@ def is_typed(run: str) -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def rm_run(steps: list[StepName], config: str | None, run: str | None, as_json: bool) -> None:
     """Delete a whole run, after its name was read from standard input."""
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
@@ -363,10 +361,9 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
+def drain(deadline_s: float | None, config: str | None, run: str | None, as_json: bool) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
     settings = load_settings(config, run, doing="drain")
-    deadline_s = _parse_deadline(deadline)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         if not _holds_images(reader, answer):
@@ -375,10 +372,6 @@ def drain(deadline: str | None, config: str | None, run: str | None, as_json: bo
             return
     answer.document = _drain(answer, settings, deadline_s)
     answer.finish()
-
-
-def _parse_deadline(deadline: str | None) -> float | None:
-    return None if deadline is None else parse_option("--deadline", deadline, parse_duration)
 
 
 def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
@@ -466,9 +459,8 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
+def drain_all(deadline_s: float | None, config: str | None, as_json: bool) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
-    deadline_s = _parse_deadline(deadline)
     began = time.monotonic()
     answer = CommandOutput(as_json)
     drained: list[dict[str, Any]] = []

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,14 +116,6 @@ def name_other_runs(settings: Config) -> str:
 def of_this_user(settings: Config) -> str:
     """Return whose host memory a command has seen, to append to its name: the default folder is that of one user."""
     return "" if settings.host.folder else " of this user"
-
-
-def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
-    """Parse the value of an option; ends the command where ``parse`` raises ConfigError."""
-    try:
-        return parse(text)
-    except ConfigError as error:
-        refuse(f"{word}: {error}", Exit.USAGE)
 
 
 @dataclass(slots=True)
@@ -353,7 +344,7 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
 
 
 class ProgressBar:
-    """A progress bar with rate and time left; hidden where ``shown`` is false. Thread-safe."""
+    """A progress bar with rate and time left; hidden unless ``shown``. Thread-safe, as rich's are."""
 
     def __init__(self, label: str, total: int, *, shown: bool) -> None:
         """``total`` counts bytes."""
@@ -367,15 +358,12 @@ class ProgressBar:
             disable=not shown,
         )
         self._task: TaskID = self._progress.add_task(label, total=total)
-        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        with self._lock:
-            self._progress.advance(self._task, count)
+        self._progress.advance(self._task, count)
 
     def set(self, done: int, total: int) -> None:
-        with self._lock:
-            self._progress.update(self._task, completed=done, total=total)
+        self._progress.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.cli.common import (
@@ -16,19 +15,17 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
-    parse_option,
     warn_of,
     watched,
 )
-from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, parse_step, refuse
+from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, refuse
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
-from tierfall.core.types.units import format_size, parse_size_with_unit
-from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.export.options import DTYPES, format_of
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
 from tierfall.ops.copy import CopyResult
@@ -36,10 +33,11 @@ from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
-def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json: bool) -> None:
+def copy(
+    steps: list[StepName], to: str, config: str | None, run: str | None, as_json: bool
+) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
     settings = load_settings(config, run, doing="copy")
-    names = [parse_step(step) for step in steps]
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(
@@ -50,7 +48,7 @@ def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json
         owner = reader.owner()
         listings = reader.list()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        found = [find_certain(answer, listings, name, None, doing="copy").id for name in names]
+        found = [find_certain(answer, listings, name, None, doing="copy").id for name in steps]
     if owner is not None:
         refuse(
             f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
@@ -153,37 +151,9 @@ def naming_unread_tiers(
 # export --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ExportArguments:
-    """The options of ``export`` that say what is written."""
-
-    to: Path
-    format: ExportFormat | None
-    only: list[str]
-    max_shard: str | None
-    dtype: ExportDtype | None
-    beside: list[Path]
-    force: bool
-
-    def parse(self) -> ExportOptions:
-        """Return them parsed; ends the command where that fails."""
-        to = self.to.expanduser()
-        return ExportOptions(
-            to=to,
-            format=format_of(to, self.format),
-            only=tuple(self.only),
-            replace=self.force,
-            max_shard_bytes=None
-            if self.max_shard is None
-            else parse_option("--max-shard", self.max_shard, parse_size_with_unit),
-            dtype=None if self.dtype is None else DTYPES[self.dtype],
-            beside=tuple(path.expanduser() for path in self.beside),
-        )
-
-
 def export(
-    step: str,
-    wanted: ExportArguments,
+    step: StepName,
+    wish: ExportOptions,
     tier: str | None,
     config: str | None,
     run: str | None,
@@ -191,13 +161,11 @@ def export(
 ) -> None:
     """Write a step as one file, as shards, or as a DCP folder."""
     settings = load_settings(config, run)
-    name = parse_step(step)
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
-    wish = wanted.parse()
     with RunReader(settings) as reader:
         listings = reader.list()
-        checkpoint = find_certain(answer, listings, name, tier, doing="export")
+        checkpoint = find_certain(answer, listings, step, tier, doing="export")
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
         with (

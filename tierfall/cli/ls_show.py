@@ -35,7 +35,7 @@ from tierfall.cli.run_facts import (
     format_peer_survival,
     known_bounds,
 )
-from tierfall.cli.usage import parse_step
+from tierfall.cli.usage import StepName
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
@@ -86,10 +86,9 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
     answer.finish()
 
 
-def show(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def show(steps: list[StepName], config: str | None, run: str | None, as_json: bool) -> None:
     """Show steps in full: lineage, files, copies and why each is kept or deleted."""
     settings = load_settings(config, run)
-    names = [parse_step(step) for step in steps]
     answer = CommandOutput(as_json)
     documents: list[dict[str, Any]] = []
     with RunReader(settings) as reader:
@@ -97,7 +96,7 @@ def show(steps: list[str], config: str | None, run: str | None, as_json: bool) -
         _note_unread(answer, facts)
         found = {
             checkpoint.id: checkpoint
-            for name in names
+            for name in steps
             for checkpoint in [find_step(answer, facts.listings, name, doing="show")]
         }
         for checkpoint in found.values():

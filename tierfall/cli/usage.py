@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -50,13 +50,28 @@ class StepName:
 
 
 def parse_step(text: str) -> StepName:
-    """Parse STEP; ends the command where it is none."""
+    """Parse STEP."""
     if text == _LATEST:
         return StepName()
     match = _STEP.match(text)
     if match is None:
-        refuse(f"STEP is {text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}", Exit.USAGE)
+        raise typer.BadParameter(f"{text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}")
     return StepName(int(match[1]), int(match[2]) if match[2] else None)
+
+
+def parser_of(parse: Callable[[str], Any], least: float = 0) -> Callable[[str], Any]:
+    """Return the parser of an option for typer, of a function that raises ConfigError."""
+
+    def read(text: str) -> Any:
+        try:
+            value = parse(text)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        if value < least:
+            raise typer.BadParameter(f"{text!r} is too small; expected {least:g} or more")
+        return value
+
+    return read
 
 
 # Errors ----------------------------------------------------------------------------------------------

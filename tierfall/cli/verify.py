@@ -16,7 +16,7 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.usage import parse_step, refuse
+from tierfall.cli.usage import StepName, refuse
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
@@ -32,7 +32,7 @@ _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
 def verify(
-    steps: list[str],
+    steps: list[StepName],
     tier: str | None,
     repair: bool,
     config: str | None,
@@ -41,7 +41,6 @@ def verify(
 ) -> None:
     """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
     settings = load_settings(config, run, doing="verify --repair" if repair else "")
-    names = [parse_step(step) for step in steps]
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
     repairs: tuple[RepairResult, ...] | None = None
@@ -51,7 +50,7 @@ def verify(
     with owning as reader:
         listings = reader.list()
         found = frozenset(
-            find_step(answer, listings, name, tier, doing="verify").id for name in names
+            find_step(answer, listings, name, tier, doing="verify").id for name in steps
         )
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)

@@ -27,7 +27,6 @@ from tierfall.cli.common import (
     counted,
     load_settings,
     owner_members,
-    parse_option,
     table,
     with_tier,
 )
@@ -40,13 +39,13 @@ from tierfall.cli.run_facts import (
 from tierfall.cli.usage import Exit, refuse, to_document
 from tierfall.config import Config
 from tierfall.config.fields import listen_address
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
     format_rate,
     format_share,
     format_size,
-    parse_duration,
 )
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
@@ -71,7 +70,6 @@ TIME_MAX_S = 3e10
 NUMBER_MAX = 1e18
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
-EVERY_S_LEAST = 0.1
 ROWS_ON_SCREEN = 200
 
 
@@ -401,7 +399,7 @@ def _readable_number(value: object) -> float | None:
 
 
 def watch(
-    every: str,
+    every_s: float,
     once: bool,
     prometheus: str | None,
     config: str | None,
@@ -410,7 +408,6 @@ def watch(
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(config, run)
-    every_s = _every(every)
     if once and prometheus is not None:
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
@@ -434,7 +431,10 @@ def watch(
 
 def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
-    address, port = parse_option("--prometheus", listens_on, listen_address)
+    try:
+        address, port = listen_address(listens_on)
+    except ConfigError as error:
+        refuse(f"--prometheus: {error}", Exit.USAGE)
     server = MetricsServer.listen(
         address, port, watcher.living_statuses, run=run, where="--prometheus"
     )
@@ -449,14 +449,6 @@ def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> Non
         return
     finally:
         server.close()
-
-
-def _every(text: str) -> float:
-    every_s = parse_option("--every", text, parse_duration)
-    if every_s < EVERY_S_LEAST:
-        least = format_duration(EVERY_S_LEAST)
-        refuse(f"--every: {text!r} is too short; expected {least} or more", Exit.USAGE)
-    return every_s
 
 
 def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
