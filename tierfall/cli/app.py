@@ -11,6 +11,7 @@ import typer
 import tierfall
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
+    Asked,
     CommandGroup,
     Exit,
     StepName,
@@ -194,24 +195,24 @@ def ls(
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
     from tierfall.cli import ls_show
 
-    ls_show.ls(last, metrics, config, run, as_json)
+    ls_show.ls(Asked(config, run, as_json), last, metrics)
 
 
 @app.command(short_help="Print the newest step that can be restored.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
-    from tierfall.cli import run_facts
+    from tierfall.cli import ls_show
 
-    run_facts.latest(config, run, as_json)
+    ls_show.latest(Asked(config, run, as_json))
 
 
 @app.command(short_help="List the runs on the tiers, and in this node's memory.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
     node. Without a file, it lists the memory alone."""
-    from tierfall.cli import run_facts
+    from tierfall.cli import ls_show
 
-    run_facts.runs(config, as_json)
+    ls_show.runs(Asked(config, None, as_json))
 
 
 @app.command(short_help="Show steps in full.")
@@ -224,7 +225,7 @@ def show(
     """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
     from tierfall.cli import ls_show
 
-    ls_show.show(steps, config, run, as_json)
+    ls_show.show(Asked(config, run, as_json), steps)
 
 
 @app.command(short_help="Check the configuration; measure and forecast every tier.")
@@ -301,7 +302,7 @@ def check(
         ranks=ranks,
         nodes=nodes,
     )
-    check.check(size, inputs, config, run, as_json)
+    check.check(Asked(config, run, as_json), size, inputs)
 
 
 @app.command(short_help="Verify every file of every copy, and repair.")
@@ -323,7 +324,7 @@ def verify(
     """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
     from tierfall.cli import verify
 
-    verify.verify(steps or [], tier, repair, config, run, as_json)
+    verify.verify(Asked(config, run, as_json), steps or [], tier, repair)
 
 
 # Copying ---------------------------------------------------------------------------------------------
@@ -401,7 +402,7 @@ def export(
         dtype=None if dtype is None else DTYPES[dtype],
         beside=tuple(path.expanduser() for path in beside or ()),
     )
-    copy_export.export(step, wish, tier, config, run, as_json)
+    copy_export.export(Asked(config, run, as_json), step, wish, tier)
 
 
 @app.command("import", short_help="Save what another program wrote as a step.")
@@ -429,7 +430,7 @@ def import_(
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
     from tierfall.cli import copy_export
 
-    copy_export.import_(path, as_step, entry, config, run, as_json)
+    copy_export.import_(Asked(config, run, as_json), path, as_step, entry)
 
 
 @app.command(short_help="Copy steps to a tier that does not hold them.")
@@ -448,7 +449,7 @@ def copy(
     """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
     from tierfall.cli import copy_export
 
-    copy_export.copy(steps, to, config, run, as_json)
+    copy_export.copy(Asked(config, run, as_json), steps, to)
 
 
 # Keeping and deleting --------------------------------------------------------------------------------
@@ -469,7 +470,7 @@ def prune(
     """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
     from tierfall.cli import commands
 
-    commands.prune(dry_run, config, run, as_json)
+    commands.prune(Asked(config, run, as_json), dry_run)
 
 
 @app.command(short_help="Protect steps from every deletion rule.")
@@ -482,7 +483,7 @@ def pin(
     """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
     from tierfall.cli import commands
 
-    commands.pin(steps, config, run, as_json)
+    commands.change(Asked(config, run, as_json), "pin", steps)
 
 
 @app.command(short_help="Remove the pin of steps.")
@@ -495,7 +496,7 @@ def unpin(
     """Remove the pin of a step, on every tier."""
     from tierfall.cli import commands
 
-    commands.unpin(steps, config, run, as_json)
+    commands.change(Asked(config, run, as_json), "unpin", steps)
 
 
 @app.command(short_help="Delete steps from every tier, or a whole run.")
@@ -531,10 +532,11 @@ def rm(
     --even-the-last."""
     from tierfall.cli import commands
 
+    asked = Asked(config, run, as_json)
     if all:
-        commands.rm_run(steps or [], config, run, as_json)
-        return
-    commands.rm(steps or [], yes, even_the_last, config, run, as_json)
+        commands.rm_run(asked, steps or [])
+    else:
+        commands.change(asked, "rm", steps or [], yes=yes, even_the_last=even_the_last)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
@@ -554,7 +556,7 @@ def forget(
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     from tierfall.cli import commands
 
-    commands.forget(tier, config, run, as_json)
+    commands.forget(Asked(config, run, as_json), tier)
 
 
 @app.command(short_help="Flush what a dead trainer left in host memory.")
@@ -590,12 +592,13 @@ def drain(
         refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
     if discard and deadline is not None:
         refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
+    asked = Asked(config, run, as_json)
     if discard:
-        commands.discard(every_run, config, run, as_json)
+        commands.discard(asked, every_run)
     elif every_run:
-        commands.drain_all(deadline, config, as_json)
+        commands.drain_all(asked, deadline)
     else:
-        commands.drain(deadline, config, run, as_json)
+        commands.drain(asked, deadline)
 
 
 # Looking on ------------------------------------------------------------------------------------------
@@ -629,7 +632,7 @@ def watch(
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(every, once, prometheus, config, run, as_json)
+    watch.watch(Asked(config, run, as_json), every, once, prometheus)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

@@ -24,8 +24,8 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
-from tierfall.cli.usage import Exit, refuse
+from tierfall.cli.ls_show import RunFacts, format_bounds, known_bounds
+from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
@@ -45,16 +45,14 @@ from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
 
-def check(
-    size_bytes: int, inputs: Training, config: str | None, run: str | None, as_json: bool
-) -> None:
+def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
     """Check the configuration, measure every tier, and forecast its steady state."""
-    of_all = load_settings_of_all(config, run, doing="check")
+    of_all = load_settings_of_all(asked, doing="check")
     settings = seen_by_one(of_all)
     if size_bytes > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
-    answer = CommandOutput(as_json)
-    console = Console(quiet=not watched(as_json))
+    answer = CommandOutput(asked.as_json)
+    console = Console(quiet=not watched(asked.as_json))
     with console.status("check", spinner="line") as status:
         tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
     answer.document = {

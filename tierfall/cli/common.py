@@ -32,6 +32,7 @@ from rich.text import Text
 
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
+    Asked,
     CommandRefused,
     Exit,
     StepName,
@@ -71,30 +72,28 @@ _STYLES = {
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
-def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Config:
-    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
-    invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
-    return seen_by_one(load_settings_of_all(config, run, doing=doing))
+def load_settings(asked: Asked, *, doing: str = "") -> Config:
+    """Read the configuration as this node sees it; ends the command if it is invalid. A command that does more than
+    read says so by its name, ``doing``: it needs a file."""
+    return seen_by_one(load_settings_of_all(asked, doing=doing))
 
 
-def load_settings_if_any(
-    config: str | None, run: str | None = None, *, doing: str = ""
-) -> Config | None:
+def load_settings_if_any(asked: Asked, *, doing: str = "") -> Config | None:
     """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
-    if config is None and not Path(DEFAULT_CONFIG).exists():
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
         return None
-    return load_settings(config, run, doing=doing)
+    return load_settings(asked, doing=doing)
 
 
-def load_settings_of_all(config: str | None, run: str | None, *, doing: str = "") -> Config:
+def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
     """Read the configuration as a job on several nodes sees it, with their memory."""
-    if config is None and not Path(DEFAULT_CONFIG).exists():
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
         refuse(
             f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
             "TIERFALL_CONFIG; 'tierfall init' writes one",
             Exit.USAGE,
         )
-    source = config or DEFAULT_CONFIG
+    source = asked.config or DEFAULT_CONFIG
     is_place = is_address(source) or Path(source).expanduser().is_dir()
     if is_place and doing:
         refuse(
@@ -102,7 +101,9 @@ def load_settings_of_all(config: str | None, run: str | None, *, doing: str = ""
             Exit.USAGE,
         )
     try:
-        return config_of_place(source, run) if is_place else load_config(source, run=run)
+        return (
+            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
+        )
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 

@@ -18,7 +18,7 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, refuse
+from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, refuse
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
@@ -33,17 +33,15 @@ from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
-def copy(
-    steps: list[StepName], to: str, config: str | None, run: str | None, as_json: bool
-) -> None:
+def copy(asked: Asked, steps: list[StepName], to: str) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
-    settings = load_settings(config, run, doing="copy")
+    settings = load_settings(asked, doing="copy")
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(
             f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
         )
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
@@ -60,7 +58,7 @@ def copy(
         try:
             with (
                 naming_unread_tiers(answer, listings),
-                ProgressBar(f"copy {id}", 0, shown=watched(as_json)) as watch,
+                ProgressBar(f"copy {id}", 0, shown=watched(asked.as_json)) as watch,
             ):
                 copied = copy_checkpoint(settings, id, to, watch.set)
         except CommandRefused as refusal:
@@ -151,18 +149,11 @@ def naming_unread_tiers(
 # export --------------------------------------------------------------------------------------------
 
 
-def export(
-    step: StepName,
-    wish: ExportOptions,
-    tier: str | None,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+def export(asked: Asked, step: StepName, wish: ExportOptions, tier: str | None) -> None:
     """Write a step as one file, as shards, or as a DCP folder."""
-    settings = load_settings(config, run)
+    settings = load_settings(asked)
     check_tier(settings, tier)
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         listings = reader.list()
         checkpoint = find_certain(answer, listings, step, tier, doing="export")
@@ -170,7 +161,7 @@ def export(
         tiers = [name for name in held if tier in (None, name)]
         with (
             naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
-            ProgressBar("export", 0, shown=watched(as_json)) as watch,
+            ProgressBar("export", 0, shown=watched(asked.as_json)) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
     _report_export(answer, settings.run, exported)
@@ -199,16 +190,14 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 # import --------------------------------------------------------------------------------------------
 
 
-def import_(
-    path: Path, as_step: int, entry: str | None, config: str | None, run: str | None, as_json: bool
-) -> None:
+def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
-    settings = load_settings(config, run, doing="import")
+    settings = load_settings(asked, doing="import")
     if entry is not None and not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         if (owner := reader.owner()) is not None:
@@ -217,7 +206,7 @@ def import_(
                 "ended, or into another run by --run"
             )
         new = reader.list_with_new()[1]
-    with ProgressBar(f"import {path.name}", 0, shown=watched(as_json)) as watch:
+    with ProgressBar(f"import {path.name}", 0, shown=watched(asked.as_json)) as watch:
         imported = import_state(settings, read, as_step, watch.set)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
     answer.show(

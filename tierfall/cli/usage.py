@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -36,6 +36,14 @@ class Exit(IntEnum):
     COULD_NOT = 1
     USAGE = 2
     INTERRUPTED = 130
+
+
+class Asked(NamedTuple):
+    """The options of all commands: the file, the run in place of that of the file, and the form of the answer."""
+
+    config: str | None
+    run: str | None
+    as_json: bool
 
 
 # STEP ------------------------------------------------------------------------------------------------

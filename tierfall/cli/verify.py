@@ -16,7 +16,7 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.usage import StepName, refuse
+from tierfall.cli.usage import Asked, StepName, refuse
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
@@ -31,18 +31,11 @@ from tierfall.ops.write_copy import owned_reader
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
-def verify(
-    steps: list[StepName],
-    tier: str | None,
-    repair: bool,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) -> None:
     """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
-    settings = load_settings(config, run, doing="verify --repair" if repair else "")
+    settings = load_settings(asked, doing="verify --repair" if repair else "")
     check_tier(settings, tier)
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
@@ -54,7 +47,7 @@ def verify(
         )
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)
-        with ProgressBar("verify", total, shown=watched(as_json)) as watch:
+        with ProgressBar("verify", total, shown=watched(asked.as_json)) as watch:
             if repair:
                 warn_of(trained_elsewhere(listings, reader.stores))
                 repairer = Repairer(reader, listings)

@@ -30,13 +30,13 @@ from tierfall.cli.common import (
     table,
     with_tier,
 )
-from tierfall.cli.run_facts import (
+from tierfall.cli.ls_show import (
     RunFacts,
     format_bounds,
     format_loss,
     format_peer_survival,
 )
-from tierfall.cli.usage import Exit, refuse, to_document
+from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
 from tierfall.config.fields import listen_address
 from tierfall.core.types.errors import ConfigError
@@ -398,30 +398,23 @@ def _readable_number(value: object) -> float | None:
     return None
 
 
-def watch(
-    every_s: float,
-    once: bool,
-    prometheus: str | None,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
-    settings = load_settings(config, run)
+    settings = load_settings(asked)
     if once and prometheus is not None:
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
         )
     with Watcher(settings, run=settings.run) as watcher:
         if prometheus is not None:
-            _serve(watcher, prometheus, settings.run, as_json=as_json)
+            _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
             return
         frames = _frames(settings, watcher)
         if once:
-            _once(next(frames), as_json=as_json)
+            _once(next(frames), as_json=asked.as_json)
             return
         try:
-            with _screen(as_json=as_json) as show:
+            with _screen(as_json=asked.as_json) as show:
                 for frame in frames:
                     show(frame)
                     time.sleep(every_s)
