@@ -147,7 +147,6 @@ def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
         if number % 3 == 0:  # less often than a part is full, so none is missed
             seen += numbers(tail.read())
     seen += numbers(tail.read())
-    tail.close()
     assert older_half(path).exists()
     assert seen == list(range(200))
 

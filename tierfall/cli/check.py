@@ -24,7 +24,7 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.ls_show import RunFacts, format_bounds, known_bounds
+from tierfall.cli.ls_show import RunFacts, format_bounds
 from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -41,6 +41,7 @@ from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
 from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
+from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
@@ -74,7 +75,7 @@ def _report_loss_bounds(
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
-    bounds = known_bounds(replace(facts.safety, read_bytes_per_s=rates))
+    bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -154,15 +153,13 @@ class CommandOutput:
         raise CommandRefused([*self.problems, str(message)], code)
 
     def finish(self) -> None:
-        """Print everything; exits with COULD_NOT where there are problems."""
-        if self.as_json:
-            print_out(to_document(self.document, self.problems, indent=2) + "\n")
-        else:
+        """Print everything; problems end the command."""
+        if not self.as_json:
             _print(self._shown)
-        for problem in self.problems:
-            print_problem(problem)
         if self.problems:
-            raise typer.Exit(Exit.COULD_NOT)
+            raise CommandRefused(self.problems, document=self.document)
+        if self.as_json:
+            print_out(to_document(self.document, [], indent=2) + "\n")
 
 
 def find_step(

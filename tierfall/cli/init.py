@@ -71,13 +71,20 @@ def init(
         parse: Callable[[str], T],
         check: Callable[[T], object] = lambda value: None,
     ) -> T:
-        value = given
-        if value is None:
-            value = _ask(text, default, lambda text: check(parse(text))) if asking else default
+        def read(typed: str) -> T:
+            try:
+                check(value := parse(typed))
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from error  # it is asked again
+            return value
+
         try:
-            return parse(value)
+            if given is not None or not asking:
+                return parse(default if given is None else given)
         except ConfigError as error:
             refuse(f"{word}: {error}", Exit.USAGE)
+        answered: T = typer.prompt(text, default=default, value_proc=read)
+        return answered
 
     listed = ",".join(disks) or None
     places = answer(
@@ -173,18 +180,6 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
 
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-def _ask(text: str, default: str, parse: Callable[[str], T]) -> str:
-    """Ask until the answer can be parsed; Enter takes the default."""
-    while True:
-        given: str = typer.prompt(text, default=default)
-        try:
-            parse(given)
-        except ConfigError as error:
-            typer.echo(str(error))
-        else:
-            return given
 
 
 def _places(text: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -135,29 +135,24 @@ class RunFacts:
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:
         """Return what retention decides about a copy, with the reason."""
-        if all(rules.name != tier for rules in self.view.tiers):
+        rules = next((rules for rules in self.view.tiers if rules.name == tier), None)
+        known = self.by_id.get(id)
+        if rules is None:
             reason = "the tier is read-only: nothing is deleted there"
-            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
-        if self.view.tier(tier).kind is TierKind.HOST:
-            return self._in_memory(tier, id)
-        for decision in plan_retention(self.view, tier):
-            if decision.checkpoint == id:
-                return decision
-        if (known := self.by_id.get(id)) is not None and known.copies[tier].unread is not None:
-            reason = "it could not be read, and what could not be read is kept"
-            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
-        reason = (
-            "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where the "
-            "rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
-        )
-        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
-
-    def _in_memory(self, tier: str, id: CheckpointId) -> Decision:
-        newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
-        if newest == id:
-            reason = "the newest in memory is always kept"
-        else:
+        elif rules.kind is TierKind.HOST:
+            newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
             reason = "until a save needs its room; the oldest is evicted first"
+            if newest == id:
+                reason = "the newest in memory is always kept"
+        elif decided := [d for d in plan_retention(self.view, tier) if d.checkpoint == id]:
+            return decided[0]
+        elif known is not None and known.copies[tier].unread is not None:
+            reason = "it could not be read, and what could not be read is kept"
+        else:
+            reason = (
+                "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where "
+                "the rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
+            )
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
@@ -181,38 +176,23 @@ def _peer_survival(
 # What a failure would cost -------------------------------------------------------------------------
 
 
-def known_bounds(view: View) -> dict[LossClass, LossBound]:
-    """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
-    return loss_bounds(view, step=max((c.id.step for c in view.restorable), default=None))
-
-
-def format_survivor(bound: LossBound) -> str:
-    """Format what survives, on which tier, and how long reading it takes."""
+def format_loss(bound: LossBound) -> str:
+    """Format what survives, on which tier, how long reading it takes, and what would be lost, as far as that is known:
+    of the present step only a living trainer tells."""
     if bound.survives is None:
         return "nothing"
-    where = f"{bound.survives} on {bound.tier}"
+    text = f"{bound.survives} on {bound.tier}"
     if bound.restore_s is not None:
-        where += f", read back in {format_duration(bound.restore_s)}"
-    return where
+        text += f", read back in {format_duration(bound.restore_s)}"
+    if bound.steps_lost is not None:
+        ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
+        text += f", {counted(bound.steps_lost, 'step', 'steps')}{ago} lost"
+    return text
 
 
-def format_loss(bound: LossBound) -> str:
-    """Format the same, with the steps and the time that would be lost, where the trainer has reported them."""
-    if bound.survives is None or bound.steps_lost is None:
-        return format_survivor(bound)
-    ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
-    steps = counted(bound.steps_lost, "step", "steps")
-    return f"{format_survivor(bound)}, {steps}{ago} lost"
-
-
-def format_bounds(
-    bounds: Mapping[LossClass, LossBound],
-    unread: Collection[str] = (),
-    *,
-    describe: Callable[[LossBound], str] = format_survivor,
-) -> str:
+def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
     """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
-    parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
+    parts = [f"of the {lost}, {format_loss(bound)}" for lost, bound in bounds.items()]
     doubt = f" (not read: {', '.join(unread)})" if unread else ""
     return f"survives the loss {'; '.join(parts)}{doubt}"
 
@@ -358,7 +338,7 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
-            "loss_bound": to_json(trainer.loss_bound if trainer else known_bounds(facts.safety)),
+            "loss_bound": to_json(trainer.loss_bound if trainer else loss_bounds(facts.safety)),
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
@@ -518,9 +498,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield format_bounds(trainer.loss_bound, describe=format_loss)
+        yield format_bounds(trainer.loss_bound)
     elif facts.known:
-        yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
+        yield format_bounds(loss_bounds(facts.safety), tuple(facts.unread))
     for tier in settings.stored:
         if tier.name in facts.not_created:
             yield describe_new(tier.name, tier.place)

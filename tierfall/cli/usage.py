@@ -10,12 +10,13 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import typer
@@ -101,12 +102,17 @@ def print_problem(message: object) -> None:
 
 
 class CommandRefused(Exception):
-    """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
+    """Ends a command: ``problems`` are printed, ``code`` is the exit code. ``document`` is what --json prints."""
 
-    def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
+    def __init__(
+        self,
+        problems: Sequence[str],
+        code: Exit = Exit.COULD_NOT,
+        document: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.problems = list(map(without_secrets, problems))
         super().__init__(*self.problems)
-        self.code = code
+        self.code, self.document = code, document
 
 
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
@@ -121,18 +127,18 @@ def code_of(error: TierfallError) -> Exit:
 
 
 def to_document(
-    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
+    document: Mapping[str, Any], problems: Sequence[str], *, indent: int | None = None
 ) -> str:
     """Return a document with ``ok`` and ``problems`` as JSON."""
     outcome = {"ok": not problems, "problems": list(problems)}
-    return json.dumps(document | outcome, indent=indent, allow_nan=False)
+    return json.dumps({**document, **outcome}, indent=indent, allow_nan=False)
 
 
 def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Print the problems of a refusal, in the requested form, and exit with its code."""
     if as_json:
         with suppress(OSError):  # such as a full disk, which may be what is reported
-            typer.echo(to_document({}, refusal.problems, indent=2))
+            typer.echo(to_document(refusal.document, refusal.problems, indent=2))
     for problem in refusal.problems:
         print_problem(problem)
     raise typer.Exit(refusal.code)

@@ -33,7 +33,6 @@ from tierfall.cli.common import (
 from tierfall.cli.ls_show import (
     RunFacts,
     format_bounds,
-    format_loss,
     format_peer_survival,
 )
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
@@ -126,7 +125,7 @@ class RunView:
         if more := seen.checkpoints_known - rows:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
-        yield format_bounds(self.bounds, self.unread, describe=format_loss)
+        yield format_bounds(self.bounds, self.unread)
         yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1:
             yield ""
@@ -405,21 +404,21 @@ def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> N
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
         )
-    with Watcher(settings, run=settings.run) as watcher:
-        if prometheus is not None:
-            _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
-            return
-        frames = _frames(settings, watcher)
-        if once:
-            _once(next(frames), as_json=asked.as_json)
-            return
-        try:
-            with _screen(as_json=asked.as_json) as show:
-                for frame in frames:
-                    show(frame)
-                    time.sleep(every_s)
-        except KeyboardInterrupt:
-            return  # Ctrl-C is how a person ends it
+    watcher = Watcher(settings, run=settings.run)
+    if prometheus is not None:
+        _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
+        return
+    frames = _frames(settings, watcher)
+    if once:
+        _once(next(frames), as_json=asked.as_json)
+        return
+    try:
+        with _screen(as_json=asked.as_json) as show:
+            for frame in frames:
+                show(frame)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        return  # Ctrl-C is how a person ends it
 
 
 def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:

@@ -302,15 +302,7 @@ Rate = Annotated[
 Bandwidth = Annotated[
     int | float,
     parsed(_bandwidth, _EXPECTED_BANDWIDTH),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": units.RATE_PATTERN},
-                {"type": "string", "pattern": units.SHARE_PATTERN},
-            ]
-        }
-    ),
+    number_or_text(f"{units.RATE_PATTERN}|{units.SHARE_PATTERN}", minimum=1),
 ]
 """Bytes per second as an int, or a share of the measured rate as a float."""
 Every = Annotated[
@@ -352,16 +344,7 @@ Url = Annotated[
     str, parsed(_url, _EXPECTED_URL), WithJsonSchema({"type": "string", "pattern": "^[a-z].*://"})
 ]
 Listen = Annotated[
-    int | str,
-    parsed(_listen, _EXPECTED_LISTEN),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": PORT_MAX},
-                {"type": "string", "pattern": ":[0-9]+$"},
-            ]
-        }
-    ),
+    int | str, parsed(_listen, _EXPECTED_LISTEN), number_or_text(":[0-9]+$", minimum=1)
 ]
 """A port, or an address and a port: see ``listen_address``."""
 Name = Annotated[str, parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]

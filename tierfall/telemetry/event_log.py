@@ -12,8 +12,9 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
@@ -107,70 +108,39 @@ class LogFile:
 # Reading -------------------------------------------------------------------------------------------
 
 
-READ_BYTES = 1 << 20
-
-
 class LogTail:
     """Follows a log over rotations of its file; ``read`` returns the events that were added since the last call.
 
     The first call returns all that are there, the older half included. A line is returned once it has its end; a line
-    that is no JSON object, such as a torn one, is skipped. Raises OSError where the file exists and cannot be read.
+    that is no JSON object, such as a torn one, is skipped. Raises OSError if the file exists and cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = None
-        self._rest = b""
-        self._begun = False
+        self._inode = self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
-            self._open_first()
-        for _ in range(3):  # the file may be rotated twice meanwhile
-            if self._fd is not None:
-                found += self._new_lines(self._fd)
-            if not self._open_next():
-                break
-        return found
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _open_first(self) -> None:
-        for path in (older_half(self._path), self._path):
-            if (fd := _opened(path)) is not None:
-                self._fd = fd
-                return
-
-    def _open_next(self) -> bool:
-        """Continue with the file that has the name now; return False where it is the open one, or missing."""
-        fd = _opened(self._path)
-        if fd is None:
-            return False
-        if self._fd is not None and os.path.sameopenfile(fd, self._fd):
-            os.close(fd)
-            return False
-        self.close()
-        self._fd, self._rest = fd, b""
-        return True
-
-    def _new_lines(self, fd: int) -> list[dict[str, Any]]:
-        found = []
-        while data := os.read(fd, READ_BYTES):
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            found += [event for line in lines if (event := _parsed(line)) is not None]
+        with ExitStack() as opened:
+            files = [_open(path, opened) for path in (older_half(self._path), self._path)]
+            there = [(os.fstat(file.fileno()).st_ino, file) for file in files if file is not None]
+            read = next((i for i, (inode, _) in enumerate(there) if inode == self._inode), 0)
+            for inode, file in there[read:]:
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                lines = file.read().split(b"\n")[:-1]
+                self._offset += sum(len(line) + 1 for line in lines)
+                found += [event for line in lines if (event := _parsed(line)) is not None]
         return found
 
 
-def _opened(path: Path) -> int | None:
+def _open(path: Path, opened: ExitStack) -> BinaryIO | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    return opened.enter_context(os.fdopen(fd, "rb"))
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

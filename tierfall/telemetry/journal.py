@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from tierfall.config import Config
 from tierfall.core.format.records import Attempt
@@ -29,8 +29,7 @@ CLOSE_S = 1.0
 """How long a close waits for events to be written, in seconds: a log must not stop a program from ending."""
 WAITING_MAX = 10_000
 """Events that may wait in memory for a subscriber."""
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 Receive = Callable[[dict[str, Any]], object]
 
 
@@ -214,27 +213,18 @@ class Journal:
         self.notify(events.OperationFailed(at_s=time.monotonic(), doing=doing, reason=reason))
 
 
-class HasJournal(Protocol):
-    _journal: Journal
-
-
-S = TypeVar("S", bound=HasJournal)
-
-
-def log_failures(
-    doing: str,
-) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+def log_failures(doing: str) -> Callable[[Method], Method]:
     """Decorate a method so that the journal of its object emits an event for what the method raises."""
 
-    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
                 self._journal.failed(doing, error)
                 raise
 
-        return cast("Callable[Concatenate[S, P], T]", noting)
+        return cast("Method", noting)
 
     return decorate
