@@ -470,11 +470,6 @@ def _steps(
     return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
 
 
-def _age(facts: RunFacts, checkpoint: KnownCheckpoint) -> str:
-    age_s = facts.age_s(checkpoint)
-    return "" if age_s is None else format_duration(round(age_s))
-
-
 def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
@@ -547,8 +542,11 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("attempt", str(checkpoint.id.attempt))
     if commit is not None:
         start = commit.lineage.started_from
-        made.add_row("lineage", f"number {commit.lineage.ordinal}, {_from(start)}")
-        made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
+        begun = "started from nothing" if start is None else f"continued from {start}"
+        made.add_row("lineage", f"number {commit.lineage.ordinal}, {begun}")
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.wall_time_s))
+        age = format_duration(round(facts.age_s(checkpoint) or 0.0))
+        made.add_row("saved", f"{at}, {age} ago")
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
         )
@@ -560,14 +558,6 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     if owed := facts.owed(checkpoint.id):
         made.add_row("still owed to", ", ".join(owed))
     return made
-
-
-def _from(start: CheckpointId | None) -> str:
-    return "started from nothing" if start is None else f"continued from {start}"
-
-
-def _wall_time(wall_time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_time_s))
 
 
 def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Table | str]:

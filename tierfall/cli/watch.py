@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -74,15 +74,15 @@ ROWS_ON_SCREEN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` has the
-    copies that are damaged or could not be read, each by tier and checkpoint, in one word."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``cell`` gives the
+    state of a copy in a word, by its checkpoint and tier."""
 
     snapshot: RunSnapshot
     status: RunStatus
     bounds: dict[LossClass, LossBound]
     peer_survival: PeerSurvival | None
     unread: tuple[str, ...] = ()
-    damaged: Mapping[tuple[str, CheckpointId], str] = field(default_factory=dict)
+    cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
 
     @property
@@ -142,6 +142,7 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
         status=_with_memory_of_all(status, snapshot),
         bounds=status.loss_bound,
         peer_survival=status.peer_survival,
+        cell=_reported_cell,
         problems=snapshot.problems,
     )
 
@@ -179,12 +180,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         bounds=loss_bounds(facts.safety),
         peer_survival=facts.peer_survival,
         unread=tuple(facts.unread),
-        damaged={
-            (listing.tier, copy.id): copy.label
-            for listing in facts.listings
-            for copy in listing.copies
-            if copy.damage is not None
-        },
+        cell=lambda one, tier: facts.cell(CheckpointId(one.step, one.attempt), tier),
         problems=(*snapshot.problems, *unread, *damaged),
     )
 
@@ -309,20 +305,16 @@ def _grid(frame: RunView, rows: int) -> Table | Text:
         remarks = [
             word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
         ]
-        states = {name: _cell(frame, one, name) for name in names}
+        states = {name: frame.cell(one, name) for name in names}
         made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
     return copies_table(("STEP",), names, ("",), made)
 
 
-def _cell(frame: RunView, one: CheckpointStatus, tier: str) -> str:
-    if label := frame.damaged.get((tier, CheckpointId(one.step, one.attempt))):
-        return label
-    alive = frame.snapshot.live is not None
+def _reported_cell(one: CheckpointStatus, tier: str) -> str:
+    """Return the state of a copy as the trainer says it."""
     copy = one.copies.get(tier)
     if copy is None:
         return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
-    if copy.state is CopyState.ARRIVING and not alive:
-        return "unfinished"
     return str(copy.state) + (
         "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
     )
@@ -427,9 +419,7 @@ def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> Non
         address, port = listen_address(listens_on)
     except ConfigError as error:
         refuse(f"--prometheus: {error}", Exit.USAGE)
-    server = MetricsServer.listen(
-        address, port, watcher.living_statuses, run=run, where="--prometheus"
-    )
+    server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
     answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
     answer.finish()
@@ -454,13 +444,9 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
             yield view_of_status(live, snapshot)
             continue
         if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
-            facts = _gather(settings)
+            with RunReader(settings) as reader:
+                facts = RunFacts.gather(reader)
         yield view_of_facts(settings.run, facts, snapshot)
-
-
-def _gather(settings: Config) -> RunFacts:
-    with RunReader(settings) as reader:
-        return RunFacts.gather(reader)
 
 
 def _once(frame: RunView, *, as_json: bool) -> None:

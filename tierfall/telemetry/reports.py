@@ -297,7 +297,8 @@ def describe_statistics(found: Statistics) -> str:
         "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
         "commits": _pairs(found.commits),
         "survives": ", ".join(
-            f"{_step(step)} a lost {lost}" for lost, step in found.newest.items()
+            f"{'nothing' if step is None else f'step {step}'} a lost {lost}"
+            for lost, step in found.newest.items()
         ),
         "would lose": ", ".join(
             f"with a lost {lost} {text}"
@@ -363,10 +364,6 @@ def _counted(**counts: int) -> Iterable[str]:
 
 def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _step(step: int | None) -> str:
-    return "nothing" if step is None else f"step {step}"
 
 
 def _lost(bound: LossBound) -> str:
