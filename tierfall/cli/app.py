@@ -322,9 +322,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
-    from tierfall.cli import verify
+    from tierfall.cli import copies
 
-    verify.verify(Asked(config, run, as_json), steps or [], tier, repair)
+    copies.verify(Asked(config, run, as_json), steps or [], tier, repair)
 
 
 # Copying ---------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def export(
 ) -> None:
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
     from tierfall.export.options import DTYPES, ExportOptions, format_of
 
     to = to.expanduser()
@@ -402,7 +402,7 @@ def export(
         dtype=None if dtype is None else DTYPES[dtype],
         beside=tuple(path.expanduser() for path in beside or ()),
     )
-    copy_export.export(Asked(config, run, as_json), step, wish, tier)
+    copies.export(Asked(config, run, as_json), step, wish, tier)
 
 
 @app.command("import", short_help="Save what another program wrote as a step.")
@@ -428,9 +428,9 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
 
-    copy_export.import_(Asked(config, run, as_json), path, as_step, entry)
+    copies.import_(Asked(config, run, as_json), path, as_step, entry)
 
 
 @app.command(short_help="Copy steps to a tier that does not hold them.")
@@ -447,9 +447,9 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
 
-    copy_export.copy(Asked(config, run, as_json), steps, to)
+    copies.copy(Asked(config, run, as_json), steps, to)
 
 
 # Keeping and deleting --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tierfall.cli.common import (
     watched,
     with_tier,
 )
-from tierfall.cli.ls_show import RunFacts, format_bounds
+from tierfall.cli.ls_show import RunFacts
 from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -44,6 +44,7 @@ from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
 from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
+from tierfall.telemetry.reports import format_bounds
 
 
 def check(asked: Asked, size_bytes: int, inputs: Training) -> None:

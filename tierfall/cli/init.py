@@ -1,8 +1,8 @@
 """``init`` and ``schema``: the YAML file before there is a run. This module imports no torch.
 
 What is written is computed without I/O, below. Sizes of images follow from the number of parameters: with Adam in mixed
-precision, a parameter is 2 bytes of weights, 4 of their fp32 master copy and 8 of two moments (Megatron-LM at a trillion
-parameters, SC'21: 13.7 bytes).
+precision, a parameter is 2 bytes of weights, 4 of their fp32 master copy and 8 of two moments (Megatron-LM at a
+trillion parameters, SC'21: 13.7 bytes).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -48,8 +48,8 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
-from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
+from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
+from tierfall.core.types.view import Decision, PeerSurvival, Verdict, View
 from tierfall.ops.commands import restorable, unread, view_of
 from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
@@ -58,7 +58,7 @@ from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.reports import describe_peer_survival
+from tierfall.telemetry.reports import describe_peer_survival, format_bounds
 from tierfall.telemetry.status import Status
 
 logger = logging.getLogger("tierfall")
@@ -174,27 +174,6 @@ def _peer_survival(
 
 
 # What a failure would cost -------------------------------------------------------------------------
-
-
-def format_loss(bound: LossBound) -> str:
-    """Format what survives, on which tier, how long reading it takes, and what would be lost, as far as that is known:
-    of the present step only a living trainer tells."""
-    if bound.survives is None:
-        return "nothing"
-    text = f"{bound.survives} on {bound.tier}"
-    if bound.restore_s is not None:
-        text += f", read back in {format_duration(bound.restore_s)}"
-    if bound.steps_lost is not None:
-        ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
-        text += f", {counted(bound.steps_lost, 'step', 'steps')}{ago} lost"
-    return text
-
-
-def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
-    """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
-    parts = [f"of the {lost}, {format_loss(bound)}" for lost, bound in bounds.items()]
-    doubt = f" (not read: {', '.join(unread)})" if unread else ""
-    return f"survives the loss {'; '.join(parts)}{doubt}"
 
 
 def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str, ...]:

@@ -164,7 +164,6 @@ def listen_to_warnings() -> None:
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
-_INSTALLS = "Install completion for the current shell, in its start file, such as ~/.bashrc; prints what is written."
 
 
 class CommandGroup(TyperGroup):
@@ -206,13 +205,6 @@ class CommandGroup(TyperGroup):
             command = words[first : first + 1] or ["COMMAND"]
             meant = shlex.join([*command, *words[first + 1 :], *before])
             refuse(f"{name} belongs after the command: tierfall {meant}", Exit.USAGE)
-
-    def get_params(self, ctx: Any) -> Any:
-        params: list[Any] = super().get_params(ctx)
-        for parameter in params:
-            if parameter.name == "install_completion":
-                parameter.help = _INSTALLS
-        return params
 
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line(ctx.meta.get(_AS_JSON, False)):

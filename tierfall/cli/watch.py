@@ -32,7 +32,6 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.ls_show import (
     RunFacts,
-    format_bounds,
     format_peer_survival,
 )
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
@@ -52,6 +51,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.prometheus import MetricsServer
+from tierfall.telemetry.reports import format_bounds
 from tierfall.telemetry.status import (
     HANGS_AFTER_S,
     CheckpointStatus,

@@ -1,7 +1,7 @@
 """The configuration: one YAML file, or a dict of the same shape, validated into a frozen model.
 
-``model`` and ``sections`` define the keys; ``fields`` parses values; ``chain`` checks the tiers together; ``source``
-reads a file; ``loading`` combines them and describes the errors; ``plugins`` finds policies.
+``model`` and ``sections`` define the keys; ``fields`` parses values; ``source`` reads a file; ``loading`` combines them
+and describes the errors; ``plugins`` finds policies.
 Nothing here opens a tier, or depends on the machine except for the working directory and the environment.
 """
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tierfall.config.chain import check_chain, link_of
 from tierfall.config.fields import BASE, WRONG, is_address, show
 from tierfall.config.model import (
     CHAIN,
@@ -24,6 +24,8 @@ from tierfall.config.model import (
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
+    check_chain,
+    link_of,
 )
 from tierfall.config.source import (
     EnvironmentFill,
@@ -312,15 +314,8 @@ def _fields_in(field: FieldInfo) -> Mapping[str, FieldInfo]:
 
 def _flow(value: object) -> str:
     """Write a value in YAML's flow style."""
-    match value:
-        case bool():
-            return show(value)
-        case dict():
-            return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-        case list():
-            return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-        case _:
-            return str(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return text.removesuffix("...\n").strip()
 
 
 def _model_at(location: Place) -> type[BaseModel]:

@@ -439,18 +439,7 @@ def _tags(value: object) -> object:
     raise misfit(value, _EXPECTED_TAGS)
 
 
-TagsKept = Annotated[
-    bool | tuple[str, ...],
-    parsed(_tags, _EXPECTED_TAGS),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"const": True},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            ]
-        }
-    ),
-]
+TagsKept = Annotated[bool | tuple[str, ...], parsed(_tags, _EXPECTED_TAGS)]
 
 
 class BestSection(Section):

@@ -3,7 +3,7 @@ show as text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import floor
 
@@ -296,15 +296,9 @@ def describe_statistics(found: Statistics) -> str:
         "saves": ", ".join(saves),
         "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
         "commits": _pairs(found.commits),
-        "survives": ", ".join(
-            f"{'nothing' if step is None else f'step {step}'} a lost {lost}"
-            for lost, step in found.newest.items()
-        ),
-        "would lose": ", ".join(
-            f"with a lost {lost} {text}"
-            for lost, bound in found.loss_bound.items()
-            if (text := _lost(bound))
-        ),
+        "survives": format_bounds(found.loss_bound).removeprefix("survives ")
+        if found.loss_bound
+        else "",
         "peer memory": ""
         if found.peer_survival is None
         else describe_peer_survival(found.peer_survival),
@@ -329,6 +323,27 @@ def describe_statistics(found: Statistics) -> str:
     }
     lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
     return "\n".join(["since open:", *lines])
+
+
+def _format_loss(bound: LossBound) -> str:
+    """Format what survives, on which tier, how long reading it takes, and what would be lost, as far as that is known:
+    of the present step only a living trainer tells."""
+    if bound.survives is None:
+        return "nothing"
+    text = f"{bound.survives} on {bound.tier}"
+    if bound.restore_s is not None:
+        text += f", read back in {format_duration(bound.restore_s)}"
+    if bound.steps_lost is not None:
+        ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
+        text += f", {bound.steps_lost} {'step' if bound.steps_lost == 1 else 'steps'}{ago} lost"
+    return text
+
+
+def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
+    """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
+    parts = [f"of the {lost}, {_format_loss(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not read: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(parts)}{doubt}"
 
 
 def describe_peer_survival(found: PeerSurvival) -> str:
@@ -364,10 +379,3 @@ def _counted(**counts: int) -> Iterable[str]:
 
 def _pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _lost(bound: LossBound) -> str:
-    if bound.steps_lost is None:
-        return ""
-    time = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
-    return f"{bound.steps_lost} steps{time}"
