@@ -30,7 +30,7 @@ from tierfall.cli.common import (
     with_tier,
 )
 from tierfall.cli.ls_show import held_members
-from tierfall.cli.usage import Asked, Exit, StepName, refuse
+from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -161,10 +161,6 @@ def _check_deletion(
         answer.refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
         answer.refuse("rm: nothing was deleted")
-
-
-def at_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def is_typed(run: str) -> bool:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,7 +20,7 @@ from typing import TypeVar
 import typer
 import yaml
 
-from tierfall.cli.usage import Exit, print_out, refuse, to_document
+from tierfall.cli.usage import Exit, at_terminal, print_out, refuse, to_document
 from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
@@ -170,10 +169,6 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
     if examples:
         lines.append(f"      ({', '.join(examples)}: put yours there)")
     print_out("\n".join(lines) + "\n")
-
-
-def at_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _places(text: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -94,6 +95,10 @@ def print_out(text: str) -> None:
         raise
     except OSError as error:
         refuse(f"the output could not be written: {error.strerror}")
+
+
+def at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def print_problem(message: object) -> None:

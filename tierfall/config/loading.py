@@ -106,16 +106,15 @@ def _validate(
 
 def _config_error(source: YamlSource, problems: list[Problem]) -> ConfigError:
     in_order = sorted(problems, key=lambda problem: source.line(problem.place) or 0)
-    lines = [f"{source.where(problem.place)}{_format_problem(problem)}" for problem in in_order]
+    lines = [
+        source.where(problem.place)
+        + ": ".join(filter(None, (write_place(problem.place), problem.message)))
+        for problem in in_order
+    ]
     if len(lines) == 1:
         return ConfigError(lines[0])
     listed = "".join(f"\n  {line}" for line in lines)
     return ConfigError(f"{source.label or 'configuration'}: {len(lines)} problems{listed}")
-
-
-def _format_problem(problem: Problem) -> str:
-    place = write_place(problem.place)
-    return f"{place}: {problem.message}" if place else problem.message
 
 
 _UNKNOWN = ("extra_forbidden", "invalid_key")

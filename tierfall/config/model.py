@@ -116,10 +116,16 @@ class HostTierConfig(_Tier):
 
 
 _KEYS_OF_WRITING = frozenset(
-    (
-        *("bandwidth", "capacity_bytes", "compress", "evict", "flush", "max_wait_s", "retain"),
+    {
+        "bandwidth",
+        "capacity_bytes",
+        "compress",
+        "evict",
+        "flush",
+        "max_wait_s",
+        "retain",
         "when_full",
-    )
+    }
 )
 """Keys that apply only to a tier that is written to."""
 
@@ -348,13 +354,8 @@ TIER_MODELS: dict[str, type[_Tier]] = {
 # one with errors elsewhere. Messages name places, never values: a value may be from the environment.
 
 
-_RANKS = {
-    TierKind.DEVICE: 0,
-    TierKind.HOST: 1,
-    TierKind.PEER: 2,
-    TierKind.FILE: 2,
-    TierKind.OBJECT: 2,
-}
+_RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1}
+"""Their order in the chain; stored tiers come after them, as the user orders them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,13 +472,13 @@ def _order(links: Sequence[Link]) -> Iterator[Problem]:
     for index, link in enumerate(links):
         if link.kind is None:
             continue
-        if _RANKS[link.kind] < highest:
+        if _RANKS.get(link.kind, 2) < highest:
             yield _problem(
                 f"{with_article(link.kind)} tier must come earlier; expected device, host, then peer, file and object "
                 "tiers, fastest first",
                 *("tiers", index, "kind"),
             )
-        highest = max(highest, _RANKS[link.kind])
+        highest = max(highest, _RANKS.get(link.kind, 2))
 
 
 def _twice(values: Sequence[Hashable | None], keys: Sequence[str], why: str) -> Iterator[Problem]:
