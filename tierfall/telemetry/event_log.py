@@ -20,8 +20,6 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
 
-logger = logging.getLogger("tierfall")
-
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 
