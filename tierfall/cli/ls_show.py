@@ -212,7 +212,7 @@ def runs(asked: Asked) -> None:
     """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
     answer = CommandOutput(asked.as_json)
     # A folder of several runs needs a name; all are listed.
-    settings = load_settings_if_any(asked._replace(run="any"))
+    settings = load_settings_if_any(Asked(asked.config, "any", asked.as_json))
     held: list[HeldMemory] = []
     try:
         held = held_by_runs(settings)
