@@ -87,7 +87,7 @@ LINES = {
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 9_314,
     ("tierfall/ops",): 3_432,
     ("tierfall/telemetry",): 1_775,
-    ("tierfall/cli",): 4_129,
+    ("tierfall/cli",): 4_136,
     ("tierfall/integrations",): 3_454,
     ("tierfall/imports", "tierfall/export"): 2_972,
     ("tierfall/plan",): 199,

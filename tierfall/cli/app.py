@@ -80,6 +80,13 @@ TierOption = Annotated[
 ]
 
 
+def _steps_per_hour(text: str) -> float:
+    count = float(text)
+    if not 0 < count < float("inf"):
+        raise typer.BadParameter(f"{text!r} is invalid; expected more than 0")
+    return count
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tierfall {tierfall.__version__}")
@@ -272,7 +279,7 @@ def check(
             "--steps-per-hour",
             metavar="N",
             help="For the forecast: training steps in an hour, in place of --step-time.",
-            min=0.001,
+            parser=_steps_per_hour,
         ),
     ] = None,
     ranks: Annotated[
