@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,5 +11,4 @@ from tierfall.telemetry.event_log import LogTail
 
 def last_events(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last ``count`` events of a log, oldest first; none if there is no log."""
-    with closing(LogTail(path)) as tail:
-        return list(deque(tail.read(), count))
+    return list(deque(LogTail(path).read(), count))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app
-from tierfall.config.first_file import FreeSpace
+from tierfall.cli.init import FreeSpace
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 TEXT = PAGE.read_text()

@@ -18,8 +18,9 @@ from tests.steps import wait_until
 from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
-from tierfall.telemetry import event_log
-from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, older_half
+from tierfall.telemetry import event_log, journal
+from tierfall.telemetry.event_log import LogFile, LogTail, older_half
+from tierfall.telemetry.journal import Subscriber
 
 MAX_BYTES = 64 << 10
 
@@ -43,26 +44,34 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def impatient_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "BATCH_S", 0.001)
+    monkeypatch.setattr(journal, "wall_time", lambda at_s: at_s + 1000)
     monkeypatch.setattr(event_log, "FIRST_RETRY_S", 0.005)
 
 
+class Log(Subscriber):
+    """The event log of a run, alone."""
+
+    def __init__(self, path: Path, **words: Any) -> None:
+        self.file = LogFile(path, max_bytes=MAX_BYTES)
+        super().__init__(
+            self.file.write, common={"run": "r", "rank": 0}, what=f"events: {path}", **words
+        )
+        self.start()
+
+    def close(self, timeout_s: float) -> None:
+        self.file.closing.set()
+        self.end(timeout_s)
+
+
 @pytest.fixture
-def log(path: Path) -> Iterator[EventLog]:
-    made = make(path)
+def log(path: Path) -> Iterator[Log]:
+    made = Log(path)
     yield made
     made.close(5.0)
 
 
-def make(path: Path, *, max_bytes: int = MAX_BYTES, **words: Any) -> EventLog:
-    file = LogFile(path, max_bytes=max_bytes)
-    made = EventLog(file, common={"run": "r", "rank": 0}, wall=lambda at_s: at_s + 1000, **words)
-    made.start()
-    return made
-
-
 def write(path: Path, count: int, *, first: int = 0) -> None:
-    made = make(path)
+    made = Log(path)
     for number in range(first, first + count):
         made.put(event(number))
     made.close(5.0)
@@ -73,7 +82,7 @@ def write(path: Path, count: int, *, first: int = 0) -> None:
 
 
 def test_a_line_says_what_happened_when_and_to_whom(path: Path) -> None:
-    made = make(path)
+    made = Log(path)
     id = CheckpointId(400, 7)
     made.put(
         events.FlushDone(
@@ -106,7 +115,7 @@ def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
     assert len(found) > 200
 
 
-def test_a_file_that_was_moved_away_is_begun_anew(path: Path, log: EventLog) -> None:
+def test_a_file_that_was_moved_away_is_begun_anew(path: Path, log: Log) -> None:
     log.put(event(1))
     wait_until(path.exists, "the first line")
     wait_until(lambda: path.stat().st_size > 0, "the first line")
@@ -134,12 +143,10 @@ def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
     assert tail.read() == []
     for number in range(200):
         line = json.dumps({"kind": "tier_failing", "reason": f"number {number}"}).encode() + b"\n"
-        assert file.append([line]) == 1
+        file.append(line)
         if number % 3 == 0:  # less often than a part is full, so none is missed
             seen += numbers(tail.read())
     seen += numbers(tail.read())
-    tail.close()
-    file.close()
     assert older_half(path).exists()
     assert seen == list(range(200))
 
@@ -183,7 +190,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def test_a_full_disk_loses_nothing_where_it_has_room_again_in_time(
-    path: Path, disk: Disk, log: EventLog, caplog: pytest.LogCaptureFixture
+    path: Path, disk: Disk, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.room = 250  # in the midst of the second or third line
     with caplog.at_level(logging.WARNING, "tierfall"):
@@ -195,29 +202,30 @@ def test_a_full_disk_loses_nothing_where_it_has_room_again_in_time(
         wait_until(lambda: len(caplog.records) == 2, "its end is said")
     assert log.lost == 0
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert caplog.messages[1].endswith("is written again; lost so far: 0 events")
+    assert caplog.messages[1].endswith("is written again")
     assert "No space left on device" in caplog.text or "less than a line" in caplog.text
     assert "training continues" in caplog.text
 
 
 def test_what_a_full_disk_has_lost_is_counted_and_the_log_says_so(path: Path, disk: Disk) -> None:
     disk.room = 0
-    log = make(path, waiting_max=10)
+    log = Log(path, waiting_max=10)
     for number in range(15):
         log.put(event(number))
-    assert log.lost == 5
+    count = log.lost
+    assert count in (4, 5), "ten wait, and one may be with the disk"
     disk.room = None
-    wait_until(lambda: len(last_events(path, 99)) == 11, "all that waited is there")
+    wait_until(lambda: len(last_events(path, 99)) == 16 - count, "all that waited is there")
     *waited, lost = last_events(path, 99)
-    assert numbers(waited) == list(range(10))
-    assert (lost["kind"], lost["count"]) == ("events_lost", 5)
+    assert numbers(waited) == list(range(15 - count))
+    assert (lost["kind"], lost["count"]) == ("events_lost", count)
     log.close(5.0)
-    assert log.lost == 5
+    assert log.lost == count
 
 
 def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: Disk) -> None:
     disk.goes_on.clear()
-    log = make(path, waiting_max=10)
+    log = Log(path, waiting_max=10)
     for number in range(100):
         log.put(event(number))
     assert log.lost >= 89, "ten wait, and one may be with the disk"

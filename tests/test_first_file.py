@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from tierfall.config import load_config
-from tierfall.config.first_file import (
+from tierfall.cli.init import (
     Answers,
     FreeSpace,
     capacity_bytes,
     notes_on,
     write_first_file,
 )
+from tierfall.config import load_config
 
 GIB = 1 << 30
 ANSWERS = Answers(

@@ -12,8 +12,7 @@ import pytest
 
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind
-from tierfall.telemetry import health
-from tierfall.telemetry.health import broken_promises, durable_bound_s
+from tierfall.telemetry import status as health
 from tierfall.telemetry.metrics import (
     METRICS,
     EventTally,
@@ -21,7 +20,7 @@ from tierfall.telemetry.metrics import (
     flatten,
     split_key,
 )
-from tierfall.telemetry.status import Status, TierStatus
+from tierfall.telemetry.status import Status, TierStatus, broken_promises, durable_bound_s
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
@@ -110,7 +109,6 @@ def status_of(failing: str | None = None, failure: str | None = None, **flat: fl
         rank=0,
         world_size=1,
         attempt=1,
-        newest={},
         metrics=values,
         failure=failure,
     )

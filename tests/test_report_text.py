@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierfall.telemetry.report_text import describe_peer_survival
-from tierfall.telemetry.reports import PeerSurvival, SurvivalChance
+from tierfall.telemetry.reports import PeerSurvival, SurvivalChance, describe_peer_survival
 
 
 def chance(losses: int, probability: float, *, exact: bool = True) -> SurvivalChance:

@@ -102,16 +102,16 @@ def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -
         )  # type: ignore[misc]
         for handle in handles:
             handle.wait(timeout=20)  # type: ignore[attr-defined]
-        with Watcher(config, run="run") as watcher:
-            wait_until(
-                lambda: all(
-                    s.status is not None
-                    and any("shared" in c.copies and not c.owed for c in s.status.checkpoints)
-                    for s in watcher.take_snapshot().slots
-                ),
-                "both say that it is committed",
-            )
-            glimpse = watcher.take_snapshot()
+        watcher = Watcher(config, run="run")
+        wait_until(
+            lambda: all(
+                s.status is not None
+                and any("shared" in c.copies and not c.owed for c in s.status.checkpoints)
+                for s in watcher.take_snapshot().slots
+            ),
+            "both say that it is committed",
+        )
+        glimpse = watcher.take_snapshot()
         assert [slot.number for slot in glimpse.slots] == [0, 1]
         assert [slot.status.rank for slot in glimpse.slots if slot.status] == [0, 1]
         assert all(slot.alive for slot in glimpse.slots)

@@ -116,17 +116,17 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (("--image", "9Gib"), "--image: unknown unit"),
+        (("--image", "9Gib"), "'--image': unknown unit"),
         (
             ("--image", "9"),
-            "--image: '9' is 9 bytes, less than 1KiB; expected a size such as 16GiB",
+            "'--image': '9' is 9 bytes, less than 1KiB; expected a size such as 16GiB",
         ),
-        (("--save-every", "often"), "--save-every: "),
-        (("--step-time", "0s"), "--step-time: '0s' is invalid"),
-        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is invalid"),
-        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is invalid"),
+        (("--save-every", "often"), "'--save-every': "),
+        (("--step-time", "0s"), "'--step-time': '0s' is too small"),
+        (("--steps-per-hour", "0"), "'--steps-per-hour': '0' is invalid"),
+        (("--steps-per-hour", "nan"), "'--steps-per-hour': 'nan' is invalid"),
         (("--step-time", "1s", "--steps-per-hour", "9"), "exclude each other"),
-        (("--ranks", "0"), "--ranks: 0 is invalid"),
+        (("--ranks", "0"), "'--ranks': "),
         (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes are more than 2 ranks"),
     ],
 )

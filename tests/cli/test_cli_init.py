@@ -28,45 +28,36 @@ def init(*words: str, code: int = 0, input: str | None = None) -> Answer:
     return answer
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *lines: str, words: tuple[str, ...] = ()) -> list[str]:
-    """Answer the questions of a terminal, and return them."""
-    given, questions = iter(lines), []
-
-    def prompt(text: str, default: str) -> str:
-        questions.append(text)
-        return next(given) or default
-
+def asked(
+    monkeypatch: pytest.MonkeyPatch, *lines: str, words: tuple[str, ...] = ()
+) -> tuple[list[str], str]:
+    """Answer the questions of a terminal; return them, and all that was printed."""
     monkeypatch.setattr("tierfall.cli.init.at_terminal", lambda: True)
-    monkeypatch.setattr("typer.prompt", prompt)
-    init(*words)
-    return questions
+    out = init(*words, input="".join(f"{line}\n" for line in lines)).out
+    return re.findall(r"^(.*) \[.*\]: ", out, re.MULTILINE), out
 
 
 def test_at_a_terminal_five_questions_at_most_and_enter_takes_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert len(asked(monkeypatch, "", "./far", "1M", "", "30m")) == 5
+    assert len(asked(monkeypatch, "", "./far", "1M", "", "30m")[0]) == 5
     assert [tier.flush.every for tier in written().stored] == [1, 3]
-    questions = asked(monkeypatch, "", "", "", "", words=("--force",))
+    questions, _ = asked(monkeypatch, "", "", "", "", words=("--force",))
     assert len(questions) == 4
     assert [tier.name for tier in written().chain] == ["host", "disk"]
 
 
 def test_a_number_without_its_unit_and_a_folder_that_is_not_there_are_asked_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr("typer.echo", lambda text="", **_: shown.append(str(text)))
     lines = ("/nowhere/a", "./a,/nowhere/b", "./a", "/nowhere/far", "none", "7", "9999", "7M", "")
-    assert len(asked(monkeypatch, *lines)) == len(lines)
+    questions, out = asked(monkeypatch, *lines)
+    assert len(questions) == len(lines)
     assert [tier.name for tier in written().stored] == ["disk"]
     assert "# 7,000,000 parameters" in Path("tiers.yaml").read_text()
-    again = [line for line in shown if "does not exist" in line or " or " in line]
-    assert [line.split(" expected")[0] for line in again if "?" in line] == [
-        "7 or 7B?",
-        "9999 or 9999B?",
-    ]
-    assert sum("/nowhere does not exist: mount it, create it" in line for line in again) == 3
+    again = re.findall(r"^Error: (\S+ or \S+\?)", out, re.MULTILINE)
+    assert again == ["7 or 7B?", "9999 or 9999B?"]
+    assert out.count("/nowhere does not exist: mount it, create it") == 3
 
 
 def test_what_a_note_advises_can_be_done(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ def test_what_went_is_answered_by_what_is_there_instead(
         (
             store_of(url="gs://bucket", driver="obstore"),
             "tiers[1].driver",
-            "obstore is not used any more; remove driver",
+            "remove driver",
         ),
         (
             run_of(tiers="tiers://run/step-1"),

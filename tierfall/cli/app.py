@@ -11,11 +11,16 @@ import typer
 import tierfall
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
+    Asked,
     CommandGroup,
     Exit,
+    StepName,
     listen_to_warnings,
+    parse_step,
+    parser_of,
     refuse,
 )
+from tierfall.core.types.units import parse_duration, parse_size, parse_size_with_unit
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 app = typer.Typer(
@@ -42,6 +47,7 @@ def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+TIME_LEAST_S, FRAME_LEAST_S = 0.001, 0.1
 STEP_HELP = (
     "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the newest that can be "
     "restored."
@@ -65,12 +71,20 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
 StepsArgument = Annotated[
-    list[str], typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+    list[StepName],
+    typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
 ]
 TierOption = Annotated[
     str | None,
     typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
 ]
+
+
+def _steps_per_hour(text: str) -> float:
+    count = float(text)
+    if not 0 < count < float("inf"):
+        raise typer.BadParameter(f"{text!r} is invalid; expected more than 0")
+    return count
 
 
 def _print_version(wanted: bool) -> None:
@@ -188,24 +202,24 @@ def ls(
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
     from tierfall.cli import ls_show
 
-    ls_show.ls(last, metrics, config, run, as_json)
+    ls_show.ls(Asked(config, run, as_json), last, metrics)
 
 
 @app.command(short_help="Print the newest step that can be restored.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
-    from tierfall.cli import run_facts
+    from tierfall.cli import ls_show
 
-    run_facts.latest(config, run, as_json)
+    ls_show.latest(Asked(config, run, as_json))
 
 
 @app.command(short_help="List the runs on the tiers, and in this node's memory.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List all runs on the tiers, not only the one that the file names, and what any run holds in the memory of this
     node. Without a file, it lists the memory alone."""
-    from tierfall.cli import run_facts
+    from tierfall.cli import ls_show
 
-    run_facts.runs(config, as_json)
+    ls_show.runs(Asked(config, None, as_json))
 
 
 @app.command(short_help="Show steps in full.")
@@ -218,32 +232,45 @@ def show(
     """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
     from tierfall.cli import ls_show
 
-    ls_show.show(steps, config, run, as_json)
+    ls_show.show(Asked(config, run, as_json), steps)
 
 
 @app.command(short_help="Check the configuration; measure and forecast every tier.")
 def check(
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
-    ] = "64MiB",
-    image: Annotated[
-        str | None,
+        int,
         typer.Option(
-            "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
+            "--size",
+            metavar="SIZE",
+            help="Bytes to write to each tier.",
+            parser=parser_of(parse_size, 1),
+        ),
+    ] = "64MiB",  # type: ignore[assignment]
+    image: Annotated[
+        int | None,
+        typer.Option(
+            "--image",
+            metavar="SIZE",
+            help="For the forecast: the size of one rank's image: 9GiB.",
+            parser=parser_of(parse_size_with_unit),
         ),
     ] = None,
     save_every: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
+            "--save-every",
+            metavar="TIME",
+            help="For the forecast: the time between saves: 10m.",
+            parser=parser_of(parse_duration, TIME_LEAST_S),
         ),
     ] = None,
     step_time: Annotated[
-        str | None,
+        float | None,
         typer.Option(
             "--step-time",
             metavar="TIME",
             help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
+            parser=parser_of(parse_duration, TIME_LEAST_S),
         ),
     ] = None,
     steps_per_hour: Annotated[
@@ -252,13 +279,16 @@ def check(
             "--steps-per-hour",
             metavar="N",
             help="For the forecast: training steps in an hour, in place of --step-time.",
+            parser=_steps_per_hour,
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="For the forecast: number of ranks."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+        int | None,
+        typer.Option("--nodes", metavar="N", min=1, help="For the forecast: number of nodes."),
     ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
@@ -268,22 +298,27 @@ def check(
     whether it keeps up and has room."""
     from tierfall.cli import check
 
-    inputs = check.ForecastInputs.read(
-        image=image,
-        save_every=save_every,
-        step_time=step_time,
-        steps_per_hour=steps_per_hour,
+    if step_time is not None and steps_per_hour is not None:
+        refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
+    if ranks is not None and (nodes or 1) > ranks:
+        refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
+    inputs = check.Training(
+        image_bytes=image,
+        save_every_s=save_every,
+        step_s=3600 / steps_per_hour if steps_per_hour else step_time,
         ranks=ranks,
         nodes=nodes,
     )
-    check.check(size, inputs, config, run, as_json)
+    check.check(Asked(config, run, as_json), size, inputs)
 
 
 @app.command(short_help="Verify every file of every copy, and repair.")
 def verify(
     steps: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="STEP", help="Check these steps only: 400, 400@7, latest."),
+        list[StepName] | None,
+        typer.Argument(
+            metavar="STEP", help="Check these steps only: 400, 400@7, latest.", parser=parse_step
+        ),
     ] = None,
     tier: TierOption = None,
     repair: Annotated[
@@ -294,9 +329,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
-    from tierfall.cli import verify
+    from tierfall.cli import copies
 
-    verify.verify(steps or [], tier, repair, config, run, as_json)
+    copies.verify(Asked(config, run, as_json), steps or [], tier, repair)
 
 
 # Copying ---------------------------------------------------------------------------------------------
@@ -304,7 +339,7 @@ def verify(
 
 @app.command(short_help="Write a step as files for other programs.")
 def export(
-    step: Annotated[str, typer.Argument(metavar="STEP", help=STEP_HELP)],
+    step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
     to: Annotated[
         Path,
         typer.Option(
@@ -330,11 +365,12 @@ def export(
         ),
     ] = None,
     max_shard: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--max-shard",
             metavar="SIZE",
             help="safetensors only: files of at most this size, such as 5GB, with an index; PATH must be new or empty.",
+            parser=parser_of(parse_size_with_unit),
         ),
     ] = None,
     dtype: Annotated[
@@ -360,12 +396,20 @@ def export(
 ) -> None:
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
+    from tierfall.export.options import DTYPES, ExportOptions, format_of
 
-    wish = copy_export.ExportArguments(
-        to, format, only or [], max_shard=max_shard, dtype=dtype, beside=beside or [], force=force
+    to = to.expanduser()
+    wish = ExportOptions(
+        to=to,
+        format=format_of(to, format),
+        only=tuple(only or ()),
+        replace=force,
+        max_shard_bytes=max_shard,
+        dtype=None if dtype is None else DTYPES[dtype],
+        beside=tuple(path.expanduser() for path in beside or ()),
     )
-    copy_export.export(step, wish, tier, config, run, as_json)
+    copies.export(Asked(config, run, as_json), step, wish, tier)
 
 
 @app.command("import", short_help="Save what another program wrote as a step.")
@@ -391,9 +435,9 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
 
-    copy_export.import_(path, as_step, entry, config, run, as_json)
+    copies.import_(Asked(config, run, as_json), path, as_step, entry)
 
 
 @app.command(short_help="Copy steps to a tier that does not hold them.")
@@ -410,9 +454,9 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
-    from tierfall.cli import copy_export
+    from tierfall.cli import copies
 
-    copy_export.copy(steps, to, config, run, as_json)
+    copies.copy(Asked(config, run, as_json), steps, to)
 
 
 # Keeping and deleting --------------------------------------------------------------------------------
@@ -433,7 +477,7 @@ def prune(
     """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
     from tierfall.cli import commands
 
-    commands.prune(dry_run, config, run, as_json)
+    commands.prune(Asked(config, run, as_json), dry_run)
 
 
 @app.command(short_help="Protect steps from every deletion rule.")
@@ -446,7 +490,7 @@ def pin(
     """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
     from tierfall.cli import commands
 
-    commands.pin(steps, config, run, as_json)
+    commands.change(Asked(config, run, as_json), "pin", steps)
 
 
 @app.command(short_help="Remove the pin of steps.")
@@ -459,13 +503,14 @@ def unpin(
     """Remove the pin of a step, on every tier."""
     from tierfall.cli import commands
 
-    commands.unpin(steps, config, run, as_json)
+    commands.change(Asked(config, run, as_json), "unpin", steps)
 
 
 @app.command(short_help="Delete steps from every tier, or a whole run.")
 def rm(
     steps: Annotated[
-        list[str] | None, typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.")
+        list[StepName] | None,
+        typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
     ] = None,
     all: Annotated[
         bool,
@@ -494,10 +539,11 @@ def rm(
     --even-the-last."""
     from tierfall.cli import commands
 
+    asked = Asked(config, run, as_json)
     if all:
-        commands.rm_run(steps or [], config, run, as_json)
-        return
-    commands.rm(steps or [], yes, even_the_last, config, run, as_json)
+        commands.rm_run(asked, steps or [])
+    else:
+        commands.change(asked, "rm", steps or [], yes=yes, even_the_last=even_the_last)
 
 
 @app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
@@ -517,17 +563,18 @@ def forget(
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     from tierfall.cli import commands
 
-    commands.forget(tier, config, run, as_json)
+    commands.forget(Asked(config, run, as_json), tier)
 
 
 @app.command(short_help="Flush what a dead trainer left in host memory.")
 def drain(
     deadline: Annotated[
-        str | None,
+        float | None,
         typer.Option(
             "--deadline",
             metavar="TIME",
             help="Stop after this time, such as 30s or 10m; the newest copies come first.",
+            parser=parser_of(parse_duration),
         ),
     ] = None,
     every_run: Annotated[
@@ -552,12 +599,13 @@ def drain(
         refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
     if discard and deadline is not None:
         refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
+    asked = Asked(config, run, as_json)
     if discard:
-        commands.discard(every_run, config, run, as_json)
+        commands.discard(asked, every_run)
     elif every_run:
-        commands.drain_all(deadline, config, as_json)
+        commands.drain_all(asked, deadline)
     else:
-        commands.drain(deadline, config, run, as_json)
+        commands.drain(asked, deadline)
 
 
 # Looking on ------------------------------------------------------------------------------------------
@@ -566,8 +614,14 @@ def drain(
 @app.command(short_help="Show tiers, copies and transfers live.")
 def watch(
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
-    ] = "1s",
+        float,
+        typer.Option(
+            "--every",
+            metavar="TIME",
+            help="Time between two frames.",
+            parser=parser_of(parse_duration, FRAME_LEAST_S),
+        ),
+    ] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     prometheus: Annotated[
         str | None,
@@ -585,7 +639,7 @@ def watch(
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(every, once, prometheus, config, run, as_json)
+    watch.watch(Asked(config, run, as_json), every, once, prometheus)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

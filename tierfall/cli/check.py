@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,13 +20,12 @@ from tierfall.cli.common import (
     counted,
     describe_new,
     load_settings_of_all,
-    parse_option,
     table,
     watched,
     with_tier,
 )
-from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
-from tierfall.cli.usage import Exit, refuse
+from tierfall.cli.ls_show import RunFacts
+from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
@@ -37,29 +35,27 @@ from tierfall.core.types.units import (
     format_rate,
     format_share,
     format_size,
-    parse_duration,
-    parse_size,
-    parse_size_with_unit,
 )
 from tierfall.core.types.values import Codec, TierKind
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
 from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
+from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
+from tierfall.telemetry.reports import format_bounds
 
 
-def check(
-    size: str, inputs: ForecastInputs, config: str | None, run: str | None, as_json: bool
-) -> None:
+def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
     """Check the configuration, measure every tier, and forecast its steady state."""
-    of_all = load_settings_of_all(config, run, doing="check")
+    of_all = load_settings_of_all(asked, doing="check")
     settings = seen_by_one(of_all)
-    size_bytes = _size(size)
-    answer = CommandOutput(as_json)
-    console = Console(stderr=False)
-    with console.status("check", spinner="line") if watched(as_json) else _NoSpinner() as status:
+    if size_bytes > SIZE_MAX_BYTES:
+        refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
+    answer = CommandOutput(asked.as_json)
+    console = Console(quiet=not watched(asked.as_json))
+    with console.status("check", spinner="line") as status:
         tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
     answer.document = {
         "run": settings.run,
@@ -80,35 +76,13 @@ def _report_loss_bounds(
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
-    bounds = known_bounds(replace(facts.safety, read_bytes_per_s=rates))
+    bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
         answer.show("", format_bounds(bounds, tuple(facts.unread)))
     answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
     answer.show(*notes)
-
-
-class _NoSpinner:
-    """In place of the spinner, where stdout is no terminal."""
-
-    def __enter__(self) -> _NoSpinner:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def update(self, status: str) -> None: ...
-
-
-def _size(text: str) -> int:
-    size_bytes = parse_option("--size", text, parse_size)
-    if not 0 < size_bytes <= SIZE_MAX_BYTES:
-        most = format_size(SIZE_MAX_BYTES)
-        refuse(
-            f"--size: {text!r} cannot be measured; expected more than 0, and {most} at most",
-            Exit.USAGE,
-        )
-    return size_bytes
 
 
 def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes: int) -> None:
@@ -169,76 +143,21 @@ NO_FORECAST = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastInputs:
-    """The options about the training; None: by the run's checkpoints."""
-
-    image_bytes: int | None
-    save_every_s: float | None
-    step_s: float | None
-    ranks: int | None
-    nodes: int | None
-
-    @classmethod
-    def read(
-        cls,
-        *,
-        image: str | None,
-        save_every: str | None,
-        step_time: str | None,
-        steps_per_hour: float | None,
-        ranks: int | None,
-        nodes: int | None,
-    ) -> ForecastInputs:
-        """Parse the options; ends the command where one is invalid."""
-        if step_time is not None and steps_per_hour is not None:
-            refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
-        if steps_per_hour is not None and not 0 < steps_per_hour < float("inf"):
-            refuse(
-                f"--steps-per-hour: {steps_per_hour} is invalid; expected more than 0", Exit.USAGE
-            )
-        for word, count in (("--ranks", ranks), ("--nodes", nodes)):
-            if count is not None and count < 1:
-                refuse(f"{word}: {count} is invalid; expected 1 or more", Exit.USAGE)
-        if ranks is not None and (nodes or 1) > ranks:
-            refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
-        step_s = _positive("--step-time", step_time, parse_duration)
-        return cls(
-            image_bytes=_positive("--image", image, parse_size_with_unit),
-            save_every_s=_positive("--save-every", save_every, parse_duration),
-            step_s=3600 / steps_per_hour if steps_per_hour else step_s,
-            ranks=ranks,
-            nodes=nodes,
-        )
-
-
-NO_INPUTS = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
-
-
-def _positive(word: str, text: str | None, parse: Any) -> Any:
-    if text is None:
-        return None
-    value = parse_option(word, text, parse)
-    if value <= 0:
-        refuse(f"{word}: {text!r} is invalid; expected more than 0", Exit.USAGE)
-    return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRun:
-    """Sizes and times by the run's own checkpoints; None: not known."""
+class Training:
+    """Sizes and times of a training, by the options or by the run's own checkpoints; None: not known."""
 
     image_bytes: int | None = None
-    step_s: float | None = None
     save_every_s: float | None = None
+    step_s: float | None = None
     ranks: int | None = None
     nodes: int | None = None
 
 
-def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
+def measure_run(known: Sequence[KnownCheckpoint]) -> Training:
     """Take sizes and times from the newest checkpoints of the live lineage that the newest attempt saved."""
     commits = [c.commit for c in known if c.commit is not None and not c.abandoned]
     if not commits:
-        return MeasuredRun()
+        return Training()
     newest = commits[-1]
     attempt = newest.lineage.checkpoint.attempt
     line = [c for c in commits if c.lineage.checkpoint.attempt == attempt][-LATEST:]
@@ -253,7 +172,7 @@ def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
         for span, b, a in spans
         if span > 0 and b.lineage.ordinal > a.lineage.ordinal
     ]
-    return MeasuredRun(
+    return Training(
         image_bytes=max(_one_rank(c) for c in line),
         step_s=statistics.median(steps) if steps else None,
         save_every_s=statistics.median(saves) if saves else None,
@@ -268,7 +187,7 @@ def _one_rank(commit: Commit) -> int:
     return -(-commit.image_bytes // max(1, images))
 
 
-def workload(settings: Config, inputs: ForecastInputs, run: MeasuredRun) -> Workload | None:
+def workload(settings: Config, inputs: Training, run: Training) -> Workload | None:
     """Put together what is known; None where size or interval are not."""
     image = inputs.image_bytes or run.image_bytes
     interval = settings.interval
@@ -293,14 +212,14 @@ def report_steady_state(
     answer: CommandOutput,
     settings: Config,
     tiers: Sequence[TierMeasurement],
-    inputs: ForecastInputs,
+    inputs: Training,
 ) -> None:
     """Report the forecast, or the options that it needs. ``settings`` are those of all nodes."""
-    load = workload(settings, inputs, MeasuredRun())
+    load = workload(settings, inputs, Training())
     source = "by the options"
     if load is None:
         source = (
-            "by the run's own checkpoints" if inputs == NO_INPUTS else "by the options and the run"
+            "by the run's own checkpoints" if inputs == Training() else "by the options and the run"
         )
         with RunReader(settings) as reader:
             load = workload(settings, inputs, measure_run(merge(reader.list())))

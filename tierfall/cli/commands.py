@@ -24,14 +24,13 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
-    parse_option,
     table,
     warn_of,
     watched,
     with_tier,
 )
-from tierfall.cli.run_facts import held_members
-from tierfall.cli.usage import Exit, parse_step, refuse
+from tierfall.cli.ls_show import held_members
+from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -39,7 +38,7 @@ from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import format_some, members
-from tierfall.core.types.units import format_duration, format_size, parse_duration
+from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
@@ -53,54 +52,27 @@ UNREAD = "Kept copies were not read; they count as good by their commit records.
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
-    """Protect steps from every deletion rule."""
-    _run_command(
-        CommandKind.PIN, steps, load_settings(config, run, doing="pin"), CommandOutput(as_json)
-    )
-
-
-def unpin(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
-    """Remove the pin of steps."""
-    _run_command(
-        CommandKind.UNPIN, steps, load_settings(config, run, doing="unpin"), CommandOutput(as_json)
-    )
-
-
-def rm(
-    steps: list[str],
-    yes: bool,
-    even_the_last: bool,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
-    """Delete steps from every tier; nothing is deleted if one of them is pinned."""
-    if not steps:
-        refuse("rm: missing argument 'STEP...'; see tierfall rm --help", Exit.USAGE)
-    settings, answer = load_settings(config, run, doing="rm"), CommandOutput(as_json)
-    _run_command(CommandKind.DELETE, steps, settings, answer, yes=yes, even_the_last=even_the_last)
-
-
-def _run_command(
-    kind: CommandKind,
-    steps: list[str],
-    settings: Config,
-    answer: CommandOutput,
+def change(
+    asked: Asked,
+    verb: str,
+    steps: list[StepName],
     *,
     yes: bool = True,
     even_the_last: bool = True,
 ) -> None:
-    """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
-    names = [parse_step(step) for step in steps]
-    verb = commands.verb_of(kind)
+    """Pin, unpin or delete (``rm``) steps: find all of them first, and execute the command, or leave marks for the
+    living trainer. Nothing is deleted if one of them is pinned."""
+    kind = CommandKind.DELETE if verb == "rm" else CommandKind(verb)
+    if not steps:
+        refuse(f"{verb}: missing argument 'STEP...'; see tierfall {verb} --help", Exit.USAGE)
+    settings, answer = load_settings(asked, doing=verb), CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
         found = {
             checkpoint.id: checkpoint
-            for name in names
+            for name in steps
             for checkpoint in [find_step(answer, listings, name, None, doing=verb)]
         }
         lost = commands.without_good_copy(listings)
@@ -190,10 +162,6 @@ def _check_deletion(
         answer.refuse("rm: nothing was deleted")
 
 
-def at_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
 def is_typed(run: str) -> bool:
     """Return whether the next line of standard input, a terminal or not, is the name of a run."""
     return sys.stdin.readline().rstrip("\r\n") == run
@@ -202,11 +170,12 @@ def is_typed(run: str) -> bool:
 # A whole run -----------------------------------------------------------------------------------------
 
 
-def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def rm_run(asked: Asked, steps: list[StepName]) -> None:
     """Delete a whole run, after its name was read from standard input."""
+    run = asked.run
     if steps or run is None:
         refuse("rm: --all deletes a whole run: name it by --run, and no STEP", Exit.USAGE)
-    settings, answer = load_settings_of_all(config, run, doing="rm"), CommandOutput(as_json)
+    settings, answer = load_settings_of_all(asked, doing="rm"), CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         listings, owner = reader.list(), reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
@@ -227,7 +196,7 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
         places = {name: store.place for name, store in reader.stores.items()}
         places[reader.host.name] = str(reader.host.path.parent)
     warn_of(elsewhere)
-    say = partial(typer.echo, err=as_json)
+    say = partial(typer.echo, err=asked.as_json)
     say(f"all of run {run} is to be deleted:")
     for listing in listings:
         copies = counted(len(listing.copies), "checkpoint", "checkpoints")
@@ -255,10 +224,10 @@ def rm_run(steps: list[str], config: str | None, run: str | None, as_json: bool)
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
+def prune(asked: Asked, dry_run: bool) -> None:
     """Apply the retention rules now, or print what they decide."""
-    settings = load_settings(config, run, doing="" if dry_run else "prune")
-    answer = CommandOutput(as_json)
+    settings = load_settings(asked, doing="" if dry_run else "prune")
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
@@ -273,7 +242,7 @@ def prune(dry_run: bool, config: str | None, run: str | None, as_json: bool) -> 
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
         warn_of(elsewhere)
-        with ProgressBar("prune", 0, shown=watched(as_json)) as watch:
+        with ProgressBar("prune", 0, shown=watched(asked.as_json)) as watch:
             pruned = commands.prune(settings, watch.set)
     answer.document = {
         "run": settings.run,
@@ -325,10 +294,10 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> None:
+def forget(asked: Asked, tier: str) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings_of_all(config, run, doing="forget")
-    answer = CommandOutput(as_json)
+    settings = load_settings_of_all(asked, doing="forget")
+    answer = CommandOutput(asked.as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
@@ -362,11 +331,10 @@ def forget(tier: str, config: str | None, run: str | None, as_json: bool) -> Non
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain(deadline: str | None, config: str | None, run: str | None, as_json: bool) -> None:
+def drain(asked: Asked, deadline_s: float | None) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
-    settings = load_settings(config, run, doing="drain")
-    deadline_s = _parse_deadline(deadline)
-    answer = CommandOutput(as_json)
+    settings = load_settings(asked, doing="drain")
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         if not _holds_images(reader, answer):
             _report_empty(reader, answer)
@@ -374,10 +342,6 @@ def drain(deadline: str | None, config: str | None, run: str | None, as_json: bo
             return
     answer.document = _drain(answer, settings, deadline_s)
     answer.finish()
-
-
-def _parse_deadline(deadline: str | None) -> float | None:
-    return None if deadline is None else parse_option("--deadline", deadline, parse_duration)
 
 
 def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) -> dict[str, Any]:
@@ -465,13 +429,12 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.problem(problem)
 
 
-def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
+def drain_all(asked: Asked, deadline_s: float | None) -> None:
     """Drain every run that has left images in this node's memory, by the file that its memory notes."""
-    deadline_s = _parse_deadline(deadline)
     began = time.monotonic()
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     drained: list[dict[str, Any]] = []
-    for held in _left_by_runs(answer, load_settings_if_any(config, doing="drain")):
+    for held in _left_by_runs(answer, load_settings_if_any(asked, doing="drain")):
         if not (held.checkpoints or held.problems):
             answer.show(f"{held}: no image in host memory")
             continue
@@ -489,13 +452,13 @@ def drain_all(deadline: str | None, config: str | None, as_json: bool) -> None:
     answer.finish()
 
 
-def discard(every_run: bool, config: str | None, run: str | None, as_json: bool) -> None:
+def discard(asked: Asked, every_run: bool) -> None:
     """Free what a dead run holds in this node's memory, or every one, once its name was typed."""
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     if every_run:
-        found = _left_by_runs(answer, load_settings_if_any(config, doing="drain"))
+        found = _left_by_runs(answer, load_settings_if_any(asked, doing="drain"))
     else:
-        settings = load_settings(config, run, doing="drain")
+        settings = load_settings(asked, doing="drain")
         found = _left_by_runs(answer, settings, only=run_folder(settings, settings.run))
     freed = [held for held in found if _discard(answer, held)]
     answer.document = {"freed": [held_members(held) for held in freed]}

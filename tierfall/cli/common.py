@@ -11,13 +11,11 @@ import re
 import shutil
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,6 +31,7 @@ from rich.text import Text
 
 from tierfall.cli.usage import (
     DEFAULT_CONFIG,
+    Asked,
     CommandRefused,
     Exit,
     StepName,
@@ -58,7 +57,6 @@ T = TypeVar("T")
 Part = Table | Text | str
 """What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
-NUMBER_MAX = 1e18
 _STYLES = {
     "damaged": "bold red",
     "DAMAGED": "bold red",
@@ -73,30 +71,28 @@ _STYLES = {
 _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
-def load_settings(config: str | None, run: str | None, *, doing: str = "") -> Config:
-    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command if it is
-    invalid. A command that does more than read says so by its name, ``doing``: it needs a file."""
-    return seen_by_one(load_settings_of_all(config, run, doing=doing))
+def load_settings(asked: Asked, *, doing: str = "") -> Config:
+    """Read the configuration as this node sees it; ends the command if it is invalid. A command that does more than
+    read says so by its name, ``doing``: it needs a file."""
+    return seen_by_one(load_settings_of_all(asked, doing=doing))
 
 
-def load_settings_if_any(
-    config: str | None, run: str | None = None, *, doing: str = ""
-) -> Config | None:
+def load_settings_if_any(asked: Asked, *, doing: str = "") -> Config | None:
     """Read the configuration as ``load_settings`` does; None if none is named, and there is no ``./tiers.yaml``."""
-    if config is None and not Path(DEFAULT_CONFIG).exists():
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
         return None
-    return load_settings(config, run, doing=doing)
+    return load_settings(asked, doing=doing)
 
 
-def load_settings_of_all(config: str | None, run: str | None, *, doing: str = "") -> Config:
+def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
     """Read the configuration as a job on several nodes sees it, with their memory."""
-    if config is None and not Path(DEFAULT_CONFIG).exists():
+    if asked.config is None and not Path(DEFAULT_CONFIG).exists():
         refuse(
             f"no configuration: there is no {DEFAULT_CONFIG} here; name a YAML file by --config, or set "
             "TIERFALL_CONFIG; 'tierfall init' writes one",
             Exit.USAGE,
         )
-    source = config or DEFAULT_CONFIG
+    source = asked.config or DEFAULT_CONFIG
     is_place = is_address(source) or Path(source).expanduser().is_dir()
     if is_place and doing:
         refuse(
@@ -104,7 +100,9 @@ def load_settings_of_all(config: str | None, run: str | None, *, doing: str = ""
             Exit.USAGE,
         )
     try:
-        return config_of_place(source, run) if is_place else load_config(source, run=run)
+        return (
+            config_of_place(source, asked.run) if is_place else load_config(source, run=asked.run)
+        )
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 
@@ -118,14 +116,6 @@ def name_other_runs(settings: Config) -> str:
 def of_this_user(settings: Config) -> str:
     """Return whose host memory a command has seen, to append to its name: the default folder is that of one user."""
     return "" if settings.host.folder else " of this user"
-
-
-def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
-    """Parse the value of an option; ends the command where ``parse`` raises ConfigError."""
-    try:
-        return parse(text)
-    except ConfigError as error:
-        refuse(f"{word}: {error}", Exit.USAGE)
 
 
 @dataclass(slots=True)
@@ -163,15 +153,13 @@ class CommandOutput:
         raise CommandRefused([*self.problems, str(message)], code)
 
     def finish(self) -> None:
-        """Print everything; exits with COULD_NOT where there are problems."""
-        if self.as_json:
-            print_out(to_document(self.document, self.problems, indent=2) + "\n")
-        else:
+        """Print everything; problems end the command."""
+        if not self.as_json:
             _print(self._shown)
-        for problem in self.problems:
-            print_problem(problem)
         if self.problems:
-            raise typer.Exit(Exit.COULD_NOT)
+            raise CommandRefused(self.problems, document=self.document)
+        if self.as_json:
+            print_out(to_document(self.document, [], indent=2) + "\n")
 
 
 def find_step(
@@ -353,15 +341,8 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
-def readable_number(value: object) -> float | None:
-    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
-    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
-        return float(value)
-    return None
-
-
 class ProgressBar:
-    """A progress bar with rate and time left; hidden where ``shown`` is false. Thread-safe."""
+    """A progress bar with rate and time left; hidden unless ``shown``. Thread-safe, as rich's are."""
 
     def __init__(self, label: str, total: int, *, shown: bool) -> None:
         """``total`` counts bytes."""
@@ -375,15 +356,12 @@ class ProgressBar:
             disable=not shown,
         )
         self._task: TaskID = self._progress.add_task(label, total=total)
-        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        with self._lock:
-            self._progress.advance(self._task, count)
+        self._progress.advance(self._task, count)
 
     def set(self, done: int, total: int) -> None:
-        with self._lock:
-            self._progress.update(self._task, completed=done, total=total)
+        self._progress.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> Self:
         self._progress.start()

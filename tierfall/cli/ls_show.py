@@ -1,12 +1,15 @@
-"""``ls`` and ``show``: commands that only read, beside a living trainer too."""
+"""``ls``, ``show``, ``latest`` and ``runs``: commands that only read, beside a living trainer too; and the facts of a
+run that they and others show, from one listing of all tiers."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +24,7 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    load_settings_if_any,
     name_other_runs,
     of_this_user,
     owner_members,
@@ -28,41 +32,279 @@ from tierfall.cli.common import (
     table,
     with_tier,
 )
-from tierfall.cli.run_facts import (
-    RunFacts,
-    format_bounds,
-    format_loss,
-    format_peer_survival,
-    known_bounds,
-    reported_bounds,
-)
-from tierfall.cli.usage import parse_step
+from tierfall.cli.usage import Asked, StepName
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Manifest
+from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     NotSupportedError,
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.ops.reader import RunReader
+from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
+from tierfall.core.types.view import Decision, PeerSurvival, Verdict, View
+from tierfall.ops.commands import restorable, unread, view_of
+from tierfall.ops.memory import HeldMemory, held_by_runs
+from tierfall.ops.reader import RunReader, find_runs
 from tierfall.ops.watch import find_living_status
+from tierfall.policies.retention import plan_retention
+from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.reports import describe_peer_survival, format_bounds
 from tierfall.telemetry.status import Status
 
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One listing of all tiers of a run; those that are ``not_created`` yet are empty. ``safety`` is ``view`` with the
+    read-only tiers, whose copies survive losses too. ``peer_survival`` is of the time at which the newest checkpoint in
+    peer memory was committed."""
+
+    listings: tuple[Listing, ...]
+    not_created: tuple[str, ...]
+    known: tuple[KnownCheckpoint, ...]
+    view: View
+    safety: View
+    peer_survival: PeerSurvival | None
+    owner: LockOwner | None
+    wall_time_s: float
+
+    @classmethod
+    def gather(cls, reader: RunReader) -> Self:
+        listings, new = reader.list_with_new()
+        known = merge(listings)
+        rules = tier_rules(reader.config, read_too=True)
+        safety = to_view(rules, known, wall_time_s=time.time())
+        return cls(
+            listings=listings,
+            not_created=tuple(new),
+            known=known,
+            view=view_of(reader.config, known),
+            safety=safety,
+            peer_survival=_peer_survival(reader, listings, safety),
+            owner=reader.owner(),
+            wall_time_s=time.time(),
+        )
+
+    @cached_property
+    def by_id(self) -> dict[CheckpointId, KnownCheckpoint]:
+        return {c.id: c for c in self.known}
+
+    @cached_property
+    def _owed(self) -> dict[CheckpointId, frozenset[str]]:
+        return {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
+
+    @cached_property
+    def unread(self) -> dict[str, TierfallError]:
+        return unread(self.listings)
+
+    def rows(self) -> list[CheckpointId]:
+        """Return every checkpoint, and every unfinished one."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        return sorted({*self.by_id, *unfinished})
+
+    def cell(self, id: CheckpointId, tier: str) -> str:
+        """Return the state of a tier's copy in one word; ``-``: none; ``?``: the tier could not be read."""
+        listing = next(x for x in self.listings if x.tier == tier)
+        if listing.error is not None:
+            return "?"
+        known = self.by_id.get(id)
+        if known is not None and tier in known.copies:
+            return known.copies[tier].label
+        if id in listing.unfinished:
+            return str(CopyState.ARRIVING) if self.owner else "unfinished"
+        return "owed" if tier in self._owed.get(id, ()) else "-"
+
+    def age_s(self, checkpoint: KnownCheckpoint) -> float | None:
+        saved_s = checkpoint.wall_time_s
+        return None if saved_s is None else max(0.0, self.wall_time_s - saved_s)
+
+    def owed(self, id: CheckpointId) -> tuple[str, ...]:
+        """Return the tiers that were read and are still owed a copy."""
+        return tuple(tier.name for tier in self.view.tiers if tier.name in self._owed.get(id, ()))
+
+    def decision(self, tier: str, id: CheckpointId) -> Decision:
+        """Return what retention decides about a copy, with the reason."""
+        rules = next((rules for rules in self.view.tiers if rules.name == tier), None)
+        known = self.by_id.get(id)
+        if rules is None:
+            reason = "the tier is read-only: nothing is deleted there"
+        elif rules.kind is TierKind.HOST:
+            newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
+            reason = "until a save needs its room; the oldest is evicted first"
+            if newest == id:
+                reason = "the newest in memory is always kept"
+        elif decided := [d for d in plan_retention(self.view, tier) if d.checkpoint == id]:
+            return decided[0]
+        elif known is not None and known.copies[tier].unread is not None:
+            reason = "it could not be read, and what could not be read is kept"
+        else:
+            reason = (
+                "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where "
+                "the rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
+            )
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+
+def _peer_survival(
+    reader: RunReader, listings: Sequence[Listing], safety: View
+) -> PeerSurvival | None:
+    """Return what peer memory survives, by the record of the newest attempt; None where no tier has that record, or
+    this node has nothing in peer memory that it saved."""
+    if reader.config.peers is None:
+        return None
+    try:
+        found = newest_attempt(listings, reader.stores)
+    except TierfallError as error:
+        logger.debug("the record of the newest attempt could not be read: %s", error)
+        return None
+    if found is None or found[0].node_losses is None:
+        return None
+    return peer_survival(safety, found[0].number, found[0].node_losses)
+
+
+# What a failure would cost -------------------------------------------------------------------------
+
+
+def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str, ...]:
+    """Format the line about peer memory, if there is one. Without a ``live`` trainer, a node may have been lost."""
+    if found is None:
+        return ()
+    return (describe_peer_survival(found) + ("" if live else " (if no node is lost yet)"),)
+
+
+# latest and runs -------------------------------------------------------------------------------------
+
+
+def latest(asked: Asked) -> None:
+    """Print the newest step of which some tier has a good copy."""
+    settings = load_settings(asked)
+    answer = CommandOutput(asked.as_json)
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
+    answer.note_unread(facts.unread)
+    newest = next(iter(restorable(facts.known)), None)
+    answer.note_newer(facts.listings, newest)
+    if newest is None:
+        answer.refuse(
+            f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
+        )
+    answer.document = {
+        "run": settings.run,
+        **members(facts.by_id[newest], "id"),
+        "tiers": [t for t, copy in facts.by_id[newest].copies.items() if copy.damage is None],
+    }
+    answer.show(str(newest))
+    answer.finish()
+
+
+def runs(asked: Asked) -> None:
+    """List all runs on the tiers, and what runs hold in the memory of this node; without a file, that alone."""
+    answer = CommandOutput(asked.as_json)
+    # A folder of several runs needs a name; all are listed.
+    settings = load_settings_if_any(Asked(asked.config, "any", asked.as_json))
+    held: list[HeldMemory] = []
+    try:
+        held = held_by_runs(settings)
+    except UnreachableError as error:
+        answer.problem(error)
+    answer.document = {"memory": [held_members(one) for one in held]}
+    if settings is not None:
+        answer.document = {"runs": _show_runs(answer, settings), **answer.document}
+    elif not held:
+        answer.show("nothing of this user is in this node's memory")
+    if held:
+        answer.show(*_memory_of_node(held, below=settings is not None))
+    answer.finish()
+
+
+def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
+    names, unread = find_runs(settings)
+    answer.note_unread(unread)
+    found = [_describe_run(answer, settings, name) for name in names]
+    right = ("STEPS", "LATEST", "AGE", "SIZE")
+    made = table("RUN", *right, "TIERS", "", right=right)
+    for one in found:
+        made.add_row(
+            one["run"],
+            str(one["checkpoints"]),
+            "-" if one["step"] is None else f"{one['step']}@{one['attempt']}",
+            cell(one["age_s"], rough_duration),
+            format_size(one["bytes"]),
+            ", ".join(one["tiers"]) or "-",
+            "a trainer owns it" if one["owner"] else "",
+        )
+    if found:
+        answer.show(made)
+    answer.show(counted(len(found), "run", "runs") if found else "no run")
+    return found
+
+
+def _memory_of_node(held: Sequence[HeldMemory], *, below: bool) -> Iterable[Table | str]:
+    if below:
+        yield ""
+    right = ("STEPS", "SIZE", "FOR OTHERS")
+    made = table("IN MEMORY HERE", *right, "OWNER", "FILE", right=right)
+    for one in held:
+        made.add_row(
+            one.run,
+            "?" if one.problems and not one.checkpoints else str(len(one.checkpoints)),
+            format_size(one.bytes),
+            format_size(one.kept_bytes) if one.kept_bytes else "-",
+            "no trainer" if one.owner is None else one.owner.process,
+            one.file or "-",
+        )
+    yield made
+    if any(one.owner is None for one in held):
+        yield "'tierfall drain --all' flushes what no trainer owns, --discard frees it"
+
+
+def held_members(held: HeldMemory) -> dict[str, Any]:
+    """Return what a run holds in this node's memory, for a document."""
+    return {
+        **members(held, "run", "folder", "file", "bytes", "kept_bytes", "problems"),
+        "steps": [str(id) for id in held.checkpoints],
+        "owner": owner_members(held.owner),
+    }
+
+
+def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str, Any]:
+    with RunReader(settings.model_copy(update={"run": run})) as reader:
+        facts = RunFacts.gather(reader)
+    answer.note_unread(facts.unread)
+    newest = next(iter(restorable(facts.known)), None)
+    held = [listing for listing in facts.listings if listing.copies]
+    return {
+        "run": run,
+        "checkpoints": len(facts.known),
+        **members(facts.by_id.get(newest) if newest else None, "id"),
+        "age_s": facts.age_s(facts.by_id[newest]) if newest else None,
+        "bytes": sum(copy.bytes for listing in held for copy in listing.copies),
+        "tiers": [listing.tier for listing in held],
+        "owner": owner_members(facts.owner),
+    }
+
+
+# ls and show -----------------------------------------------------------------------------------------
+
+
 LARGEST_SHOWN = 5
-_OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes", "tensors")
 
 
-def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_json: bool) -> None:
+def ls(asked: Asked, last: int | None, metrics: bool) -> None:
     """List the steps of a run, or the newest ``last`` of them: age, size, and the state on each tier."""
-    settings = load_settings(config, run)
-    answer = CommandOutput(as_json)
+    settings = load_settings(asked)
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
         trainer = find_living_status(settings, run=settings.run)
@@ -75,9 +317,7 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
-            "loss_bound": to_json(
-                reported_bounds(trainer) if trainer else known_bounds(facts.safety)
-            ),
+            "loss_bound": to_json(trainer.loss_bound if trainer else loss_bounds(facts.safety)),
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
@@ -89,18 +329,17 @@ def ls(last: int | None, metrics: bool, config: str | None, run: str | None, as_
     answer.finish()
 
 
-def show(steps: list[str], config: str | None, run: str | None, as_json: bool) -> None:
+def show(asked: Asked, steps: list[StepName]) -> None:
     """Show steps in full: lineage, files, copies and why each is kept or deleted."""
-    settings = load_settings(config, run)
-    names = [parse_step(step) for step in steps]
-    answer = CommandOutput(as_json)
+    settings = load_settings(asked)
+    answer = CommandOutput(asked.as_json)
     documents: list[dict[str, Any]] = []
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
         _note_unread(answer, facts)
         found = {
             checkpoint.id: checkpoint
-            for name in names
+            for name in steps
             for checkpoint in [find_step(answer, facts.listings, name, doing="show")]
         }
         for checkpoint in found.values():
@@ -116,7 +355,7 @@ def _show_step(
 ) -> dict[str, Any]:
     """Show one step, and return its document."""
     files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
-    manifests, problems = manifest_facts(reader, checkpoint)
+    manifests, problems = manifest_members(reader, checkpoint)
     for tier, error in problems:
         answer.problem(with_tier(tier, error))
     answer.show(*_in_full(facts, checkpoint, manifests, files))
@@ -126,7 +365,7 @@ def _show_step(
         "owed": list(facts.owed(checkpoint.id)),
         **members(checkpoint.commit, "world_size"),
         "nodes": list(checkpoint.commit.nodes) if checkpoint.commit else [],
-        "manifests": [members(manifest, *_OF_MANIFEST) for manifest in manifests],
+        "manifests": manifests,
     }
     for tier, of_copy in document["copies"].items():
         of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
@@ -210,11 +449,6 @@ def _steps(
     return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
 
 
-def _age(facts: RunFacts, checkpoint: KnownCheckpoint) -> str:
-    age_s = facts.age_s(checkpoint)
-    return "" if age_s is None else format_duration(round(age_s))
-
-
 def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
@@ -238,9 +472,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield format_bounds(reported_bounds(trainer), describe=format_loss)
+        yield format_bounds(trainer.loss_bound)
     elif facts.known:
-        yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
+        yield format_bounds(loss_bounds(facts.safety), tuple(facts.unread))
     for tier in settings.stored:
         if tier.name in facts.not_created:
             yield describe_new(tier.name, tier.place)
@@ -252,7 +486,7 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
 def _in_full(
     facts: RunFacts,
     checkpoint: KnownCheckpoint,
-    manifests: Sequence[ManifestFacts],
+    manifests: Sequence[dict[str, Any]],
     files: dict[str, list[tuple[str, int]]],
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
@@ -287,8 +521,11 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("attempt", str(checkpoint.id.attempt))
     if commit is not None:
         start = commit.lineage.started_from
-        made.add_row("lineage", f"number {commit.lineage.ordinal}, {_from(start)}")
-        made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
+        begun = "started from nothing" if start is None else f"continued from {start}"
+        made.add_row("lineage", f"number {commit.lineage.ordinal}, {begun}")
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.wall_time_s))
+        age = format_duration(round(facts.age_s(checkpoint) or 0.0))
+        made.add_row("saved", f"{at}, {age} ago")
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
         )
@@ -302,25 +539,18 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     return made
 
 
-def _from(start: CheckpointId | None) -> str:
-    return "started from nothing" if start is None else f"continued from {start}"
-
-
-def _wall_time(wall_time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_time_s))
-
-
-def _manifest_lines(manifest: ManifestFacts) -> Iterable[Table | str]:
-    chunks = counted(manifest.chunks, "chunk", "chunks")
-    tensors = counted(len(manifest.tensors), "tensor", "tensors")
+def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Table | str]:
+    chunks = counted(manifest["chunks"], "chunk", "chunks")
+    tensors = counted(len(manifest["tensors"]), "tensor", "tensors")
     yield (
-        f"{manifest.shard}: an image of {format_size(manifest.image_bytes)} in {chunks} of at most "
-        f"{format_size(manifest.chunk_bytes)}, with {tensors}, the largest:"
+        f"{manifest['shard']}: an image of {format_size(manifest['image_bytes'])} in {chunks} of at most "
+        f"{format_size(manifest['chunk_bytes'])}, with {tensors}, the largest:"
     )
     made = table("TENSOR", "DTYPE", "SHAPE", "SIZE", right=("SIZE",))
-    for tensor in manifest.largest(LARGEST_SHOWN):
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        made.add_row(tensor.name, tensor.dtype, shape, format_size(tensor.bytes))
+    largest = sorted(manifest["tensors"], key=lambda t: (-t["bytes"], t["name"]))
+    for tensor in largest[:LARGEST_SHOWN]:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        made.add_row(tensor["name"], tensor["dtype"], shape, format_size(tensor["bytes"]))
     yield made
 
 
@@ -341,39 +571,12 @@ def _files(
 # Manifests -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
-    """A tensor, or the block of it that an image holds."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestFacts:
-    """One image by its manifest; sizes are raw bytes."""
-
-    shard: str
-    image_bytes: int
-    chunks: int
-    chunk_bytes: int
-    tensors: tuple[TensorFacts, ...]
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
-
-    def largest(self, count: int) -> list[TensorFacts]:
-        return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
-
-
-def manifest_facts(
+def manifest_members(
     reader: RunReader, checkpoint: KnownCheckpoint
-) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
-    """Read each shard's manifest from the fastest copy where it is good; return also the errors, each with its tier."""
-    found: list[ManifestFacts] = []
+) -> tuple[list[dict[str, Any]], list[tuple[str, TierfallError]]]:
+    """Read each shard's manifest from the fastest copy where it is good, for a document; return also the errors, each
+    with its tier."""
+    found: list[dict[str, Any]] = []
     problems: list[tuple[str, TierfallError]] = []
     if checkpoint.commit is None:
         return found, problems
@@ -388,7 +591,7 @@ def manifest_facts(
                 continue  # the record of one node, or of one rank's memory, names only its own shards
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
-                found.append(_facts_of(manifest))
+                found.append(_of_manifest(manifest))
             except (IntegrityError, NotSupportedError, BackendError) as error:
                 problems.append((tier, error))
                 continue
@@ -396,27 +599,30 @@ def manifest_facts(
     return found, problems
 
 
-def _facts_of(manifest: Manifest) -> ManifestFacts:
+def _of_manifest(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest has of its image; sizes are raw bytes."""
     shard = manifest.shard
     try:
-        tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
+        tensors = [_tensor(piece) for piece in json.loads(manifest.pieces)]
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
             f"manifest of {manifest.lineage.checkpoint}: its tensor table is invalid: {error!r}"
         ) from error
-    return ManifestFacts(
-        shard=f"rank {shard.rank} of {shard.world_size}",
-        image_bytes=manifest.image_bytes,
-        chunks=manifest.chunk_count,
-        chunk_bytes=manifest.chunk_bytes,
-        tensors=tensors,
-    )
+    return {
+        "shard": f"rank {shard.rank} of {shard.world_size}",
+        "image_bytes": manifest.image_bytes,
+        "chunks": manifest.chunk_count,
+        "chunk_bytes": manifest.chunk_bytes,
+        "tensor_bytes": sum(tensor["bytes"] for tensor in tensors),
+        "tensors": tensors,
+    }
 
 
-def _tensor(piece: dict[str, Any]) -> TensorFacts:
-    return TensorFacts(
-        name=str(piece["name"]),
-        dtype=str(piece["dtype"]),
-        shape=tuple(int(length) for length in piece["lengths"]),
-        bytes=int(piece["end"]) - int(piece["start"]),
-    )
+def _tensor(piece: dict[str, Any]) -> dict[str, Any]:
+    """Return a tensor, or the block of it that an image holds."""
+    return {
+        "name": str(piece["name"]),
+        "dtype": str(piece["dtype"]),
+        "shape": [int(length) for length in piece["lengths"]],
+        "bytes": int(piece["end"]) - int(piece["start"]),
+    }

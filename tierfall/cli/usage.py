@@ -10,13 +10,15 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -38,6 +40,14 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+class Asked(NamedTuple):
+    """The options of all commands: the file, the run in place of that of the file, and the form of the answer."""
+
+    config: str | None
+    run: str | None
+    as_json: bool
+
+
 # STEP ------------------------------------------------------------------------------------------------
 
 
@@ -50,13 +60,28 @@ class StepName:
 
 
 def parse_step(text: str) -> StepName:
-    """Parse STEP; ends the command where it is none."""
+    """Parse STEP."""
     if text == _LATEST:
         return StepName()
     match = _STEP.match(text)
     if match is None:
-        refuse(f"STEP is {text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}", Exit.USAGE)
+        raise typer.BadParameter(f"{text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}")
     return StepName(int(match[1]), int(match[2]) if match[2] else None)
+
+
+def parser_of(parse: Callable[[str], Any], least: float = 0) -> Callable[[str], Any]:
+    """Return the parser of an option for typer, of a function that raises ConfigError."""
+
+    def read(text: str) -> Any:
+        try:
+            value = parse(text)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        if value < least:
+            raise typer.BadParameter(f"{text!r} is too small; expected {least:g} or more")
+        return value
+
+    return read
 
 
 # Errors ----------------------------------------------------------------------------------------------
@@ -72,18 +97,27 @@ def print_out(text: str) -> None:
         refuse(f"the output could not be written: {error.strerror}")
 
 
+def at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def print_problem(message: object) -> None:
     """Print a problem on stderr."""
     typer.echo(f"tierfall: {message}", err=True)
 
 
 class CommandRefused(Exception):
-    """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
+    """Ends a command: ``problems`` are printed, ``code`` is the exit code. ``document`` is what --json prints."""
 
-    def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
+    def __init__(
+        self,
+        problems: Sequence[str],
+        code: Exit = Exit.COULD_NOT,
+        document: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.problems = list(map(without_secrets, problems))
         super().__init__(*self.problems)
-        self.code = code
+        self.code, self.document = code, document
 
 
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
@@ -98,18 +132,18 @@ def code_of(error: TierfallError) -> Exit:
 
 
 def to_document(
-    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
+    document: Mapping[str, Any], problems: Sequence[str], *, indent: int | None = None
 ) -> str:
     """Return a document with ``ok`` and ``problems`` as JSON."""
     outcome = {"ok": not problems, "problems": list(problems)}
-    return json.dumps(document | outcome, indent=indent, allow_nan=False)
+    return json.dumps({**document, **outcome}, indent=indent, allow_nan=False)
 
 
 def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Print the problems of a refusal, in the requested form, and exit with its code."""
     if as_json:
         with suppress(OSError):  # such as a full disk, which may be what is reported
-            typer.echo(to_document({}, refusal.problems, indent=2))
+            typer.echo(to_document(refusal.document, refusal.problems, indent=2))
     for problem in refusal.problems:
         print_problem(problem)
     raise typer.Exit(refusal.code)
@@ -135,7 +169,6 @@ def listen_to_warnings() -> None:
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
-_INSTALLS = "Install completion for the current shell, in its start file, such as ~/.bashrc; prints what is written."
 
 
 class CommandGroup(TyperGroup):
@@ -177,13 +210,6 @@ class CommandGroup(TyperGroup):
             command = words[first : first + 1] or ["COMMAND"]
             meant = shlex.join([*command, *words[first + 1 :], *before])
             refuse(f"{name} belongs after the command: tierfall {meant}", Exit.USAGE)
-
-    def get_params(self, ctx: Any) -> Any:
-        params: list[Any] = super().get_params(ctx)
-        for parameter in params:
-            if parameter.name == "install_completion":
-                parameter.help = _INSTALLS
-        return params
 
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line(ctx.meta.get(_AS_JSON, False)):

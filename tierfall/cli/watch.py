@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -27,37 +27,33 @@ from tierfall.cli.common import (
     counted,
     load_settings,
     owner_members,
-    parse_option,
-    readable_number,
     table,
     with_tier,
 )
-from tierfall.cli.run_facts import (
+from tierfall.cli.ls_show import (
     RunFacts,
-    format_bounds,
-    format_loss,
     format_peer_survival,
-    reported_bounds,
 )
-from tierfall.cli.usage import Exit, refuse, to_document
+from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
 from tierfall.config.fields import listen_address
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
     format_rate,
     format_share,
     format_size,
-    parse_duration,
 )
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
 from tierfall.policies.forecast import loss_bounds
-from tierfall.telemetry.health import HANGS_AFTER_S
 from tierfall.telemetry.prometheus import MetricsServer
+from tierfall.telemetry.reports import format_bounds
 from tierfall.telemetry.status import (
+    HANGS_AFTER_S,
     CheckpointStatus,
     CopyStatus,
     RunStatus,
@@ -70,23 +66,23 @@ ROWS_MAX = 12
 EVENTS_SHOWN = 6
 BAR_WIDTH = 20
 TIME_MAX_S = 3e10
+NUMBER_MAX = 1e18
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
-EVERY_S_LEAST = 0.1
 ROWS_ON_SCREEN = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` has the
-    copies that are damaged or could not be read, each by tier and checkpoint, in one word."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``cell`` gives the
+    state of a copy in a word, by its checkpoint and tier."""
 
     snapshot: RunSnapshot
     status: RunStatus
     bounds: dict[LossClass, LossBound]
     peer_survival: PeerSurvival | None
     unread: tuple[str, ...] = ()
-    damaged: Mapping[tuple[str, CheckpointId], str] = field(default_factory=dict)
+    cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
 
     @property
@@ -129,7 +125,7 @@ class RunView:
         if more := seen.checkpoints_known - rows:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
-        yield format_bounds(self.bounds, self.unread, describe=format_loss)
+        yield format_bounds(self.bounds, self.unread)
         yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1:
             yield ""
@@ -144,8 +140,9 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     return RunView(
         snapshot=snapshot,
         status=_with_memory_of_all(status, snapshot),
-        bounds=reported_bounds(status),
+        bounds=status.loss_bound,
         peer_survival=status.peer_survival,
+        cell=_reported_cell,
         problems=snapshot.problems,
     )
 
@@ -183,12 +180,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         bounds=loss_bounds(facts.safety),
         peer_survival=facts.peer_survival,
         unread=tuple(facts.unread),
-        damaged={
-            (listing.tier, copy.id): copy.label
-            for listing in facts.listings
-            for copy in listing.copies
-            if copy.damage is not None
-        },
+        cell=lambda one, tier: facts.cell(CheckpointId(one.step, one.attempt), tier),
         problems=(*snapshot.problems, *unread, *damaged),
     )
 
@@ -313,20 +305,16 @@ def _grid(frame: RunView, rows: int) -> Table | Text:
         remarks = [
             word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
         ]
-        states = {name: _cell(frame, one, name) for name in names}
+        states = {name: frame.cell(one, name) for name in names}
         made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
     return copies_table(("STEP",), names, ("",), made)
 
 
-def _cell(frame: RunView, one: CheckpointStatus, tier: str) -> str:
-    if label := frame.damaged.get((tier, CheckpointId(one.step, one.attempt))):
-        return label
-    alive = frame.snapshot.live is not None
+def _reported_cell(one: CheckpointStatus, tier: str) -> str:
+    """Return the state of a copy as the trainer says it."""
     copy = one.copies.get(tier)
     if copy is None:
         return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
-    if copy.state is CopyState.ARRIVING and not alive:
-        return "unfinished"
     return str(copy.state) + (
         "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
     )
@@ -373,7 +361,7 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
 
 def _format_event(event: dict[str, Any]) -> str:
     """Format an event as one line: time, kind, step, tier and its other members."""
-    at = readable_number(event.get("wall_time_s"))
+    at = _readable_number(event.get("wall_time_s"))
     when = (
         "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
     )
@@ -384,7 +372,7 @@ def _format_event(event: dict[str, Any]) -> str:
         parts.append(str(event["tier"]))
     for name in _SHOWN_MEMBERS:
         value = event.get(name)
-        number = readable_number(value)
+        number = _readable_number(value)
         if name == "bytes" and number is not None:
             parts.append(format_size(number))
         elif name == "seconds" and number is not None:
@@ -394,44 +382,44 @@ def _format_event(event: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def watch(
-    every: str,
-    once: bool,
-    prometheus: str | None,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+def _readable_number(value: object) -> float | None:
+    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
+    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
+        return float(value)
+    return None
+
+
+def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
-    settings = load_settings(config, run)
-    every_s = _every(every)
+    settings = load_settings(asked)
     if once and prometheus is not None:
         refuse(
             "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
         )
-    with Watcher(settings, run=settings.run) as watcher:
-        if prometheus is not None:
-            _serve(watcher, prometheus, settings.run, as_json=as_json)
-            return
-        frames = _frames(settings, watcher)
-        if once:
-            _once(next(frames), as_json=as_json)
-            return
-        try:
-            with _screen(as_json=as_json) as show:
-                for frame in frames:
-                    show(frame)
-                    time.sleep(every_s)
-        except KeyboardInterrupt:
-            return  # Ctrl-C is how a person ends it
+    watcher = Watcher(settings, run=settings.run)
+    if prometheus is not None:
+        _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
+        return
+    frames = _frames(settings, watcher)
+    if once:
+        _once(next(frames), as_json=asked.as_json)
+        return
+    try:
+        with _screen(as_json=asked.as_json) as show:
+            for frame in frames:
+                show(frame)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        return  # Ctrl-C is how a person ends it
 
 
 def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
-    address, port = parse_option("--prometheus", listens_on, listen_address)
-    server = MetricsServer.listen(
-        address, port, watcher.living_statuses, run=run, where="--prometheus"
-    )
+    try:
+        address, port = listen_address(listens_on)
+    except ConfigError as error:
+        refuse(f"--prometheus: {error}", Exit.USAGE)
+    server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
     answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
     answer.finish()
@@ -445,14 +433,6 @@ def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> Non
         server.close()
 
 
-def _every(text: str) -> float:
-    every_s = parse_option("--every", text, parse_duration)
-    if every_s < EVERY_S_LEAST:
-        least = format_duration(EVERY_S_LEAST)
-        refuse(f"--every: {text!r} is too short; expected {least} or more", Exit.USAGE)
-    return every_s
-
-
 def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
     """Give a view per frame: by the status of a living trainer, else by a listing of the tiers every
     ``LIST_EVERY_S``."""
@@ -464,13 +444,9 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
             yield view_of_status(live, snapshot)
             continue
         if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
-            facts = _gather(settings)
+            with RunReader(settings) as reader:
+                facts = RunFacts.gather(reader)
         yield view_of_facts(settings.run, facts, snapshot)
-
-
-def _gather(settings: Config) -> RunFacts:
-    with RunReader(settings) as reader:
-        return RunFacts.gather(reader)
 
 
 def _once(frame: RunView, *, as_json: bool) -> None:

@@ -16,11 +16,11 @@ from signal import Signals
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tierfall.backends.open import check_url
-from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN
+from tierfall.core.compression.frames import LEVEL_MAX
 from tierfall.core.format.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from tierfall.core.types import keys, units
 from tierfall.core.types.errors import ConfigError
@@ -32,13 +32,12 @@ BASE = "base"
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
-_EXPECTED_COUNT = "a whole number, 1 or more"
-_EXPECTED_LEVEL = f"a level from {LEVEL_MIN} to {LEVEL_MAX}"
 _EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
+_EXPECTED_OVERHEAD = "more than 0% and less than 100%, such as 3.5%"
 _EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
-_EXPECTED_WAIT = "a time above 0, such as 60s"
+_EXPECTED_WAIT = "a time above 0, such as 250ms, 60s, 10m or 4h"
 _EXPECTED_LISTEN = "a port from 1 to 65535, or an address and a port such as 127.0.0.1:9109"
 PORT_MAX = 65535
 _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such as 10m"
@@ -72,6 +71,26 @@ def show(value: object) -> str:
             return f"a value of type {type(value).__name__}"
 
 
+def misfit(value: object, expected: str, near: str = "") -> ConfigError:
+    """Return the error for a value that does not fit."""
+    return ConfigError(f"{show(value)} does not fit; expected {expected}{near}")
+
+
+def parsed(parse: Callable[..., Any], expected: str, *, in_folder: bool = False) -> BeforeValidator:
+    """Parse a value by a function that raises ConfigError. ``in_folder``: it also takes the folder that relative paths
+    start at."""
+
+    def read(value: object, info: ValidationInfo) -> object:
+        folder = [(info.context or {}).get(BASE) or Path.cwd()] if in_folder else []
+        try:
+            return parse(value, *folder)
+        except ConfigError as error:
+            message = str(error)
+        raise value_error(message, expected=expected)  # not chained: the cause may have a secret
+
+    return BeforeValidator(read)
+
+
 def choice(
     words: type[StrEnum], *, instead: Mapping[str, str] = MappingProxyType({})
 ) -> BeforeValidator:
@@ -82,11 +101,9 @@ def choice(
         if isinstance(value, str) and value in set(words):
             return words(value)
         near = instead.get(value) or hint_at(value, words) if isinstance(value, str) else ""
-        raise value_error(
-            f"{show(value)} does not fit; expected {expected}{near}", expected=expected
-        )
+        raise misfit(value, expected, near)
 
-    return BeforeValidator(read)
+    return parsed(read, expected)
 
 
 def any_word(words: type[StrEnum]) -> WithJsonSchema:
@@ -94,23 +111,12 @@ def any_word(words: type[StrEnum]) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "enum": [*words]})
 
 
-def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:
-    def read(value: object) -> object:
-        try:
-            return parse(value)
-        except ConfigError as error:
-            message = str(error)
-        raise value_error(message, expected=expected)
-
-    return BeforeValidator(read)
-
-
-def number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -> WithJsonSchema:
+def number_or_text(pattern: str, *, minimum: int) -> WithJsonSchema:
     """JSON schema of a number, or of text that matches a pattern."""
     return WithJsonSchema(
         {
             "anyOf": [
-                {"type": number, "minimum": minimum},
+                {"type": "integer", "minimum": minimum},
                 {"type": "string", "pattern": pattern},
             ]
         }
@@ -144,23 +150,28 @@ def _wait(value: float | str) -> float:
 def _chunk(value: int | str) -> int:
     size_bytes = units.parse_size(value)
     if size_bytes % CHUNK_BYTES_MIN or not CHUNK_BYTES_MIN <= size_bytes <= CHUNK_BYTES_MAX:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_CHUNK}")
+        raise misfit(value, _EXPECTED_CHUNK)
     return size_bytes
 
 
-def _count(value: object) -> int:
-    """Parse a count; also from digits in text, as ``${env:NAME}`` is always text."""
-    number = _whole(value)
-    if number is None or number < 1:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_COUNT}")
-    return number
+def _overhead(value: float | str) -> float:
+    share = units.parse_share(value)
+    if not 0 < share < 1:
+        why = " leaves no time to train" if share else " is never spent"
+        raise ConfigError(f"{show(value)}{why}; expected {_EXPECTED_OVERHEAD}")
+    return share
 
 
-def _level(value: object) -> int:
-    number = _whole(value)
-    if number is None or not LEVEL_MIN <= number <= LEVEL_MAX:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_LEVEL}")
-    return number
+def _whole_number(expected: str, most: int | None = None) -> BeforeValidator:
+    """Parse a whole number from 1 to ``most``; also from digits in text, as ``${env:NAME}`` is always text."""
+
+    def read(value: object) -> int:
+        number = _whole(value)
+        if number is None or number < 1 or (most is not None and number > most):
+            raise misfit(value, expected)
+        return number
+
+    return parsed(read, expected)
 
 
 def _url(value: object) -> str:
@@ -171,25 +182,23 @@ def _url(value: object) -> str:
     return value
 
 
-def every() -> BeforeValidator:
-    """Parse a number of training steps (int), or a time in seconds (float)."""
-    return _parsed(_every, _EXPECTED_EVERY)
-
-
-def _every(value: object) -> int | float:
+def parse_every(value: object) -> int | float:
+    """Parse a number of training steps (int), or a time in seconds (float). Raises ConfigError."""
     if isinstance(value, str) and (steps := _STEPS.fullmatch(value)):
         raise ConfigError(f"{show(value)}: a number of steps has no unit; expected {steps[1]}")
-    number = _whole(value)
-    if number is None and isinstance(value, str):
-        if not _TIME.match(value):
-            raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}")
-        seconds = units.parse_duration(value)
-        if seconds == 0:
+    found: int | float | None = _whole(value)
+    if found is None and isinstance(value, str) and _TIME.match(value):
+        found = units.parse_duration(value)
+        if found == 0:
             raise ConfigError(f"{show(value)} is not above 0; expected {_EXPECTED_EVERY}")
-        return seconds
-    if number is None or number < 1:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}")
-    return number
+    if found is None or found <= 0:
+        raise misfit(value, _EXPECTED_EVERY)
+    return found
+
+
+def _write_every(value: int | float) -> int | str:
+    """Serialize steps as a number and a time as text, so that the result parses to the same value."""
+    return f"{value:.9f}s" if isinstance(value, float) else value
 
 
 def _whole(value: object) -> int | None:
@@ -206,7 +215,7 @@ def listen_address(value: object) -> tuple[str, int]:
     address, _, digits = value.rpartition(":") if isinstance(value, str) else ("", "", value)
     port = _whole(digits)
     if port is None or not 1 <= port <= PORT_MAX or not address.isprintable() or " " in address:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_LISTEN}")
+        raise misfit(value, _EXPECTED_LISTEN)
     return address.strip("[]"), port
 
 
@@ -220,7 +229,7 @@ def _flag(value: object) -> bool:
         return value
     if value in ("true", "false"):
         return value == "true"
-    raise ConfigError(f"{show(value)} does not fit; expected true or false")
+    raise misfit(value, "true or false")
 
 
 def _name(value: object) -> str:
@@ -247,16 +256,14 @@ def no_address(expected: str) -> BeforeValidator:
     def check(value: object) -> object:
         if is_address(value):
             scheme = str(value).partition("://")[0]
-            raise value_error(
-                f"{scheme}://... is an address; expected {expected}", expected=expected
-            )
+            raise ConfigError(f"{scheme}://... is an address; expected {expected}")
         return value
 
-    return BeforeValidator(check)
+    return parsed(check, expected)
 
 
-def _path(value: object, base: Path | None) -> Path:
-    """Make a path absolute: a relative one starts at ``base``, or at the working directory."""
+def _path(value: object, folder: Path) -> Path:
+    """Make a path absolute: a relative one starts at ``folder``."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
     text = os.fspath(value)
@@ -274,59 +281,39 @@ def _path(value: object, base: Path | None) -> Path:
         expanded = Path(text).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
         raise ConfigError(f"{text!r} is not a usable path: {error}") from error
-    return Path.cwd() / (base or "") / expanded
-
-
-def _read_path(value: object, info: ValidationInfo) -> Path:
-    try:
-        return _path(value, (info.context or {}).get(BASE))
-    except ConfigError as error:
-        message = str(error)
-    raise value_error(message, expected=_EXPECTED_FOLDER)
-
-
-def folder_of(info: ValidationInfo) -> Path:
-    """Return the folder of the file that is validated; the working directory where there is none."""
-    return (info.context or {}).get(BASE) or Path.cwd()
+    return folder / expanded
 
 
 Size = Annotated[
     int,
-    _parsed(units.parse_size_with_unit, units.EXPECTED_SIZE),
+    parsed(units.parse_size_with_unit, units.EXPECTED_SIZE),
     number_or_text(units.SIZE_PATTERN, minimum=1024),
 ]
 Chunk = Annotated[
     int,
-    _parsed(_chunk, _EXPECTED_CHUNK),
+    parsed(_chunk, _EXPECTED_CHUNK),
     number_or_text(units.SIZE_PATTERN, minimum=CHUNK_BYTES_MIN),
 ]
 Rate = Annotated[
     int,
-    _parsed(_positive_rate, units.EXPECTED_RATE),
+    parsed(_positive_rate, units.EXPECTED_RATE),
     number_or_text(units.RATE_PATTERN, minimum=1),
 ]
 Bandwidth = Annotated[
     int | float,
-    _parsed(_bandwidth, _EXPECTED_BANDWIDTH),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": units.RATE_PATTERN},
-                {"type": "string", "pattern": units.SHARE_PATTERN},
-            ]
-        }
-    ),
+    parsed(_bandwidth, _EXPECTED_BANDWIDTH),
+    number_or_text(f"{units.RATE_PATTERN}|{units.SHARE_PATTERN}", minimum=1),
 ]
 """Bytes per second as an int, or a share of the measured rate as a float."""
-Duration = Annotated[
-    float,
-    _parsed(units.parse_duration, units.EXPECTED_DURATION),
-    number_or_text(units.DURATION_PATTERN, number="number"),
+Every = Annotated[
+    int | float,
+    parsed(parse_every, _EXPECTED_EVERY),
+    PlainSerializer(_write_every),
+    number_or_text(units.DURATION_PATTERN, minimum=1),
 ]
 Wait = Annotated[
     float,
-    _parsed(_wait, _EXPECTED_WAIT),
+    parsed(_wait, _EXPECTED_WAIT),
     WithJsonSchema(
         {
             "anyOf": [
@@ -336,40 +323,34 @@ Wait = Annotated[
         }
     ),
 ]
+_SHARE_SCHEMA = WithJsonSchema({"type": "string", "pattern": units.SHARE_PATTERN})
+_WRITE_SHARE = PlainSerializer(lambda share: f"{share * 100:.12g}%")
 Share = Annotated[
-    float,
-    _parsed(units.parse_share, units.EXPECTED_SHARE),
-    WithJsonSchema({"type": "string", "pattern": units.SHARE_PATTERN}),
+    float, parsed(units.parse_share, units.EXPECTED_SHARE), _WRITE_SHARE, _SHARE_SCHEMA
 ]
+Overhead = Annotated[float, parsed(_overhead, _EXPECTED_OVERHEAD), _WRITE_SHARE, _SHARE_SCHEMA]
 Count = Annotated[
-    int, _parsed(_count, _EXPECTED_COUNT), WithJsonSchema({"type": "integer", "minimum": 1})
+    int,
+    _whole_number("a whole number, 1 or more"),
+    WithJsonSchema({"type": "integer", "minimum": 1}),
 ]
-Flag = Annotated[bool, _parsed(_flag, "true or false"), WithJsonSchema({"type": "boolean"})]
+Flag = Annotated[bool, parsed(_flag, "true or false"), WithJsonSchema({"type": "boolean"})]
 Level = Annotated[
     int,
-    _parsed(_level, _EXPECTED_LEVEL),
-    WithJsonSchema({"type": "integer", "minimum": LEVEL_MIN, "maximum": LEVEL_MAX}),
+    _whole_number(f"a level from 1 to {LEVEL_MAX}", LEVEL_MAX),
+    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": LEVEL_MAX}),
 ]
 Url = Annotated[
-    str, _parsed(_url, _EXPECTED_URL), WithJsonSchema({"type": "string", "pattern": "^[a-z].*://"})
+    str, parsed(_url, _EXPECTED_URL), WithJsonSchema({"type": "string", "pattern": "^[a-z].*://"})
 ]
 Listen = Annotated[
-    int | str,
-    _parsed(_listen, _EXPECTED_LISTEN),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": PORT_MAX},
-                {"type": "string", "pattern": ":[0-9]+$"},
-            ]
-        }
-    ),
+    int | str, parsed(_listen, _EXPECTED_LISTEN), number_or_text(":[0-9]+$", minimum=1)
 ]
 """A port, or an address and a port: see ``listen_address``."""
-Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
+Name = Annotated[str, parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
 Folder = Annotated[
     Path,
-    BeforeValidator(_read_path),
+    parsed(_path, _EXPECTED_FOLDER, in_folder=True),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]
 
@@ -381,31 +362,26 @@ _FATAL = frozenset(
 )
 
 
-def _signal(value: object) -> object:
+def _signal(value: object) -> str:
     known = sorted({number.name for number in Signals} - _FATAL)
     if isinstance(value, str) and value in known:
         return value
     if isinstance(value, str) and value in _FATAL:
-        raise value_error(
-            f"a program cannot continue after {value}; expected {_EXPECTED_SIGNAL}",
-            expected=_EXPECTED_SIGNAL,
-        )
+        raise ConfigError(f"a program cannot continue after {value}; expected {_EXPECTED_SIGNAL}")
     near = hint_at(value, known) if isinstance(value, str) else ""
-    raise value_error(f"not a signal; expected {_EXPECTED_SIGNAL}{near}", expected=_EXPECTED_SIGNAL)
+    raise ConfigError(f"not a signal; expected {_EXPECTED_SIGNAL}{near}")
 
 
 def _signal_names(value: object) -> object:
     if not isinstance(value, list | tuple) or not value:
-        raise value_error(
-            f"{show(value)} does not fit; expected {_EXPECTED_SIGNALS}", expected=_EXPECTED_SIGNALS
-        )
+        raise misfit(value, _EXPECTED_SIGNALS)
     return tuple(dict.fromkeys(value)) if all(isinstance(name, str) for name in value) else value
 
 
 Signal = Annotated[
-    str, BeforeValidator(_signal), WithJsonSchema({"type": "string", "pattern": "^SIG"})
+    str, parsed(_signal, _EXPECTED_SIGNAL), WithJsonSchema({"type": "string", "pattern": "^SIG"})
 ]
-SignalNames = Annotated[tuple[Signal, ...], BeforeValidator(_signal_names)]
+SignalNames = Annotated[tuple[Signal, ...], parsed(_signal_names, _EXPECTED_SIGNALS)]
 """One or more."""
 
 

@@ -132,7 +132,7 @@ def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
     if policy is None:
         raise ConfigError(f"{kind} policy {name}: it is not registered in this process")
     if not _is_ours(policy):
-        policy = _guarded_interval(policy) if kind is PolicyKind.INTERVAL else _guarded(policy)
+        policy = _guarded(policy)
     return Rule(policy=policy, rules=None if policy.rules is None else rules)
 
 
@@ -164,75 +164,51 @@ def _is_ours(policy: Policy) -> bool:
     return str(getattr(policy.decide, "__module__", "")).startswith("tierfall.policies.")
 
 
-def _failure_logger(policy: Policy) -> Callable[[Exception], str]:
-    """Return a function that describes a failure of the policy, and logs each description once."""
+def _guarded(policy: Policy) -> Policy:
+    """Wrap a plug-in's policy so that a failure is logged once and has a safe answer: a rule of retention keeps
+    everything; an order is empty, so that the oldest is first; a cadence has none, and the default decides."""
     logged: set[str] = set()
 
-    def report_failure(error: Exception) -> str:
-        text = f"the {policy.kind} policy {policy.name} failed: {error!r}"
-        if text not in logged:
-            logged.add(text)
-            logger.error("%s", text, exc_info=error)
-        return text
-
-    return report_failure
-
-
-def _guarded_interval(policy: Policy) -> Policy:
-    """Wrap a cadence policy: if it fails, it has no answer, and the default decides."""
-    report_failure = _failure_logger(policy)
+    def contained(answer: Callable[[], Any], safe: Callable[[str], Any]) -> Any:
+        try:
+            return answer()
+        except Exception as error:
+            text = f"the {policy.kind} policy {policy.name} failed: {error!r}"
+            if text not in logged:
+                logged.add(text)
+                logger.error("%s", text, exc_info=error)
+            return safe(text)
 
     @wraps(policy.decide)
-    def decide(measured: Any, rules: Any, now_s: float) -> tuple[int, str] | None:
-        try:
-            steps, reason = policy.decide(measured, rules, now_s)
-            if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-                raise ValueError(
-                    f"it must return a whole number of steps, 1 or more, not {steps!r}"
-                )
-        except Exception as error:  # noqa: BLE001 - logged; the default decides
-            report_failure(error)
-            return None
-        return steps, str(reason)
+    def decide(given: Any, rules: Any, now_s: float) -> Any:
+        check, safe = _CHECKS[policy.kind]
+        return contained(
+            lambda: check(policy.decide(given, rules, now_s), given),
+            lambda text: safe(text, given),
+        )
 
-    return replace(policy, decide=decide)
-
-
-def _guarded(policy: Policy) -> Policy:
-    """Wrap a policy so that a failure is safe: a rule of retention then keeps everything, and an order is empty, so
-    that the oldest is first."""
-    report_failure = _failure_logger(policy)
-
-    @wraps(policy.decide)
-    def decide(tier: TierView, rules: Any, now_s: float) -> Any:
-        try:
-            return _CHECKS[policy.kind](policy.decide(tier, rules, now_s), tier)
-        except Exception as error:  # noqa: BLE001 - logged; the safe answer follows
-            text = report_failure(error)
-        if policy.kind is PolicyKind.RETAIN:
-            return {c.id: f"{text}: everything is kept" for c in tier.checkpoints}
-        return []
-
-    def due(tier: TierView, rules: Any, now_s: float) -> float | None:
-        assert policy.due is not None
-        try:
-            when = policy.due(tier, rules, now_s)
+    def due(tier: TierView, rules: Any, now_s: float) -> Any:
+        def answer() -> float | None:
+            when = None if policy.due is None else policy.due(tier, rules, now_s)
             return None if when is None else max(float(when), now_s + LEAST_S)
-        except Exception as error:  # noqa: BLE001 - as above
-            report_failure(error)
-            return None
+
+        return contained(answer, lambda text: None)
 
     return replace(policy, decide=decide, due=None if policy.due is None else due)
+
+
+def _check_steps(answer: Any, measured: object) -> tuple[int, str]:
+    steps, reason = answer
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"it must return a whole number of steps, 1 or more, not {steps!r}")
+    return steps, str(reason)
 
 
 def _check_kept(answer: Any, tier: TierView) -> dict[Any, str]:
     """Check the answer of a rule of retention: a reason for each id, of ids that it was given."""
     if not isinstance(answer, Mapping):
         raise TypeError(f"it must return a mapping of ids to reasons, not {answer!r}")
-    given = {c.id for c in tier.checkpoints}
-    if strange := [id for id in answer if id not in given]:
-        raise ValueError(f"it returned {strange[0]!r}, which it was not given")
-    return {id: str(reason) for id, reason in answer.items()}
+    return dict(_check_order(answer.items(), tier))
 
 
 def _check_order(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
@@ -247,11 +223,17 @@ def _check_order(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
     return pairs
 
 
-_CHECKS: Mapping[PolicyKind, Callable[[Any, TierView], Any]] = {
-    PolicyKind.RETAIN: _check_kept,
-    PolicyKind.EVICT: _check_order,
-    PolicyKind.FLUSH: _check_order,
+def _keep_everything(failure: str, tier: TierView) -> dict[Any, str]:
+    return {c.id: f"{failure}: everything is kept" for c in tier.checkpoints}
+
+
+_CHECKS: Mapping[PolicyKind, tuple[Callable[[Any, Any], Any], Callable[[str, Any], Any]]] = {
+    PolicyKind.RETAIN: (_check_kept, _keep_everything),
+    PolicyKind.EVICT: (_check_order, lambda failure, tier: []),
+    PolicyKind.FLUSH: (_check_order, lambda failure, tier: []),
+    PolicyKind.INTERVAL: (_check_steps, lambda failure, measured: None),
 }
+"""By kind: what checks an answer, and the safe answer in place of one that failed."""
 
 
 def known_keys(section: type[BaseModel]) -> Sequence[str]:

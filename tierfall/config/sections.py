@@ -1,11 +1,14 @@
-"""Sections of the YAML file below its first level: every key and its default.
+"""The sections of the YAML file below its first level, but for the tiers: every key and its default.
 
-Keys in YAML are the aliases; the names of attributes end in their unit.
+Keys in YAML are the aliases; the names of attributes end in their unit. A key of ``interval`` or ``retain`` that the
+section does not have is the name of a registered policy (``tierfall.config.plugins``), whose own model validates its
+value.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -20,29 +23,43 @@ from pydantic import (
     model_validator,
 )
 
+from tierfall.config import plugins
 from tierfall.config.fields import (
     Count,
+    Every,
     Flag,
     Folder,
     Level,
     Listen,
+    Overhead,
     Rate,
+    Share,
+    Signal,
     SignalNames,
     Size,
     Wait,
     any_word,
     choice,
     listen_address,
+    misfit,
     no_address,
-    show,
+    parsed,
     value_error,
 )
-from tierfall.config.plugins import ORDER_SCHEMA, order_rule, read_order
+from tierfall.config.plugins import (
+    ORDER_SCHEMA,
+    known_keys,
+    order_rule,
+    read_order,
+    with_registered,
+)
+from tierfall.core.types import keys
 from tierfall.core.types.policy import PolicyKind, Rule
-from tierfall.core.types.text import hint_at
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CaptureMode, Codec, Verify
+from tierfall.core.types.values import CaptureMode, Codec, Direction, Verify
 from tierfall.policies.flush import IN_ORDER
+from tierfall.policies.retention import BestRule as BestRules
+from tierfall.policies.retention import EveryRule, TagsRule
 
 
 class OnClose(StrEnum):
@@ -60,18 +77,11 @@ class Section(BaseModel):
     )
 
 
-def _read_verify(value: object) -> object:
-    """Accept the words, and true and false, as YAML parses ``on`` and ``off`` to these."""
-    if isinstance(value, bool):
-        return Verify.FULL if value else Verify.OFF
-    if isinstance(value, str):  # a variable's value is text
-        if value in set(Verify):
-            return Verify(value)
-        if value in ("true", "false"):
-            return Verify.FULL if value == "true" else Verify.OFF
-    expected = f"one of {', '.join(Verify)}"
-    near = hint_at(value, Verify) if isinstance(value, str) else ""
-    raise value_error(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+def _switch(value: object) -> object:
+    """Accept true and false too, as YAML parses ``on`` and ``off`` to these; a variable's value is text."""
+    if value is True or value == "true":
+        return Verify.FULL
+    return Verify.OFF if value is False or value == "false" else value
 
 
 class CaptureSection(Section):
@@ -88,7 +98,10 @@ class CaptureSection(Section):
         examples=["blocking"],
     )
     verify: Annotated[
-        Verify, BeforeValidator(_read_verify), WithJsonSchema({"enum": [*Verify, True, False]})
+        Verify,
+        choice(Verify),
+        BeforeValidator(_switch),
+        WithJsonSchema({"enum": [*Verify, True, False]}),
     ] = Field(
         default=Verify.SAMPLE,
         description="How much of a lazily captured image is compared with the state as it was at save, before the "
@@ -268,3 +281,289 @@ class MetricsSection(Section):
     def listens_on(self) -> tuple[str, int]:
         """The address, empty for all of this machine, and the port."""
         return listen_address(self.prometheus)
+
+
+# When maybe_save saves -------------------------------------------------------------------------------
+
+
+OVERHEAD = 0.035
+"""The default share of training time that saving may cost: CheckFreq's (FAST'21)."""
+
+
+class Mtbf(Section):
+    """How often training fails, by loss class. Each includes the more severe classes."""
+
+    process_s: Wait | None = Field(
+        default=None,
+        alias="process",
+        description="The mean time between failures that end the training, whatever else is lost; a time instead of "
+        "the mapping is this one.",
+        examples=["4h"],
+    )
+    node_s: Wait | None = Field(
+        default=None,
+        alias="node",
+        description="The mean time between failures that lose a node, with its memory and its disks; absent: the same "
+        "as process.",
+        examples=["12h"],
+    )
+    site_s: Wait | None = Field(
+        default=None,
+        alias="site",
+        description="The mean time between failures that lose all but object stores; absent: the same as node.",
+        examples=["90d"],
+    )
+
+    @model_validator(mode="after")
+    def _increases(self) -> Self:
+        times = [s for s in (self.process_s, self.node_s, self.site_s) if s is not None]
+        if not times:
+            raise value_error(
+                "has no time; expected 4h, or {process: 4h, node: 12h}", expected="4h"
+            )
+        if times != sorted(times):
+            expected = "process at most node, and node at most site"
+            raise value_error(
+                f"a more severe loss occurs more often than a less severe one; expected {expected}: the loss of a "
+                "node is also the loss of its processes",
+                expected=expected,
+            )
+        return self
+
+
+def _or_none(value: object) -> object:
+    return () if value is None else value
+
+
+def _as_mtbf(value: object) -> object:
+    return {"process": value} if isinstance(value, int | float | str) else value
+
+
+class IntervalSection(Section):
+    """When maybe_save saves: by one of every, overhead and mtbf, or a registered policy; on_signal and at_end are
+    additional."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+
+    every: Every | None = Field(
+        default=None,
+        description="The interval in training steps, or as a time such as 10m.",
+        examples=[100],
+    )
+    overhead: Overhead | None = Field(
+        default=None,
+        description="The share of training time that saving may cost: the interval is computed from measured steps and "
+        "saves. The default, 3.5%, if neither every nor mtbf is set.",
+        examples=["3.5%"],
+    )
+    mtbf: Annotated[Mtbf | None, BeforeValidator(_as_mtbf, str | int | float | Mtbf | None)] = (
+        Field(
+            default=None,
+            description="The mean time between failures, from which the interval is computed that loses the least time "
+            "to saving and to failures (Young and Daly); a time, or one per loss class: {process: 4h, node: 12h, "
+            "site: 90d}.",
+            examples=["4h"],
+        )
+    )
+    on_signal: Annotated[
+        tuple[Signal, ...], BeforeValidator(_or_none, tuple[Signal, ...] | None)
+    ] = Field(
+        default=(),
+        description="Signals after which the next maybe_save saves, whatever the interval.",
+        examples=[["SIGTERM"]],
+    )
+    at_end: Flag = Field(
+        default=True,
+        description="Whether close saves the last step that maybe_save was called with, if it is not saved yet; every "
+        "tier receives it. After an exception it is not saved.",
+        examples=[False],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(PolicyKind.INTERVAL, value, known_keys(cls))
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Self:
+        named = [n for n in ("every", "overhead", "mtbf") if getattr(self, n) is not None]
+        named += self.model_extra or {}
+        if len(named) > 1:
+            raise value_error(
+                f"{' and '.join(named)} cannot stand together; keep one: every (a fixed interval), overhead (from what "
+                "saving costs) or mtbf (from what saving and failures cost)",
+                expected="one of every, overhead and mtbf",
+            )
+        return self
+
+    @property
+    def every_steps(self) -> int | None:
+        """The interval in steps, if it is set in steps."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_s(self) -> float | None:
+        """The interval in seconds, if it is set as a time."""
+        return self.every if isinstance(self.every, float) else None
+
+    def rule(self) -> Rule | None:
+        """Return the registered policy that is configured, as a rule of kind ``interval``; None if there is none."""
+        for name, rules in (self.model_extra or {}).items():
+            return plugins.rule(PolicyKind.INTERVAL, name, rules)
+        return None
+
+    @property
+    def budget(self) -> float | None:
+        """The share of training time that saving may cost; None where every or mtbf decides. It also applies where a
+        plug-in's policy has no answer."""
+        if self.every is not None or self.mtbf is not None:
+            return None
+        return OVERHEAD if self.overhead is None else self.overhead
+
+
+# What a tier keeps and deletes -----------------------------------------------------------------------
+
+
+_EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
+
+
+def _tags(value: object) -> object:
+    if value is True or value == "true":
+        return True
+    if isinstance(value, list | tuple) and value and all(isinstance(tag, str) for tag in value):
+        return tuple(keys.check_name(tag, what="tag") for tag in value)
+    raise misfit(value, _EXPECTED_TAGS)
+
+
+TagsKept = Annotated[bool | tuple[str, ...], parsed(_tags, _EXPECTED_TAGS)]
+
+
+class BestSection(Section):
+    """The best checkpoints by a metric."""
+
+    metric: str = Field(
+        description="The name of the metric, as it is passed to save.", examples=["loss"]
+    )
+    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
+        default=Direction.MIN,
+        description="Whether the least is the best, or the greatest.",
+        examples=["max"],
+    )
+    count: Count = Field(default=1, description="How many to keep.", examples=[2])
+
+
+class RetainSection(Section):
+    """Which checkpoints a tier keeps: those that any of these rules keeps. Pinned ones and the newest are kept in any
+    case. Other keys are registered rules."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+
+    last: Count | None = Field(
+        default=None,
+        description="Keep the newest N.",
+        examples=[3],
+    )
+    every: Every | None = Field(
+        default=None,
+        description="Keep the first at or after each multiple of N training steps; or, with a time such as 1d, the "
+        "first of each such period in UTC.",
+        examples=[1000, "1d"],
+    )
+    best: BestSection | None = Field(
+        default=None,
+        description="Keep the best by a metric.",
+        examples=[{"metric": "loss", "mode": "min", "count": 2}],
+    )
+    for_s: Wait | None = Field(
+        default=None,
+        alias="for",
+        description="Keep what was saved less than this time ago.",
+        examples=["30d"],
+    )
+    tags: TagsKept | None = Field(
+        default=None,
+        description="Keep what has one of these tags; true: any tag.",
+        examples=[["release"], True],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(PolicyKind.RETAIN, value, known_keys(cls))
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the configured rules, each bound to its policy of kind ``retain``."""
+        every = None if self.every is None else EveryRule(period_s=self.every)
+        if isinstance(self.every, int):
+            every = EveryRule(steps=self.every)
+        configured: dict[str, Any] = {
+            "last": self.last,
+            "every": every,
+            "best": None
+            if self.best is None
+            else BestRules(metric=self.best.metric, mode=self.best.mode, count=self.best.count),
+            "for": self.for_s,
+            "tags": None
+            if self.tags is None
+            else TagsRule(names=() if isinstance(self.tags, bool) else self.tags),
+        }
+        built_in = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in configured.items()
+            if rules is not None
+        ]
+        registered = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in (self.model_extra or {}).items()
+        ]
+        return (*built_in, *registered)
+
+
+class EvictSection(Section):
+    """What a tier deletes if its capacity is short: first what no rule of retain keeps."""
+
+    high: Share | None = Field(
+        default=None,
+        description="The share of the capacity above which copies are deleted; absent: only if there is no room.",
+        examples=["90%"],
+    )
+    low: Share | None = Field(
+        default=None,
+        description="The share of the capacity down to which they are deleted then; absent: as high.",
+        examples=["80%"],
+    )
+    order: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: read_order(PolicyKind.EVICT, value)),
+        ORDER_SCHEMA,
+    ] = Field(
+        default=None,
+        description="What is deleted first. cheapest (the default): what another tier stores as safely and restores "
+        "fastest; then the oldest. oldest: the oldest. Or a registered order.",
+        examples=["oldest"],
+    )
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> Self:
+        expected = "{high: 90%, low: 80%}"
+        if self.low is not None and self.high is None:
+            raise value_error(
+                f"low has no effect without high; expected {expected}", expected=expected
+            )
+        if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
+            raise value_error(
+                f"high must be above 0%, and low no higher; expected {expected}", expected=expected
+            )
+        return self
+
+    def rule(self) -> Rule | None:
+        """Return the order as a rule of kind ``evict``; None for the default."""
+        return order_rule(PolicyKind.EVICT, self.order)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,6 +40,7 @@ def write_place(place: Place) -> str:
 
 _FILE_BYTES_MAX = 128 << 10
 _VALUES_MAX = 10_000
+_DEPTH_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ def parse_yaml(text: str, *, label: str, folder: Path | None = None) -> YamlSour
     if node is None:
         raise ConfigError(f"{label}: the file is empty; expected at least run and tiers")
     return YamlSource(
-        label=label, value=value, lines=dict(_lines(node, ())), problems=problems, folder=folder
+        label=label, value=value, lines=dict(_lines(node)), problems=problems, folder=folder
     )
 
 
@@ -102,8 +104,9 @@ def _compose(text: str) -> tuple[yaml.Node | None, tuple[Problem, ...], object]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        if node is not None:
-            _check_count(node, {})
+        if node is not None and sum(1 for _ in islice(_lines(node), _VALUES_MAX)) == _VALUES_MAX:
+            many = f"more than {_VALUES_MAX} values, those of an alias counted wherever it stands"
+            raise _error_at(node, f"{many}; expected a file of a few lines")
         problems = () if node is None else tuple(_repeated_keys(node, ()))
         return node, problems, None if node is None else loader.construct_document(node)
     finally:
@@ -156,25 +159,6 @@ def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
     return f"{place}not valid YAML: {error.problem}{context}"
 
 
-def _check_count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Count the values of a node, those of an alias wherever it stands. Raises an error for too many, and for a value
-    that contains itself. ``counts`` has those of the nodes that were counted, 0 for one that is being counted."""
-    if id(node) in counts:
-        if not counts[id(node)]:
-            raise _error_at(node, "a value that contains itself")
-        return counts[id(node)]
-    counts[id(node)] = 0
-    count = 1 + sum(_check_count(inner, counts) for _, inner, _ in _children(node))
-    if count > _VALUES_MAX:
-        raise _error_at(
-            node,
-            f"more than {_VALUES_MAX} values, those of an alias (*name) counted wherever it stands; expected a file of "
-            "a few lines",
-        )
-    counts[id(node)] = count
-    return count
-
-
 def _error_at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
@@ -192,10 +176,12 @@ def _repeated_keys(node: yaml.Node, place: Place) -> Iterator[Problem]:
         yield from _repeated_keys(inner, (*place, part))
 
 
-def _lines(node: yaml.Node, place: Place) -> Iterator[tuple[Place, int]]:
+def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
     """Yield the line of every place: of its key in a mapping, of its beginning in a list."""
     if place == ():
         yield (), node.start_mark.line + 1
+    if len(place) > _DEPTH_MAX:
+        raise _error_at(node, "a value that contains itself, or is too deep in others")
     for part, inner, line in _children(node):
         yield (*place, part), line
         yield from _lines(inner, (*place, part))

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tierfall.config import Config
 from tierfall.core.runtime.conditions import Conditions
@@ -88,12 +88,11 @@ class RunSnapshot:
 
 def find_living_status(config: Config, *, run: str) -> Status | None:
     """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
-    with Watcher(config, run=run) as watcher:
-        return watcher.take_snapshot().live
+    return Watcher(config, run=run).take_snapshot().live
 
 
 class Watcher:
-    """Takes snapshots of a run's processes. Use it in a ``with``."""
+    """Takes snapshots of a run's processes."""
 
     def __init__(self, config: Config, *, run: str) -> None:
         self._folder = run_folder(config, run)
@@ -150,10 +149,3 @@ class Watcher:
         except OSError as error:
             problems.append(f"the event log could not be read: {error}")
         return tuple(self._events)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        if self._tail is not None:
-            self._tail.close()

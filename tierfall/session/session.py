@@ -155,7 +155,7 @@ class Session:
         if wanted is None or not self.ranks.topology.is_leader:
             return
         address, port = wanted.listens_on
-        self._metrics_server = MetricsServer.listen(
+        self._metrics_server = MetricsServer(
             address, port, self.status.present, run=self.run, where="open: metrics.prometheus"
         )
 

@@ -28,11 +28,10 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound, PeerSurvival, newest_surviving
+from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
-from tierfall.telemetry.health import durable_bound_s
 from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.status import (
     CheckpointStatus,
@@ -41,8 +40,8 @@ from tierfall.telemetry.status import (
     TierStatus,
     TransferStatus,
     describe_flushes,
+    durable_bound_s,
     remove_status,
-    to_loss_status,
     write_status,
 )
 from tierfall.telemetry.step_timer import StepTimer
@@ -205,8 +204,7 @@ class StatusWriter:
                 for lane in coordinator.lanes.values()
                 if lane.active is not None
             ),
-            newest=newest_surviving(bounds),
-            loss_bound=to_loss_status(bounds),
+            loss_bound=dict(bounds),
             peer_survival=self._peer_survival(),
             events=self._events(),
             lost_events=self._journal.lost,

@@ -20,7 +20,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
-from tierfall.config.tiers import NODE_SPREAD
+from tierfall.config.model import NODE_SPREAD
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name

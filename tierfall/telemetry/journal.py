@@ -1,5 +1,5 @@
-"""A session's journal: keeps the last events for its status, counts all of them, and passes them to the subscribers and
-to the event log, where one is configured."""
+"""A session's journal: keeps the last events for its status, counts all of them, and passes them to the subscribers, of
+which the event log is one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from tierfall.config import Config
 from tierfall.core.format.records import Attempt
@@ -20,37 +20,47 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import events
 from tierfall.core.types.events import Event, EventsLost
 from tierfall.core.types.values import CheckpointId, SaveOutcome
-from tierfall.telemetry.event_log import WAITING_MAX, EventLog, LogFile, to_line, wall_time
+from tierfall.telemetry.event_log import LogFile, to_line, wall_time
 from tierfall.telemetry.metrics import EventTally
 from tierfall.telemetry.reports import RestoreReport
 
 logger = logging.getLogger("tierfall")
 CLOSE_S = 1.0
 """How long a close waits for events to be written, in seconds: a log must not stop a program from ending."""
-P = ParamSpec("P")
-T = TypeVar("T")
+WAITING_MAX = 10_000
+"""Events that may wait in memory for a subscriber."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 Receive = Callable[[dict[str, Any]], object]
-Format = Callable[[float, Event], dict[str, Any]]
-"""Converts a time, in seconds since 1970, and an event to the members of a line of the event log."""
 
 
 class Subscriber:
-    """Passes each event of a run to ``receive``, a user's function, on a thread of its own.
+    """Passes each event of a run to ``receive``, as the members of a line, on a thread of its own.
 
-    ``put`` only appends to a bounded queue, so a slow function delays no save, no flush and no other subscriber. Events
-    that arrive while the queue is full are lost, counted and reported by an ``events_lost`` event, as in the event log.
+    ``put`` only appends to a bounded queue, so a slow function or disk delays no save, no flush and no other
+    subscriber. Events that arrive while the queue is full are lost, counted and reported by an ``events_lost`` event.
+    ``common`` are members of every line, such as run and rank; ``what`` names the subscriber in messages.
     """
 
     def __init__(
-        self, receive: Receive, *, format: Format, name: str, waiting_max: int = WAITING_MAX
+        self,
+        receive: Receive,
+        *,
+        common: Mapping[str, Any],
+        what: str,
+        waiting_max: int = WAITING_MAX,
     ) -> None:
         self._receive = receive
-        self._format = format
+        self._common = common
+        self._what = what
         self._ended = False
         self._reported = 0
         self._conditions = Conditions()
-        self._thread = CallbackThread(name, waiting_max=waiting_max)
+        self._thread = CallbackThread(
+            f"tierfall-{common['run']}-subscriber", waiting_max=waiting_max
+        )
         self._waiting_max = waiting_max
+
+    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -64,9 +74,9 @@ class Subscriber:
             return
         self._conditions.report(
             "slow", logging.WARNING,
-            "subscribe: %r is slow: %d events wait for it; later ones are lost, and counted in its next events_lost; "
-            "training continues",
-            self._receive, self._waiting_max,
+            "%s is slow: %d events wait for it; later ones are lost, and counted in its next events_lost; training "
+            "continues",
+            self._what, self._waiting_max,
         )  # fmt: skip
 
     def end(self, timeout_s: float = 0.0) -> None:
@@ -74,20 +84,18 @@ class Subscriber:
         ended = self._thread.close(timeout_s)
         self._ended = True
         if timeout_s and not ended and (left := self._thread.waiting - 1) > 0:
-            logger.warning(
-                "close: %r did not get the last %d events: it is slow", self._receive, left
-            )
+            logger.warning("%s did not get the last %d events: it is slow", self._what, left)
 
     def _deliver(self, wall_time_s: float, event: Event) -> None:
         if self._ended:
             return
-        self._receive(self._format(wall_time_s, event))
+        self._receive(to_line(wall_time_s, event, self._common))
         lost = self._thread.dropped
         if lost > self._reported and not self._thread.waiting:
             lost, self._reported = lost - self._reported, lost
-            text = "subscribe: %r has caught up; lost: %d events"
-            self._conditions.end("slow", text, self._receive, lost)
-            self._receive(self._format(time.time(), EventsLost(at_s=time.monotonic(), count=lost)))
+            self._conditions.end("slow", "%s has caught up; lost: %d events", self._what, lost)
+            told = EventsLost(at_s=time.monotonic(), count=lost)
+            self._receive(to_line(time.time(), told, self._common))
 
 
 class Journal:
@@ -98,22 +106,22 @@ class Journal:
         self._world_size = ranks.topology.world_size
         self.recent: deque[Event] = deque(maxlen=16)
         self.tally = EventTally([tier.name for tier in config.written])
-        self.log: EventLog | None = None
+        self._file: LogFile | None = None
+        self._log: Subscriber | None = None
         self._lock = threading.RLock()  # a signal handler may subscribe while its thread does
         self._subscribers: tuple[Subscriber, ...] = ()
         self._unread = 0
-        self._run = run
         rank = ranks.topology.rank
         self._common = {"run": run, "rank": rank}
         wanted = config.events
         if wanted is not None and (path := wanted.file_of(run=run, rank=rank)) is not None:
-            file = LogFile(path, max_bytes=wanted.max_bytes)
-            self.log = EventLog(file, common=self._common)
+            self._file = LogFile(path, max_bytes=wanted.max_bytes)
+            self._log = Subscriber(self._file.write, common=self._common, what=f"events: {path}")
 
     @property
     def lost(self) -> int:
-        """The number of events lost since open."""
-        return self.log.lost if self.log else 0
+        """The number of events that the event log has lost since open."""
+        return self._log.lost if self._log else 0
 
     @property
     def unread(self) -> int:
@@ -123,18 +131,15 @@ class Journal:
     def notify(self, event: Event) -> None:
         self.recent.append(event)
         self.tally.add(event)
-        if self.log is not None:
-            self.log.put(event)
+        if self._log is not None:
+            self._log.put(event)
         for subscriber in self._subscribers:
             subscriber.put(event)
 
     def subscribe(self, receive: Receive) -> Callable[[], None]:
         """Pass later events to ``receive``; return what ends that."""
-        subscriber = Subscriber(
-            receive,
-            format=functools.partial(to_line, common=self._common),
-            name=f"tierfall-{self._run}-subscriber",
-        )
+        subscriber = Subscriber(receive, common=self._common, what=f"subscribe: {receive!r}")
+        subscriber.start()
         with self._lock:
             self._subscribers = (*self._subscribers, subscriber)
 
@@ -154,8 +159,8 @@ class Journal:
         return unsubscribe
 
     def start(self, attempt: Attempt | None) -> None:
-        if self.log is not None:
-            self.log.start()
+        if self._log is not None:
+            self._log.start()
         self.notify(
             events.Opened(
                 at_s=time.monotonic(),
@@ -168,10 +173,10 @@ class Journal:
 
     def close(self) -> None:
         self.notify(events.Closed(at_s=time.monotonic(), lost_events=self.lost))
-        if self.log is not None:
-            self.log.close(CLOSE_S)
+        if self._file is not None:
+            self._file.closing.set()
         ends_s = time.monotonic() + CLOSE_S
-        for subscriber in self._subscribers:
+        for subscriber in (*filter(None, [self._log]), *self._subscribers):
             subscriber.end(max(0.001, ends_s - time.monotonic()))
 
     def restored(self, report: RestoreReport) -> RestoreReport:
@@ -208,27 +213,18 @@ class Journal:
         self.notify(events.OperationFailed(at_s=time.monotonic(), doing=doing, reason=reason))
 
 
-class HasJournal(Protocol):
-    _journal: Journal
-
-
-S = TypeVar("S", bound=HasJournal)
-
-
-def log_failures(
-    doing: str,
-) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+def log_failures(doing: str) -> Callable[[Method], Method]:
     """Decorate a method so that the journal of its object emits an event for what the method raises."""
 
-    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
                 self._journal.failed(doing, error)
                 raise
 
-        return cast("Callable[Concatenate[S, P], T]", noting)
+        return cast("Method", noting)
 
     return decorate

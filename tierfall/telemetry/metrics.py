@@ -39,111 +39,79 @@ class Metric:
     about: str
 
 
-def _metrics(kind: MetricKind, label: str | None, abouts: Mapping[str, str]) -> Iterator[Metric]:
-    return (Metric(name, kind, label, about) for name, about in abouts.items())
-
-
+_ABOUT: Mapping[tuple[MetricKind, str | None], Mapping[str, str]] = {
+    (MetricKind.COUNTER, "outcome"): {
+        "saves": "Saves that were captured, skipped or superseded, or whose capture failed."
+    },
+    (MetricKind.COUNTER, None): {
+        "blocked_seconds": "Time for which captured saves blocked the training thread.",
+        "captured_seconds": "Time from the call of save until the image was complete.",
+        "captured_bytes": "Bytes of captured images.",
+        "evicted_copies": "Images that were deleted from host memory.",
+        "restores": "Restores that filled a state.",
+        "restored_seconds": "Time that these took.",
+        "errors": "Failures of restores, and of what ends all commits.",
+        "lost_events": "Events that the event log lost.",
+        "unread_events": "Events that subscribers lost, as they were slow.",
+    },
+    (MetricKind.COUNTER, "tier"): {
+        "commits": "Checkpoints that were committed on the tier.",
+        "commit_seconds": "Time from the save until the commit, of checkpoints of this start.",
+        "flushed_bytes": "Bytes of images that were copied to the tier.",
+        "flush_failures": "Copies to the tier that ended in an error.",
+        "given_up_copies": "Copies that the tier will not get.",
+        "set_aside_copies": "Copies that were left to the next start.",
+        "deleted_copies": "Copies that were deleted from the tier.",
+        "restored_bytes": "Bytes that restores read from the tier.",
+        "late": "How often the tier came to be further behind than flush.within.",
+    },
+    (MetricKind.COUNTER, "edge"): {
+        "edge_bytes": "Bytes that were copied from one tier to another."
+    },
+    (MetricKind.GAUGE, None): {
+        "step": "The last step that save or maybe_save was called for.",
+        "image_bytes": "Bytes of this rank's last image.",
+        "last_blocked_seconds": "Time for which the last save blocked the training thread.",
+        "step_seconds": "Time of a training step.",
+        "interval_seconds": "Training time between two saves.",
+        "durable_bound_seconds": "The greatest durable_age_seconds that is healthy.",
+        "interval_steps": "Steps between two saves, as the cadence has chosen.",
+        "save_cost_seconds": "Time that a save adds to the steps up to the next one.",
+        "ettr": "Share of the time since open that made progress which is kept.",
+    },
+    (MetricKind.AGE, None): {
+        "durable_age_seconds": "Time since any stored tier got a checkpoint, or since open."
+    },
+    (MetricKind.AGE, "tier"): {
+        "commit_age_seconds": "Time since the tier got a checkpoint, or since open.",
+        "behind_seconds": "Age of the oldest checkpoint that is newer than all on the tier.",
+    },
+    (MetricKind.GAUGE, "tier"): {
+        "behind": "Checkpoints that the tier would be behind after an hour of this cadence.",
+        "behind_bound_seconds": "The greatest behind_seconds that is healthy: flush.within.",
+        "owed_copies": "Copies that the tier is owed.",
+        "degraded_copies": "Copies on the tier that are damaged, could not be read, or were set aside.",
+        "tier_failing": "1 while the tier accepts no copies.",
+        "tier_used_bytes": "Bytes of this run on the tier.",
+        "tier_capacity_bytes": "The most that it may take there.",
+        "tier_free_bytes": "Free bytes of the tier's file system.",
+        "checkpoints": "Checkpoints on the tier.",
+        "write_bytes_per_second": "Measured rate of writing to the tier, of this rank.",
+        "read_bytes_per_second": "Measured rate of reading from the tier, of this rank.",
+        "flush_share": "Share of its rate that the tier is written at.",
+    },
+    (MetricKind.GAUGE, "loss"): {
+        "surviving_step": "The newest step that survives the loss.",
+        "loss_bound_steps": "Steps that the loss would cost now.",
+        "loss_bound_seconds": "Training time that the loss would cost now.",
+        "restore_seconds": "Time to read back what survives the loss.",
+    },
+}
+"""By kind and label: the name of each metric, and what it is."""
 METRICS: Mapping[str, Metric] = {
-    metric.name: metric
-    for metrics in (
-        _metrics(
-            MetricKind.COUNTER,
-            "outcome",
-            {"saves": "Saves that were captured, skipped or superseded, or whose capture failed."},
-        ),
-        _metrics(
-            MetricKind.COUNTER,
-            None,
-            {
-                "blocked_seconds": "Time for which captured saves blocked the training thread.",
-                "captured_seconds": "Time from the call of save until the image was complete.",
-                "captured_bytes": "Bytes of captured images.",
-                "evicted_copies": "Images that were deleted from host memory.",
-                "restores": "Restores that filled a state.",
-                "restored_seconds": "Time that these took.",
-                "errors": "Failures of restores, and of what ends all commits.",
-                "lost_events": "Events that the event log lost.",
-                "unread_events": "Events that subscribers lost, as they were slow.",
-            },
-        ),
-        _metrics(
-            MetricKind.COUNTER,
-            "tier",
-            {
-                "commits": "Checkpoints that were committed on the tier.",
-                "commit_seconds": "Time from the save until the commit, of checkpoints of this start.",
-                "flushed_bytes": "Bytes of images that were copied to the tier.",
-                "flush_failures": "Copies to the tier that ended in an error.",
-                "given_up_copies": "Copies that the tier will not get.",
-                "set_aside_copies": "Copies that were left to the next start.",
-                "deleted_copies": "Copies that were deleted from the tier.",
-                "restored_bytes": "Bytes that restores read from the tier.",
-                "late": "How often the tier came to be further behind than flush.within.",
-            },
-        ),
-        _metrics(
-            MetricKind.COUNTER,
-            "edge",
-            {"edge_bytes": "Bytes that were copied from one tier to another."},
-        ),
-        _metrics(
-            MetricKind.GAUGE,
-            None,
-            {
-                "step": "The last step that save or maybe_save was called for.",
-                "image_bytes": "Bytes of this rank's last image.",
-                "last_blocked_seconds": "Time for which the last save blocked the training thread.",
-                "step_seconds": "Time of a training step.",
-                "interval_seconds": "Training time between two saves.",
-                "durable_bound_seconds": "The greatest durable_age_seconds that is healthy.",
-                "interval_steps": "Steps between two saves, as the cadence has chosen.",
-                "save_cost_seconds": "Time that a save adds to the steps up to the next one.",
-                "ettr": "Share of the time since open that made progress which is kept.",
-            },
-        ),
-        _metrics(
-            MetricKind.AGE,
-            None,
-            {"durable_age_seconds": "Time since any stored tier got a checkpoint, or since open."},
-        ),
-        _metrics(
-            MetricKind.AGE,
-            "tier",
-            {
-                "commit_age_seconds": "Time since the tier got a checkpoint, or since open.",
-                "behind_seconds": "Age of the oldest checkpoint that is newer than all on the tier.",
-            },
-        ),
-        _metrics(
-            MetricKind.GAUGE,
-            "tier",
-            {
-                "behind": "Checkpoints that the tier would be behind after an hour of this cadence.",
-                "behind_bound_seconds": "The greatest behind_seconds that is healthy: flush.within.",
-                "owed_copies": "Copies that the tier is owed.",
-                "degraded_copies": "Copies on the tier that are damaged, could not be read, or were set aside.",
-                "tier_failing": "1 while the tier accepts no copies.",
-                "tier_used_bytes": "Bytes of this run on the tier.",
-                "tier_capacity_bytes": "The most that it may take there.",
-                "tier_free_bytes": "Free bytes of the tier's file system.",
-                "checkpoints": "Checkpoints on the tier.",
-                "write_bytes_per_second": "Measured rate of writing to the tier, of this rank.",
-                "read_bytes_per_second": "Measured rate of reading from the tier, of this rank.",
-                "flush_share": "Share of its rate that the tier is written at.",
-            },
-        ),
-        _metrics(
-            MetricKind.GAUGE,
-            "loss",
-            {
-                "surviving_step": "The newest step that survives the loss.",
-                "loss_bound_steps": "Steps that the loss would cost now.",
-                "loss_bound_seconds": "Training time that the loss would cost now.",
-                "restore_seconds": "Time to read back what survives the loss.",
-            },
-        ),
-    )
-    for metric in metrics
+    name: Metric(name, kind, label, about)
+    for (kind, label), abouts in _ABOUT.items()
+    for name, about in abouts.items()
 }
 """Every metric by its name."""
 

@@ -20,9 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from tierfall.core.types.errors import ConfigError
-from tierfall.telemetry.health import broken_promises
 from tierfall.telemetry.metrics import METRICS, PREFIX, Metric, MetricKind, grown, split_key
-from tierfall.telemetry.status import Status
+from tierfall.telemetry.status import Status, broken_promises
 
 logger = logging.getLogger("tierfall")
 ReadStatuses = Callable[[], Sequence[Status]]
@@ -86,57 +85,42 @@ def health(statuses: Sequence[Status], run: str) -> list[str]:
     ]
 
 
-class MetricsServer:
+class MetricsServer(ThreadingHTTPServer):
     """Serves until ``close``. It answers each request on a thread of its own."""
 
-    def __init__(self, server: ThreadingHTTPServer, *, run: str) -> None:
-        self._server = server
-        self._thread = threading.Thread(
-            target=server.serve_forever, args=(POLL_S,), name=f"tierfall-{run}-metrics", daemon=True
-        )
-        self._thread.start()
-        _servers.add(self)
+    daemon_threads = True
 
-    @classmethod
-    def listen(
-        cls, address: str, port: int, read: ReadStatuses, *, run: str, where: str
-    ) -> MetricsServer:
+    def __init__(
+        self, address: str, port: int, read: ReadStatuses, *, run: str, where: str
+    ) -> None:
         """Listen on a port; ``address`` is empty for all addresses. ``where`` begins the message of an error.
 
-        Raises ConfigError where prometheus-client is not installed, or the port cannot be used.
+        Raises ConfigError if prometheus-client is not installed, or the port cannot be used.
         """
-        handler = _handler(StatusCollector(read, run=run), read, run, where)
         try:
-            server = _Server((address, port), handler)
+            from prometheus_client import CollectorRegistry
+        except ImportError as error:
+            raise ConfigError(
+                f"{where}: needs the package prometheus-client, which is not installed: pip install "
+                "'tierfall[prometheus]'"
+            ) from error
+        self.run, self.read = run, read
+        self.registry = CollectorRegistry()
+        self.registry.register(StatusCollector(read, run=run))
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            super().__init__((address, port), _Handler)
         except (OSError, OverflowError) as error:
             named = f"{address or '*'}:{port}"
             raise ConfigError(
                 f"{where}: {named} cannot be listened on: {error}; expected a port that is free: of two runs, or a "
                 "run and a watch, on one machine each needs its own"
             ) from error
-        return cls(server, run=run)
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        """Stop serving, and give the port back."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def forget(self) -> None:
-        """Close this process's handle of the socket: after a fork, the child has one too."""
-        self._server.socket.close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(POLL_S,), name=f"tierfall-{run}-metrics", daemon=True
+        )
+        self._thread.start()
+        _servers.add(self)
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks the DNS for a name
@@ -144,58 +128,51 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("metrics: a request failed", exc_info=True)
 
+    def close(self) -> None:
+        """Stop serving, and give the port back."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
-def _handler(
-    collector: Any, read: ReadStatuses, run: str, where: str
-) -> type[BaseHTTPRequestHandler]:
-    """Return the class that answers requests. Raises ConfigError where prometheus-client is not installed."""
-    try:
-        from prometheus_client import CollectorRegistry
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:
         from prometheus_client.exposition import choose_encoder
-    except ImportError as error:
-        raise ConfigError(
-            f"{where}: needs the package prometheus-client, which is not installed: pip install "
-            "'tierfall[prometheus]'"
-        ) from error
-    registry = CollectorRegistry()
-    registry.register(collector)
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_S
+        match self.path.partition("?")[0]:
+            case "/metrics":
+                encode, kind = choose_encoder(self.headers.get("Accept", ""))
+                self._answer(HTTPStatus.OK, kind, encode(self.server.registry))
+            case "/healthz":
+                reasons = health(self.server.read(), self.server.run)
+                status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+                body = json.dumps({"healthy": not reasons, "reasons": reasons})
+                self._answer(status, "application/json", f"{body}\n".encode())
+            case _:
+                text = b"expected /metrics or /healthz\n"
+                self._answer(HTTPStatus.NOT_FOUND, "text/plain", text)
 
-        def do_GET(self) -> None:
-            match self.path.partition("?")[0]:
-                case "/metrics":
-                    encode, kind = choose_encoder(self.headers.get("Accept", ""))
-                    self._answer(HTTPStatus.OK, kind, encode(registry))
-                case "/healthz":
-                    reasons = health(read(), run)
-                    status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
-                    body = json.dumps({"healthy": not reasons, "reasons": reasons})
-                    self._answer(status, "application/json", f"{body}\n".encode())
-                case _:
-                    text = b"expected /metrics or /healthz\n"
-                    self._answer(HTTPStatus.NOT_FOUND, "text/plain", text)
+    do_HEAD = do_GET
 
-        do_HEAD = do_GET
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-        def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logger.debug("metrics: " + format, *args)
-
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("metrics: " + format, *args)
 
 
 def _forget_all() -> None:
+    """Close this process's handles of the sockets: after a fork, the child has them too."""
     for server in list(_servers):
-        server.forget()
+        server.socket.close()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -1,4 +1,4 @@
-"""A trainer's status: the state of its run, for ``tierfall watch`` and ``ls``.
+"""A trainer's status: the state of its run, for ``tierfall watch`` and ``ls``; and which promises are broken by it.
 
 One document beside the arena of each slot, replaced atomically, in the envelope of all documents. Its folder is the
 user's own. The file is opened without following links, and accepted only where the user owns it and its digest is good.
@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
-from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CopyState, LossClass, TierKind
 from tierfall.core.types.view import LossBound, PeerSurvival
+from tierfall.telemetry.metrics import grown, to_key
 
 logger = logging.getLogger("tierfall")
 
@@ -81,17 +81,6 @@ class TransferStatus(_StatusPart):
     left_s: float | None = None
 
 
-class LossStatus(_StatusPart):
-    """What a failure would cost now, as ``LossBound`` has it."""
-
-    step: int
-    attempt: int
-    tier: str
-    steps_lost: int | None = None
-    seconds_lost: float | None = None
-    restore_s: float | None = None
-
-
 class RunStatus(_StatusPart):
     """The copies of a run. ``checkpoints`` are the newest of ``checkpoints_known``, oldest first."""
 
@@ -103,9 +92,8 @@ class RunStatus(_StatusPart):
 
 
 class Status(RunStatus):
-    """The run by one rank's process. ``newest`` is the newest step that survives each loss (None: none), ``loss_bound``
-    what each loss would cost, ``peer_survival`` which losses of nodes peer memory survives; ``metrics`` are those of
-    ``telemetry.metrics``, by key."""
+    """The run by one rank's process. ``loss_bound`` is what each loss would cost, ``peer_survival`` which losses of
+    nodes peer memory survives; ``metrics`` are those of ``telemetry.metrics``, by key."""
 
     wall_time_s: float
     pid: int
@@ -115,21 +103,12 @@ class Status(RunStatus):
     rank: int
     world_size: int
     attempt: int | None
-    newest: dict[LossClass, int | None]
-    loss_bound: dict[LossClass, LossStatus | None] = {}
+    loss_bound: dict[LossClass, LossBound] = {}
     peer_survival: PeerSurvival | None = None
     events: tuple[dict[str, Any], ...] = ()
     lost_events: int = 0
     metrics: dict[str, float] = {}
     failure: str | None = None
-
-
-def to_loss_status(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
-    """Convert loss bounds to their form in a status."""
-    return {
-        lost: None if bound.survives is None else LossStatus(**members(bound))
-        for lost, bound in bounds.items()
-    }
 
 
 def describe_flushes(status: RunStatus) -> str:
@@ -213,3 +192,57 @@ def remove_status(beside: Path) -> None:
         beside.with_suffix(".status.json").unlink(missing_ok=True)
     except OSError as error:
         logger.debug("the status beside %s was not removed: %s", beside, error)
+
+
+# Which promises of a run are broken ------------------------------------------------------------------
+
+
+DURABLE_INTERVALS = 2
+DURABLE_LEAST_S = 10.0
+"""A run that saves every second is not unhealthy because a commit takes a few."""
+HANGS_AFTER_S = 15.0
+"""The age of a status, which is written every 5 seconds, after which its process may hang."""
+
+
+def durable_bound_s(every_s: float | None, flush_every: Iterable[int]) -> float | None:
+    """Return the greatest healthy time, in seconds, without a commit on a stored tier: twice the interval at which some
+    tier is to get a checkpoint. None where ``every_s``, the time between saves, is not known, or there is no such tier.
+    """
+    least = min(flush_every, default=None)
+    if every_s is None or least is None:
+        return None
+    return max(DURABLE_INTERVALS * every_s * least, DURABLE_LEAST_S)
+
+
+def broken_promises(status: Status, age_s: float) -> list[str]:
+    """Return what is wrong, a sentence each; ``age_s`` is the age of the status in seconds."""
+    reasons = []
+    if status.failure is not None:
+        reasons.append(f"nothing is flushed any more: {status.failure}")
+    elif age_s > HANGS_AFTER_S:
+        reasons.append(f"the status is {format_duration(round(age_s))} old: the process may hang")
+    now = grown(status.metrics, age_s)
+    reasons += [
+        f"tier {tier.name} does not accept copies: {tier.failing}"
+        for tier in status.tiers
+        if tier.failing is not None
+    ]
+    for tier in status.tiers:
+        behind, bound = (
+            now.get(to_key(name, tier.name)) for name in ("behind_seconds", "behind_bound_seconds")
+        )
+        if behind is not None and bound is not None and behind > bound:
+            reasons.append(
+                f"tier {tier.name} is {format_duration(behind)} behind; flush.within is {format_duration(bound)}"
+            )
+        if count := now.get(to_key("degraded_copies", tier.name)):
+            reasons.append(
+                f"tier {tier.name} lacks {count:.0f} good copies: they are damaged, could not be read, or were set "
+                "aside"
+            )
+    age, bound = (now.get(to_key(f"durable_{name}_seconds")) for name in ("age", "bound"))
+    if age is not None and bound is not None and age > bound:
+        reasons.append(
+            f"no tier got a checkpoint for {format_duration(age)}; at most {format_duration(bound)} are expected"
+        )
+    return reasons

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 from tierfall.config import PeerTierConfig
-from tierfall.config.tiers import NODE_SPREAD
+from tierfall.config.model import NODE_SPREAD
 from tierfall.core.ranks.domains import VARIABLE
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types.errors import ConfigError

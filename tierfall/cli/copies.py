@@ -1,54 +1,181 @@
-"""``copy``: copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as files that
-can be read without tierfall. ``import``: save what another program wrote as a step."""
+"""The commands that read or write whole copies.
+
+``verify``: verify every copy, report what is damaged, where, and how to repair it; and repair it. ``copy``: copy a step
+to a tier that does not hold it. ``export``: write a step, or a part of it, as files that can be read without tierfall.
+``import``: save what another program wrote as a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
     ProgressBar,
     check_tier,
+    coloured,
     counted,
     document_of,
     find_step,
     load_settings,
-    parse_option,
+    table,
     warn_of,
     watched,
 )
-from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, parse_step, refuse
+from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, refuse
+from tierfall.config import Config
+from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
-from tierfall.core.types.units import format_size, parse_size_with_unit
-from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.export.options import DTYPES, format_of
 from tierfall.ops import commands, sync
-from tierfall.ops.commands import unread
+from tierfall.ops.commands import trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
+from tierfall.ops.sync import Repairer, RepairResult, owned_reader
+from tierfall.ops.verify import (
+    Finding,
+    RunReport,
+    VerifyScope,
+    check_run,
+    planned_bytes,
+    record_damage,
+)
+
+_OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
-def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json: bool) -> None:
+def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) -> None:
+    """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
+    settings = load_settings(asked, doing="verify --repair" if repair else "")
+    check_tier(settings, tier)
+    answer = CommandOutput(asked.as_json)
+    repairs: tuple[RepairResult, ...] | None = None
+    if repair:
+        _check_ownerless(settings)
+    owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
+    with owning as reader:
+        listings = reader.list()
+        found = frozenset(
+            find_step(answer, listings, name, tier, doing="verify").id for name in steps
+        )
+        scope = VerifyScope(checkpoints=found or None, tier=tier)
+        total = planned_bytes(listings, scope)
+        with ProgressBar("verify", total, shown=watched(asked.as_json)) as watch:
+            if repair:
+                warn_of(trained_elsewhere(listings, reader.stores))
+                repairer = Repairer(reader, listings)
+                report = check_run(reader, listings, scope, watch.add, repairer)
+                repairs = tuple(repairer.repairs)
+            else:
+                report = check_run(reader, listings, scope, watch.add)
+        report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
+    _answer_verify(answer, settings, report, repairs)
+    answer.finish()
+
+
+def _check_ownerless(settings: Config) -> None:
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"verify --repair: a trainer owns run {settings.run!r} ({owner}) and may delete or write copies meanwhile; "
+            "nothing was checked. Repair once it has ended; until then restores read the good copies"
+        )
+
+
+def _answer_verify(
+    answer: CommandOutput,
+    settings: Config,
+    report: RunReport,
+    repairs: tuple[RepairResult, ...] | None,
+) -> None:
+    for repair in repairs or ():
+        if repair.done:
+            answer.show(f"repaired {_place(repair)}: {repair.why}")
+        else:
+            answer.problem(f"not repaired: {_place(repair)}: {repair.why}")
+    for place, why in report.unread:
+        answer.problem(f"{place} could not be read: {why}")
+    for finding in report.findings:
+        answer.problem(_describe_finding(finding))
+    good = [copy for copy in report.copies if copy.good]
+    answer.document = {
+        "run": settings.run,
+        "copies": [members(copy, *_OF_COPY) for copy in report.copies],
+        "damage": [members(finding) for finding in report.findings],
+        "unread": [{"place": place, "reason": why} for place, why in report.unread],
+        "notes": list(report.notes),
+        "bytes": sum(copy.bytes for copy in report.copies),
+    }
+    if repairs is not None:
+        answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
+    made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
+    for copy in sorted(report.copies, key=lambda c: c.id):
+        made.add_row(
+            str(copy.id),
+            copy.tier,
+            str(copy.chunks),
+            format_size(copy.bytes),
+            coloured(_verdict(copy)),
+        )
+    if report.copies:
+        answer.show(made)
+    answer.show(*(f"note: {note}" for note in report.notes))
+    total = format_size(sum(copy.bytes for copy in report.copies))
+    newer = sum(finding.newer for finding in report.findings)
+    damaged = len(report.findings) - newer
+    damage = counted(damaged, "place is", "places are")
+    what = f"{damage} damaged" if damaged else "nothing is damaged"
+    if newer:
+        what += f", {counted(newer, 'file', 'files')} of a newer tierfall could not be checked"
+    copies = counted(len(report.copies), "copy is", "copies are")
+    answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
+
+
+def _place(found: RepairResult | Finding) -> str:
+    return " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
+
+
+def _verdict(copy: CheckedCopy) -> str:
+    if copy.gone:
+        return "deleted meanwhile"
+    if any(not damage.newer for damage in copy.damage):
+        return "DAMAGED"
+    if copy.damage:
+        return "could not be checked"
+    return "good" if copy.error is None else "could not be read"
+
+
+def _describe_finding(finding: Finding) -> str:
+    chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
+    verdict = "not checked" if finding.newer else "damaged"
+    return f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})"
+
+
+# copy ------------------------------------------------------------------------------------------------
+
+
+def copy(asked: Asked, steps: list[StepName], to: str) -> None:
     """Copy steps to a tier that does not hold them, one after the other."""
-    settings = load_settings(config, run, doing="copy")
-    names = [parse_step(step) for step in steps]
+    settings = load_settings(asked, doing="copy")
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(
             f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
         )
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        found = [find_certain(answer, listings, name, None, doing="copy").id for name in names]
+        found = [find_certain(answer, listings, name, None, doing="copy").id for name in steps]
     if owner is not None:
         refuse(
             f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
@@ -60,7 +187,7 @@ def copy(steps: list[str], to: str, config: str | None, run: str | None, as_json
         try:
             with (
                 naming_unread_tiers(answer, listings),
-                ProgressBar(f"copy {id}", 0, shown=watched(as_json)) as watch,
+                ProgressBar(f"copy {id}", 0, shown=watched(asked.as_json)) as watch,
             ):
                 copied = sync.copy(settings, id, to, watch.set)
         except CommandRefused as refusal:
@@ -151,56 +278,19 @@ def naming_unread_tiers(
 # export --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ExportArguments:
-    """The options of ``export`` that say what is written."""
-
-    to: Path
-    format: ExportFormat | None
-    only: list[str]
-    max_shard: str | None
-    dtype: ExportDtype | None
-    beside: list[Path]
-    force: bool
-
-    def parse(self) -> ExportOptions:
-        """Return them parsed; ends the command where that fails."""
-        to = self.to.expanduser()
-        return ExportOptions(
-            to=to,
-            format=format_of(to, self.format),
-            only=tuple(self.only),
-            replace=self.force,
-            max_shard_bytes=None
-            if self.max_shard is None
-            else parse_option("--max-shard", self.max_shard, parse_size_with_unit),
-            dtype=None if self.dtype is None else DTYPES[self.dtype],
-            beside=tuple(path.expanduser() for path in self.beside),
-        )
-
-
-def export(
-    step: str,
-    wanted: ExportArguments,
-    tier: str | None,
-    config: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+def export(asked: Asked, step: StepName, wish: ExportOptions, tier: str | None) -> None:
     """Write a step as one file, as shards, or as a DCP folder."""
-    settings = load_settings(config, run)
-    name = parse_step(step)
+    settings = load_settings(asked)
     check_tier(settings, tier)
-    answer = CommandOutput(as_json)
-    wish = wanted.parse()
+    answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
         listings = reader.list()
-        checkpoint = find_certain(answer, listings, name, tier, doing="export")
+        checkpoint = find_certain(answer, listings, step, tier, doing="export")
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
         with (
             naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
-            ProgressBar("export", 0, shown=watched(as_json)) as watch,
+            ProgressBar("export", 0, shown=watched(asked.as_json)) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
     _report_export(answer, settings.run, exported)
@@ -229,16 +319,14 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
 # import --------------------------------------------------------------------------------------------
 
 
-def import_(
-    path: Path, as_step: int, entry: str | None, config: str | None, run: str | None, as_json: bool
-) -> None:
+def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers."""
     from tierfall.imports.importer import import_state, read_state
 
-    settings = load_settings(config, run, doing="import")
+    settings = load_settings(asked, doing="import")
     if entry is not None and not entry.isidentifier():
         refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
-    answer = CommandOutput(as_json)
+    answer = CommandOutput(asked.as_json)
     read = read_state(path.expanduser(), entry)
     with RunReader(settings) as reader:
         if (owner := reader.owner()) is not None:
@@ -247,7 +335,7 @@ def import_(
                 "ended, or into another run by --run"
             )
         new = reader.list_with_new()[1]
-    with ProgressBar(f"import {path.name}", 0, shown=watched(as_json)) as watch:
+    with ProgressBar(f"import {path.name}", 0, shown=watched(asked.as_json)) as watch:
         imported = import_state(settings, read, as_step, watch.set)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
     answer.show(
