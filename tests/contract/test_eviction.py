@@ -132,6 +132,7 @@ def test_room_is_never_made_by_the_only_copy_that_survives_a_loss(place: Place) 
         third = ckpt.save(3, state_of(3))
         third.wait("disk", timeout=SOON_S)
         fourth = ckpt.save(4, state_of(4))
+        fourth.wait("disk", timeout=SOON_S)
         with pytest.raises(CapacityError, match="pfs"):
             fourth.wait("pfs", timeout=SOON_S)
         assert place.steps("pfs") == [2]
