@@ -674,6 +674,60 @@ def test_a_newer_start_fences_an_older_one_in_the_same_job(place: Place, trainer
         place.memory = memory
 
 
+def test_a_start_that_was_followed_neither_deletes_nor_pins(place: Place, trainer: Any) -> None:
+    place.config(disk={"shared": True})
+    place.save(1, 2)
+    with place.open() as ckpt:
+        restore_in(ckpt)
+        memory, place.memory = place.memory, place.root / "other"
+        place.config(disk={"shared": True})
+        other = trainer()
+        for call, step in ((ckpt.pin, 2), (ckpt.delete, 1)):
+            with pytest.raises(FencedError, match="attempt 3"):
+                call(step)
+        other.tell("3")
+        assert other.line() == "saved 3"
+        assert place.steps() == [1, 2, 3]
+        assert not any(c["pinned"] for c in place.json("ls")["checkpoints"])
+    place.memory = memory
+    place.config(disk={"shared": True})
+    assert step_of(restore(place)) == 3
+    assert place.steps() == [1, 2, 3], "nothing is deleted later either"
+
+
+def test_of_two_starts_at_the_same_moment_each_has_a_number_of_its_own(
+    place: Place, store: Faulty
+) -> None:
+    """The store holds up the record of one until the other has taken its number. It takes the next one, and counts as
+    the newer start."""
+    with_store(place, store)
+    place.save(1)
+    (place.root / "way").symlink_to(store.folder)
+    other = Place(place.root / "other", place.root / "other memory")
+    other.root.mkdir()
+    with_store(other, store)
+    store.set("hang", "attempts", call="put")
+    late = other.start(
+        """
+        with tierfall.open("tiers.yaml") as ckpt:
+            print(ckpt.restore(blank()).step)
+            print(ckpt.save(3, state_of(3), block=True).attempt)
+        """
+    )
+    wait_until(lambda: store.struck("hang"), "it has chosen its number")
+    with_store(place, Faulty(place.root, "way"))
+    with place.open() as ckpt:
+        assert step_of(restore_in(ckpt)) == 1
+        assert ckpt.save(2, state_of(2), block=True).attempt == 2
+        store.heal()
+        assert [late.line(), late.line()] == ["2", "3"], late.errors()
+        assert late.end().code == 0
+        with pytest.raises(TierfallError, match="attempt 3"):
+            ckpt.save(4, state_of(4), block=True)
+    found = sorted(p.parent.name for p in store.folder.glob("run/step-*/commit.json"))
+    assert found[1:] == ["step-00000002-a0002", "step-00000003-a0003"]
+
+
 def test_a_start_beside_a_dead_one_whose_process_number_is_used_again_goes_on(
     place: Place,
 ) -> None:

@@ -142,6 +142,29 @@ def test_watch_and_ls_show_what_the_trainer_says(
     assert f"process {trainer.pid} has ended" in text
 
 
+def test_what_a_killed_trainer_did_not_heed_any_more_is_done_by_the_next_start(
+    place: Place, train: Callable[..., Trainer]
+) -> None:
+    """On every tier, memory included."""
+    place.config(disk={"retain": {"last": 2}}, far={"flush": {"every": 2}})
+    trainer = train()
+    for step in (1, 2):
+        trainer.tell(f"save {step}")
+    place.cli("rm", "1")
+    place.cli("pin", "2")
+    trainer.kill()
+    assert place.ls()["1@1"].keys() == {"host", "disk"}, "the trainer was to delete it"
+    again = train()
+    assert again.restored == 2
+    for step in (3, 4, 5):
+        again.tell(f"save {step}")
+    assert again.tell("pinned") == [2]
+    assert 1 not in again.tell("steps")
+    again.close()
+    assert (place.steps("disk"), place.steps("far")) == ([2, 4, 5], [2, 4])
+    assert "1@1" not in place.ls()
+
+
 # After a killed trainer: drain ---------------------------------------------------------------------------
 
 
@@ -168,7 +191,10 @@ def in_memory(place: Place) -> list[int]:
 def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
     place: Place, died: Callable[..., None]
 ) -> None:
+    """It is copied in the order of the tier."""
     died(1, 2)
+    far = {"flush": {"order": "newest_first"}}
+    place.config(disk={"flush": {"every": 2}}, far=far, max_wait="5s")
     assert in_memory(place) == [1, 2]
     assert "owed" in place.cli("ls").out
     assert place.cli("latest").out == "2@1\n"
@@ -177,6 +203,8 @@ def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
     assert done >= {(1, "far"), (2, "far")}
     assert (document["left"], document["memory_kept"]) == ([], False)
     assert (place.steps("disk"), place.steps("far")) == ([2], [1, 2])
+    first, second = ((f / "commit.json").stat().st_mtime_ns for f in place.folders("far"))
+    assert second < first
     assert in_memory(place) == []
     again = place.json("drain")
     assert (again["done"], again["left"]) == ([], [])

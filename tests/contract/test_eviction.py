@@ -61,6 +61,22 @@ def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(plac
     assert place.steps() == [3, 4, 5]
 
 
+def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place) -> None:
+    """Nothing else has deleted step 2 yet: a deletion by rule waits for the marks, which the store holds up."""
+    store = Faulty(place.root)
+    rules = {**THREE, "retain": {"tags": ["keep"]}}
+    place.config(store=store.tier(**rules), plugins=[faulty.__file__])
+    with place.open() as ckpt:
+        save(ckpt, 1, tags=["keep"])
+        save(ckpt, 2)
+        store.set("hang", "mark", call="get")
+        save(ckpt, 3)
+        assert store.steps() == [1, 2, 3]
+        save(ckpt, 4)
+        store.heal()
+    assert store.steps() == [1, 4]
+
+
 def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_oldest(
     place: Place,
 ) -> None:
@@ -132,6 +148,7 @@ def test_room_is_never_made_by_the_only_copy_that_survives_a_loss(place: Place) 
         third = ckpt.save(3, state_of(3))
         third.wait("disk", timeout=SOON_S)
         fourth = ckpt.save(4, state_of(4))
+        fourth.wait("disk", timeout=SOON_S)
         with pytest.raises(CapacityError, match="pfs"):
             fourth.wait("pfs", timeout=SOON_S)
         assert place.steps("pfs") == [2]

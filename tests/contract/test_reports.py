@@ -89,9 +89,10 @@ def test_what_is_on_its_way_is_owed_and_a_drain_says_what_is_left(place: Place, 
         assert "left: 1@1 to store" in repr(report)
         gate.open()
         report = ckpt.drain()
-        assert (report.done, report.left) == (((1, 1, "store"),), ())
-        assert report.seconds >= 0
-        assert ckpt.checkpoints()[0].owed == ()
+        assert report.left == ()
+        assert set(report.done) <= {(1, 1, "store")}, "it may have arrived before the drain"
+        (info,) = ckpt.checkpoints()
+        assert (info.owed, info.tiers["store"]) == ((), "committed")
 
 
 def test_statistics_count_what_happened_since_open(place: Place) -> None:

@@ -12,6 +12,7 @@ import torch
 import tierfall
 from tests.contract.kit import (
     Place,
+    Program,
     blank,
     files_below,
     flip_a_bit,
@@ -197,6 +198,27 @@ def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> 
         for step in (3, 4):
             ckpt.save(step, state_of(step), block=True)
         settle(place, 1, 3, 4)
+
+
+def test_pins_of_several_processes_at_once_are_all_kept(place: Place) -> None:
+    place.config(disk={"retain": {"last": 4}})
+    with place.open() as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, state_of(step), block=True)
+        words = ("--config", str(place.yaml))
+        commands = [Program(None, ("pin", str(step), *words), place.root, {}) for step in (1, 2)]
+        ckpt.pin(3)
+        for command in commands:
+            answer = command.end()
+            assert answer.code == 0, answer.err
+        ckpt.pin(4)
+    pinned = [c["step"] for c in place.json("ls")["checkpoints"] if c["pinned"]]
+    assert pinned == [1, 2, 3, 4]
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        for step in range(5, 10):
+            ckpt.save(step, state_of(step), block=True)
+    assert place.steps() == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
 def test_a_pinned_step_is_not_deleted_by_hand_and_the_last_one_only_if_asked_twice(

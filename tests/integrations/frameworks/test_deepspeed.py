@@ -191,7 +191,7 @@ def test_the_script_of_the_page_runs_and_continues(tmp_path: Path, memory: Path)
         script + "print(client_state and client_state['epoch'], engine.global_steps)\n"
     )
     (tmp_path / "tiers.yaml").write_text(
-        tiers.replace("capacity: 40%", f"capacity: 64MiB, folder: {memory}")
+        tiers.replace("kind: host", f"kind: host, capacity: 64MiB, folder: {memory}")
     )
     for expected in ("None 100", "0 100"):
         job = Job(tmp_path, 2, program=tmp_path / "train.py")

@@ -239,7 +239,7 @@ def test_the_script_of_the_page_goes_on_after_a_kill_of_all_of_it_and_saves_befo
     starts = "ray.init(num_cpus=2, object_store_memory=100 << 20)\n"
     first = script.replace(ASKS, WAITS).replace("ray.init()\n", starts)
     (tmp_path / "tiers.yaml").write_text(
-        tiers.replace("capacity: 40%", f"capacity: 16MiB, folder: {memory}")
+        tiers.replace("kind: host", f"kind: host, capacity: 16MiB, folder: {memory}")
     )
     (tmp_path / "train.py").write_text(first)
     killed = start(tmp_path / "train.py")

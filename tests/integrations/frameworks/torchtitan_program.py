@@ -140,7 +140,9 @@ def of_the_page(folder: Path, memory: str) -> Any:
     text = (ROOT / "docs/torchtitan.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (config,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    (folder / "tiers.yaml").write_text(config.replace("40%", f"256MiB, folder: {memory}"))
+    (folder / "tiers.yaml").write_text(
+        config.replace("kind: host", f"kind: host, capacity: 256MiB, folder: {memory}")
+    )
     os.chdir(folder)
     names: dict[str, Any] = {}
     exec(compile(code, "the page", "exec"), names)
