@@ -219,6 +219,11 @@ def test_a_dcp_folder_continues_by_the_names_of_its_parameters(place: Place) -> 
     assert same(
         {k: new[k] for k in ("model", "optimizer")}, {k: old[k] for k in ("model", "optimizer")}
     )
+    other = trained(1, 0)["model"]
+    moments = type(old["optimizer"])([*other.parameters()][::-1])
+    restored(place, {"model": other, "optimizer": moments}, only=["model", "optimizer"])
+    for mine, its in zip(old["model"].parameters(), other.parameters(), strict=True):
+        assert equal(dict(old["optimizer"].state[mine]), dict(moments.state[its]))
 
 
 class Wrapper(nn.Module):
@@ -540,6 +545,16 @@ def test_a_model_for_hugging_face_is_a_folder_of_shards_under_all_its_names(
     assert equal(loaded["conv.bias"], expected["conv.bias"].to(torch.bfloat16))
     assert index["head.weight"] == index["embedding.weight"], "tied weights are in one file"
     assert loaded["uint16"].dtype == torch.uint16, "integers are not converted"
+
+
+def test_each_name_of_a_tied_weight_has_its_values(full: Place, tmp_path: Path) -> None:
+    weight = whole(1)["model"].head.weight.detach()
+    for name, words in ("float32", []), ("bfloat16", ["--dtype", "bf16"]):
+        path = tmp_path / f"{name}.safetensors"
+        full.cli("export", "1", "--to", str(path), "--only", "model", *words)
+        loaded = safetensors.torch.load_file(path)
+        for tied in ("embedding.weight", "head.weight"):
+            assert equal(loaded[tied], weight.to(getattr(torch, name))), (name, tied)
 
 
 def test_small_dtypes_are_those_that_safetensors_has(full: Place, tmp_path: Path) -> None:
