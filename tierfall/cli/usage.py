@@ -141,10 +141,14 @@ def to_document(
 
 def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Print the problems of a refusal, in the requested form, and exit with its code."""
+    problems = refusal.problems
     if as_json:
-        with suppress(OSError):  # such as a full disk, which may be what is reported
-            typer.echo(to_document(refusal.document, refusal.problems, indent=2))
-    for problem in refusal.problems:
+        try:
+            with suppress(BrokenPipeError):
+                print_out(to_document(refusal.document, problems, indent=2) + "\n")
+        except CommandRefused as unwritten:  # this may be what is reported
+            problems = [*dict.fromkeys([*problems, *unwritten.problems])]
+    for problem in problems:
         print_problem(problem)
     raise typer.Exit(refusal.code)
 
