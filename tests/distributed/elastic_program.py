@@ -156,6 +156,9 @@ def relaunched(folder: str, **changes: Any) -> Any:
 
 def give_up_on_stall(folder: str, call: str, **changes: Any) -> Any:
     """Rank 0 stands still for good: say how long a call takes to end, and what it says."""
+    Path(folder, f"begun-{RANK}").touch()  # a rank that starts slowly is not one that stands still
+    while len(list(Path(folder).glob("begun-*"))) < WORLD:
+        time.sleep(0.01)
     ckpt = tierfall.open(program.config(folder, **changes))
     ckpt.save(1, make_state(1, own())).wait("pfs", 30)
     ready(folder)
