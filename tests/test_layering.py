@@ -85,7 +85,7 @@ LINES = {
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 9_298,
     ("tierfall/ops",): 3_145,
     ("tierfall/telemetry",): 1_775,
-    ("tierfall/cli",): 4_138,
+    ("tierfall/cli",): 4_142,
     ("tierfall/integrations",): 3_140,
     ("tierfall/imports", "tierfall/export"): 2_822,
     ("tierfall/plan",): 199,
