@@ -104,7 +104,7 @@ def sent_bytes(ckpt: tierfall.Checkpointer) -> int:
     return sum(n for edge, n in ckpt.statistics().edge_bytes.items() if edge.endswith("->store"))
 
 
-@pytest.mark.parametrize("codec", ["zstd", "none"])
+@pytest.mark.parametrize("codec", [pytest.param("zstd", marks=pytest.mark.torture), "none"])
 def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_more(
     make_config: Make,
     own_server: SeaweedFS,

@@ -221,12 +221,14 @@ class Commit:
 
 
 def parse_commit(data: bytes, *, what: str) -> Commit:
-    """Parse a commit record from untrusted bytes; ``what`` names it in errors."""
+    """Parse a commit record from untrusted bytes; ``what`` names it in errors. Leaves out files that this version does
+    not write."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     metrics = reader.get("metrics", dict)
     if not all(isinstance(v, int | float | str) for v in metrics.values()):
         raise IntegrityError(f"{what}: a metric is not a number")
-    files = tuple(_named_file(entry, what) for entry in reader.list_of("files", dict))
+    named = (_named_file(entry, what) for entry in reader.list_of("files", dict))
+    files = tuple(file for file in named if keys.is_tierfall_name(file.name))
     images = [keys.parse_shard(file.name) for file in files if file.digest is None]
     if len({file.name for file in files}) < len(files) or len(set(images)) < len(images):
         raise IntegrityError(f"{what}: names a file twice, or two images of one shard")

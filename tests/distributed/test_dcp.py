@@ -42,7 +42,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
     [
         pytest.param("save", 2, marks=LONG),
         pytest.param("cached", 2, marks=LONG),
-        ("lazy", 2),
+        pytest.param("lazy", 2, marks=LONG),
         pytest.param("beside", 2, marks=LONG),
         pytest.param("lazy", 4, marks=LONG),
         ("process", 2),

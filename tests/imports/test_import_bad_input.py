@@ -158,7 +158,7 @@ def test_a_shard_that_is_missing_or_lacks_a_tensor(tmp_path: Path, trained: Trai
 )
 def test_no_name_of_a_pickle_is_looked_up(tmp_path: Path, program: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(program)
-    with pytest.raises(ConfigError, match="nothing of it was run"):
+    with pytest.raises(ConfigError, match="no code of it was run"):
         read_state(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A hundred hours of training, each drawn by a seed: nothing that was promised is broken. There is more of it in
+"""Sixty hours of training, each drawn by a seed: nothing that was promised is broken. There is more of it in
 ``make simulate``.
 """
 
@@ -13,7 +13,7 @@ from tests.simulation.hour import run_hour
 from tierfall.core.types.values import LossClass
 from tierfall.policies.cadence import IntervalBound
 
-HOURS = 100
+HOURS = 60
 BLOCKS = 20
 
 
@@ -72,15 +72,15 @@ def test_an_hour_that_broke_a_promise_once(seed: int) -> None:
 
 
 def test_all_that_may_happen_comes_about() -> None:
-    seen: Counter[str] = sum((seen_in(seed) for seed in range(100)), Counter())
-    assert seen[LossClass.PROCESS] > 25
-    assert seen[LossClass.NODE] > 12
-    assert seen["set_aside"] > 12
-    assert seen["unmounted"] > 50
-    assert seen["unread"] > 40, "too few starts could not look at a tier"
-    assert seen["anew"] > 10, "too few begin anew while a tier is away"
-    assert seen["unsynced"] > 3, "too little goes with a power cut"
+    seen: Counter[str] = sum((seen_in(seed) for seed in range(HOURS)), Counter())
+    assert seen[LossClass.PROCESS] > 15
+    assert seen[LossClass.NODE] > 7
+    assert seen["set_aside"] > 7
+    assert seen["unmounted"] > 30
+    assert seen["unread"] > 24, "too few starts could not look at a tier"
+    assert seen["anew"] > 6, "too few begin anew while a tier is away"
+    assert seen["unsynced"] > 1, "too little goes with a power cut"
     bounds = set(IntervalBound) - {IntervalBound.OWN}
-    assert not {bound for bound in bounds if seen[bound] < 50}, (
+    assert not {bound for bound in bounds if seen[bound] < 30}, (
         "too little is saved by some cadence"
     )

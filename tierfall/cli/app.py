@@ -20,7 +20,13 @@ from tierfall.cli.usage import (
     parser_of,
     refuse,
 )
-from tierfall.core.types.units import parse_duration, parse_size, parse_size_with_unit
+from tierfall.core.types.units import (
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+    parse_size_with_unit,
+)
 from tierfall.core.types.values import ExportDtype, ExportFormat
 
 app = typer.Typer(
@@ -243,7 +249,7 @@ def check(
             "--size",
             metavar="SIZE",
             help="Bytes to write to each tier.",
-            parser=parser_of(parse_size, 1),
+            parser=parser_of(parse_size, 1, format_size),
         ),
     ] = "64MiB",  # type: ignore[assignment]
     image: Annotated[
@@ -261,7 +267,7 @@ def check(
             "--save-every",
             metavar="TIME",
             help="For the forecast: the time between saves: 10m.",
-            parser=parser_of(parse_duration, TIME_LEAST_S),
+            parser=parser_of(parse_duration, TIME_LEAST_S, format_duration),
         ),
     ] = None,
     step_time: Annotated[
@@ -270,7 +276,7 @@ def check(
             "--step-time",
             metavar="TIME",
             help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
-            parser=parser_of(parse_duration, TIME_LEAST_S),
+            parser=parser_of(parse_duration, TIME_LEAST_S, format_duration),
         ),
     ] = None,
     steps_per_hour: Annotated[
@@ -619,7 +625,7 @@ def watch(
             "--every",
             metavar="TIME",
             help="Time between two frames.",
-            parser=parser_of(parse_duration, FRAME_LEAST_S),
+            parser=parser_of(parse_duration, FRAME_LEAST_S, format_duration),
         ),
     ] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,

@@ -54,7 +54,8 @@ def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
     if size_bytes > SIZE_MAX_BYTES:
         refuse(f"--size: expected {format_size(SIZE_MAX_BYTES)} at most", Exit.USAGE)
     answer = CommandOutput(asked.as_json)
-    console = Console(quiet=not watched(asked.as_json))
+    shown = watched(asked.as_json)
+    console = Console(quiet=not shown, force_terminal=shown)
     with console.status("check", spinner="line") as status:
         tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
     answer.document = {

@@ -69,8 +69,10 @@ def parse_step(text: str) -> StepName:
     return StepName(int(match[1]), int(match[2]) if match[2] else None)
 
 
-def parser_of(parse: Callable[[str], Any], least: float = 0) -> Callable[[str], Any]:
-    """Return the parser of an option for typer, of a function that raises ConfigError."""
+def parser_of(
+    parse: Callable[[str], Any], least: float = 0, shown: Callable[[Any], str] = str
+) -> Callable[[str], Any]:
+    """Make typer's parser of an option from a function that raises ConfigError; ``shown`` formats the least value."""
 
     def read(text: str) -> Any:
         try:
@@ -78,7 +80,7 @@ def parser_of(parse: Callable[[str], Any], least: float = 0) -> Callable[[str], 
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from error
         if value < least:
-            raise typer.BadParameter(f"{text!r} is too small; expected {least:g} or more")
+            raise typer.BadParameter(f"{text!r} is too small; expected {shown(least)} or more")
         return value
 
     return read

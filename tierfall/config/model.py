@@ -350,8 +350,8 @@ TIER_MODELS: dict[str, type[_Tier]] = {
 
 # The chain -------------------------------------------------------------------------------------------
 #
-# The checks are of links, the few relevant properties of each tier, so that they apply to a valid configuration and to
-# one with errors elsewhere. Messages name places, never values: a value may be from the environment.
+# The checks read links, the few properties of a tier that matter here: so they work on a configuration with errors
+# elsewhere, too. Messages name places, never values: a value may be from the environment.
 
 
 _RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1}

@@ -181,7 +181,7 @@ def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
     if place == ():
         yield (), node.start_mark.line + 1
     if len(place) > _DEPTH_MAX:
-        raise _error_at(node, "a value that contains itself, or is too deep in others")
+        raise _error_at(node, "a value that contains itself, or is nested too deeply")
     for part, inner, line in _children(node):
         yield (*place, part), line
         yield from _lines(inner, (*place, part))

@@ -302,7 +302,7 @@ class _Unpickler(pickle._Unpickler):
         found = _DTYPES.get((module, name)) or _STAND_INS.get((module, name))
         if found is None:
             raise ConfigError(
-                f"it names {module}.{name}, which DCP's metadata has not, and nothing of it was run"
+                f"it names {module}.{name}, which is no part of DCP's metadata; no code of it was run"
             )
         return found
 

@@ -416,8 +416,8 @@ def _answer_of(path: Path, call: Callable[[], T]) -> T:
 
 
 def advice_if_moved(folder: Path) -> str | None:
-    """Return where the folder of a step, or of a run, belongs by the commit records in it; None where it is there, or
-    that is not known."""
+    """Return where the folder of a step, or of a run, belongs by its commit records; None if it is in place, or if they
+    do not tell."""
     if (line := _written_as(folder)) is not None:
         if _is_in_place(folder, line):
             return None

@@ -147,8 +147,8 @@ def _open_source(
 
 
 def _united(records: Sequence[Commit]) -> Commit:
-    """Return a record with the files of all ranks: one that has them, or all records merged. That of a rank's memory,
-    or of a node's own disk, names only its own files."""
+    """Return a record with the files of all ranks: one that has them, or all records merged. The record in a rank's
+    memory, or on a node's own disk, names only the files of that rank or node."""
     most = max(records, key=lambda record: len(record.files))
     if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
         return most
@@ -201,8 +201,12 @@ def _write_chunks(
         run, start = runs[number], starts[number]
         with pool.lend_view(sizes[number]) as buffer:
             read = [reader.read(i, buffer[manifest.chunk_range(i)[0] - start :]) for i in run]
-            # A chunk may be read into another buffer.
-            put(run[0], start, read[0] if len(read) == 1 else memoryview(b"".join(read)))
+            is_in_place = all(view.obj is buffer.obj for view in read)  # else a read was given up
+            put(
+                run[0],
+                start,
+                buffer[: sizes[number]] if is_in_place else memoryview(b"".join(read)),
+            )
         on_bytes(sizes[number])
 
     run_in_threads(threads, copy_range, range(len(runs)))

@@ -326,8 +326,8 @@ def describe_statistics(found: Statistics) -> str:
 
 
 def _format_loss(bound: LossBound) -> str:
-    """Format what survives, on which tier, how long reading it takes, and what would be lost, as far as that is known:
-    of the present step only a living trainer tells."""
+    """Format what survives, on which tier, how long reading it takes, and what would be lost. Only a living
+    trainer knows the present step, and so what would be lost."""
     if bound.survives is None:
         return "nothing"
     text = f"{bound.survives} on {bound.tier}"
