@@ -137,10 +137,16 @@ def _check_bucket(scheme: str, user: str, bare: str, place: str) -> None:
 
 
 def _split_user(rest: str) -> tuple[str, str]:
-    """Split a URL's rest into user (with password) and what follows. A password may contain '/' and '@': what has a ':'
-    and stands before the last '@' counts as user and password."""
-    user, _, bare = rest.rpartition("@")
-    return (user, bare) if ":" in user or "/" not in user else ("", rest)
+    """Split a URL's rest into user (with password) and what follows. A ':' without an '@' before the first '/' may
+    begin a password that contains a '/'."""
+    authority, slash, path = rest.partition("/")
+    if "@" in authority:
+        user, _, host = authority.rpartition("@")
+        return user, host + slash + path
+    if ":" in authority and "@" in path:
+        user, _, bare = rest.rpartition("@")
+        return user, bare
+    return "", rest
 
 
 def _client(

@@ -247,17 +247,29 @@ class FsspecClient(ObjectClient):
         return list(found.values())
 
     def _walked(self, folder: str, what: str) -> Iterator[dict[str, Any]]:
-        """List every file below a folder. By default, fsspec's walk silently omits folders that it cannot read."""
+        """List everything below a folder. fsspec's own walk silently omits folders that it cannot read: it passes
+        ``on_error`` to none below the first."""
+        pending = [folder]
+        while pending:
+            parent = pending.pop()
+            for entry in self._entries(parent, what):
+                if entry["name"] == parent:
+                    # ls of a file returns the file itself.
+                    continue
+                if not entry["name"].startswith(f"{parent}/"):
+                    raise BackendError(f"{what}: the filesystem lists names of other folders")
+                if entry["type"] == "directory":
+                    pending.append(entry["name"])
+                yield entry
 
-        def on_error(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):
-                raise error
-            # The folder does not exist, or was removed since its parent was listed.
-            self._check_root(what)
-
+    def _entries(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
         with translated(what):
-            for _, _, files in self._system.walk(folder or "/", detail=True, on_error=on_error):
-                yield from files.values()
+            try:
+                return list(self._system.ls(folder or "/", detail=True))
+            except (FileNotFoundError, NotADirectoryError):
+                # The folder does not exist, or was removed since its parent was listed.
+                self._check_root(what)
+                return []
 
 
 class _FileStream:

@@ -50,9 +50,8 @@ class PosixBackend(BackendBase):
     """Stores objects as files below ``root``; see ``core.types.backend.Backend``.
 
     ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: use direct I/O where a probe
-    at open shows that it works. While the backend is open, a
-    root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again. Call
-    ``close`` after all other calls have returned.
+    at open shows that it works. While the backend is open, a root that is unmounted, deleted or replaced raises
+    UnreachableError, until the identity check accepts it again. Call ``close`` after all other calls have returned.
 
     ``read_only``: nothing is created, probed or changed. A missing root is UnreachableError, since it may not be
     mounted; writing and deleting raise AccessDeniedError. Each file is read by direct I/O where the kernel supports it

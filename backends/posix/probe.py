@@ -100,7 +100,7 @@ def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
     try:
         return block_bytes if _direct_works(folder, name, block_bytes) else 0
     except OSError as error:
-        if error.errno in _REFUSALS:
+        if error.errno in (*_REFUSALS, errno.ENOSPC, errno.EDQUOT):
             return 0
         raise
 

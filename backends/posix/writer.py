@@ -45,7 +45,7 @@ class PosixWriterContext:
 class PosixWriter(WriterBase):
     """Writes one new object; see ``core.types.backend.Writer``.
 
-    If the last step of ``publish``, the fsync of the folder, fails, the error has that state: the object is visible,
+    If the last step of ``publish``, the fsync of the folder, fails, the error says so: the object is visible,
     but may not survive a power cut; write it anew. After every other failure the key is unchanged.
     """
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Wrapper:
-    """Passes every call on to ``inner``. ``call``, which a subclass may override, makes those that may be repeated."""
+    """Passes every call on to ``inner``: those that may be repeated, by ``call``, which a subclass may override."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner

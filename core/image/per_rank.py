@@ -95,7 +95,7 @@ class _FirstRank:
 
 
 def _form(header: ImageHeader, node: Node) -> list[Any]:
-    """The structure of a leaf, and its values: what two ranks' leaves have in common unless their tensors differ."""
+    """The structure of a leaf, and its values: equal on two ranks if at most the bytes of tensors differ."""
     form: list[Any] = []
     for each in walk(node):
         own: Any = None

@@ -62,8 +62,7 @@ class Choices:
             )
 
     def has(self, name: str) -> bool:
-        """Return whether ``name`` is selected: all of a checkpoint, or ``only`` these and what is below them, without
-        the skipped entries."""
+        """Return whether ``name`` is selected: at or below a name of ``only`` (None: any name), and not skipped."""
         asked = self.only is None or any(naming.is_within(name, each) for each in self.only)
         return asked and not self.skipped(name)
 

@@ -72,7 +72,7 @@ class ReadPlan:
             action()
 
     def replaces(self, name: str) -> bool:
-        """Return whether what the state has under a name is removed, unless the checkpoint has it, too."""
+        """Return whether a name that the checkpoint lacks is removed from the state."""
         return any(names.is_within(name, replaced) for replaced in self.replaced_names)
 
 

@@ -19,7 +19,7 @@ from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import MakePlan, ResizeRules, plan_reads_of_rank
-from tierfall.core.tensors.tensors import AddressRange
+from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
@@ -158,11 +158,11 @@ def _check_none_left(
     plan: ReadPlan, written: Mapping[AddressRange, tuple[str, CheckpointId]], progress: _Progress
 ) -> None:
     """Raise RestoreError where tensors would keep what a checkpoint that was skipped may have ``written`` to them."""
-    filled = plan.in_place() if written else {}
+    filled = AddressRanges(plan.in_place() if written else ())
     left = {
         name: id
         for each, (name, id) in written.items()
-        if each not in filled and not plan.replaces(name)
+        if not filled.contains(each) and not plan.replaces(name)
     }
     if not left:
         return

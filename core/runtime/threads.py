@@ -43,8 +43,8 @@ def interrupt_of_thread() -> threading.Event | None:
 
 
 def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. Fewer
-    threads do it, and this one, if the process may start no more.
+    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun. If no
+    more threads can be started, this one helps those that run.
 
     Raises a first failure once all threads have stopped.
     """
@@ -57,7 +57,10 @@ def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[in
             except RuntimeError:
                 # At the limit of processes: this thread helps those that have begun.
                 work.cancel_starts()
-                work.do_all()
+                try:
+                    work.do_all()
+                except Exception as error:  # noqa: BLE001 - raised below, once the others have stopped
+                    work.fail(error)
                 break
         work.wait()
     except BaseException:  # Ctrl-C: what waits is not begun
@@ -104,18 +107,22 @@ class _SharedWork:
         except IndexError:  # an interrupt came before
             return
         with interrupted_by(self._interrupted):
-            self.do_all()
+            try:
+                self.do_all()
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                self.fail(error)
         self._ended.append(start)
         self._wake.put(None)
 
     def do_all(self) -> None:
         """Do what is left, with the other threads."""
-        try:
-            while (number := self._next()) is not None:
-                self._do(number)
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            self._stop.set()
-            self.failures.append(error)
+        while (number := self._next()) is not None:
+            self._do(number)
+
+    def fail(self, error: BaseException) -> None:
+        """Begin no more, as one thread failed with ``error``."""
+        self._stop.set()
+        self.failures.append(error)
 
     def _next(self) -> int | None:
         with self._taking:

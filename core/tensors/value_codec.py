@@ -36,7 +36,7 @@ Coded = Any  # what json.dumps accepts
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What the caller of ``decode`` provides: the content of blobs, by number, kind and members, and values of
-    registered types, by name and encoded value. None stands for them without."""
+    registered types, by name and encoded value. None stands in their place by default."""
 
     blob: Callable[[int, str, dict[str, Any]], object] = lambda number, kind, members: None
     registered: Callable[[str, object], object] = lambda name, value: None

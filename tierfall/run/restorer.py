@@ -163,7 +163,7 @@ class Restorer:
         open_image: OpenImage,
         tally: ReadTally,
     ) -> CheckpointReader:
-        """Return a reader of the images of a checkpoint, which the ranks exchange if they can."""
+        """Return a reader of a checkpoint's images; ranks that are connected exchange their bytes."""
         session = self._session
         ring, ranks = session.ring, session.ranks
         if self._connect is None:

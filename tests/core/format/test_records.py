@@ -241,6 +241,12 @@ def test_a_commit_names_what_its_tier_is_still_owed_and_nothing_where_that_is_no
     assert plain(commit) == COMMIT, "that is of one tier"
 
 
+def test_a_commit_leaves_out_files_that_tierfall_does_not_write() -> None:
+    more = NamedFile(name="index.zst", bytes=100, digest="sha256:" + "ab" * 32)
+    commit = replace(COMMIT, files=(*COMMIT.files, more))
+    assert parse_commit(commit.encode(), what="x") == COMMIT
+
+
 @pytest.mark.parametrize("value", [None, {}, "300@6", 7, *([start] for start in NO_START), [None]])
 def test_a_hostile_debt_is_damage(value: Any) -> None:
     with pytest.raises(IntegrityError, match="owed"):
