@@ -126,8 +126,8 @@ class RunLock:
         identity = _identity(os.fstat(fd))
         held = _held_by(identity)
         if held is not None:
-            # The name now refers to a file that this process has locked. Closing this descriptor would release the lock,
-            # so it is left open.
+            # The name now refers to a file that this process has locked. Closing this descriptor would release the
+            # lock, so it is left open.
             raise _second_error(path, run)
         try:
             _check_file(os.fstat(fd), path, run)
