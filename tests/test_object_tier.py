@@ -118,7 +118,9 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
     with tierfall.open(config) as ckpt:
         first = ckpt.save(1, large(1, mib=16))
         first.wait("disk", timeout=PATIENCE_S)
-        wait_until(lambda: sent_bytes(ckpt) > 4 * MIB, "a quarter is sent", PATIENCE_S)
+        wait_until(lambda: sent_bytes(ckpt) > 4 * MIB, "a quarter is read", PATIENCE_S)
+        # An upload whose answer to its beginning is lost has no owner until the next start.
+        wait_until(lambda: uploads_on(own_server, "bucket"), "its upload has begun", PATIENCE_S)
         own_server.kill()
         assert not first.done("store")
         second = ckpt.save(2, large(2, mib=16))  # training goes on

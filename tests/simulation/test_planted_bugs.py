@@ -231,7 +231,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (leave_no_room_for_numbers_that_cannot_be_seen, run_storage_hour, 14),
         (ignore_what_other_ranks_have_listed, run_storage_hour, 4),
         (try_a_copy_for_ever, run_storage_hour, 0),
-        (believe_a_record_that_a_start_finds, run_storage_hour, 3),
+        (believe_a_record_that_a_start_finds, run_storage_hour, 25),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
