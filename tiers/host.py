@@ -1,7 +1,8 @@
 """The host tier: the images of one rank in memory that outlives its process.
 
-It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. It does not choose
-which images are kept: it allocates a region, or returns None.
+It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. If others remove the
+arena's file, the next images are in a new one. It does not choose which images are kept: it allocates a region, or
+returns None.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 SPARE = 0.2
 PROGRESS_S = 2.0
 """Seconds between two log lines about the allocation of host memory."""
-RENEWAL_WAIT_S = 5.0
-"""How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
 
 
 def arena_slots(folder: Path) -> list[int]:
@@ -89,6 +88,8 @@ class HostTier:
         self._conditions = Conditions()
         self._guard = threading.Lock()
         self._arena: Arena | None = None
+        self._without_file: list[Arena] = []
+        """Earlier arenas, whose file was removed, with images that are still used."""
 
     @property
     def path(self) -> Path:
@@ -132,7 +133,7 @@ class HostTier:
         """Return the sealed images whose records are intact, and the errors of the others."""
         images: dict[CheckpointId, SealedImage] = {}
         damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
-        for region in self._arena.regions() if self._arena else ():
+        for region in self._regions():
             if not region.sealed:
                 continue
             try:
@@ -157,8 +158,14 @@ class HostTier:
             region.release()
 
     def _damaged_regions(self) -> list[Region]:
-        regions = self._arena.regions() if self._arena else ()
-        return [region for region in regions if region.sealed and self._is_damaged(region)]
+        return [r for r in self._regions() if r.sealed and self._is_damaged(r)]
+
+    def _regions(self) -> list[Region]:
+        return [region for arena in self._arenas() for region in arena.regions()]
+
+    def _arenas(self) -> list[Arena]:
+        with self._guard:
+            return [*self._without_file, *filter(None, [self._arena])]
 
     def _is_damaged(self, region: Region) -> bool:
         try:
@@ -220,7 +227,9 @@ class HostTier:
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
-                self._create(self._configured_bytes or self._default_bytes(image_bytes, need))
+                self._arena = self._create(
+                    self._configured_bytes or self._default_bytes(image_bytes, need)
+                )
                 self._largest_image_bytes = image_bytes
                 return
             current = self._arena.capacity_bytes
@@ -246,17 +255,10 @@ class HostTier:
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
-        until_s = time.monotonic() + RENEWAL_WAIT_S
-        while self._arena.is_recreating and time.monotonic() < until_s:
-            if not self._arena.recreate_file():
-                time.sleep(0.01)
-        enough = need <= self._arena.capacity_bytes
-        if self._arena.is_recreating and enough:
-            return
         try:
             self._arena.grow(capacity_bytes, self._progress)
         except CapacityError as error:
-            if not enough:
+            if need > self._arena.capacity_bytes:
                 if need >= capacity_bytes:
                     raise
                 self._arena.grow(need, self._progress)
@@ -277,7 +279,7 @@ class HostTier:
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)
-                self._create(need)
+                self._arena = self._create(need)
         region = self.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
         if region is None:
             raise CapacityError(
@@ -291,7 +293,7 @@ class HostTier:
             if self._configured_bytes is None:
                 return
             if self._arena is None:
-                self._create(self._configured_bytes)
+                self._arena = self._create(self._configured_bytes)
             elif self._arena.capacity_bytes < self._configured_bytes:
                 self._grow(self._configured_bytes, need=0)
 
@@ -314,8 +316,8 @@ class HostTier:
             image_bytes=image_bytes, extent_bytes=need, images=self._images
         )
 
-    def _create(self, capacity_bytes: int) -> None:
-        self._arena = Arena.create(
+    def _create(self, capacity_bytes: int) -> Arena:
+        return Arena.create(
             self.path,
             run=self._run,
             shard=self._shard,
@@ -343,17 +345,38 @@ class HostTier:
     # Its file ----------------------------------------------------------------------------------------
 
     def file_exists(self) -> bool:
-        """Whether the arena's file still exists, or there is no arena. Raises BackendError where that is unknown."""
+        """Whether the next image will be in a file, or there is no arena. Raises BackendError where that is unknown."""
         return self._arena is None or self._arena.file_exists()
 
-    def unlock_pages(self) -> bool:
-        """Unlock the arena's pages, before ``recreate_file``; False while an image is being filled. No device may read
-        an image until the pages are locked again."""
-        return self._arena is not None and self._arena.unlock_pages()
+    def regions_without_file(self) -> list[Region]:
+        """Return the regions of images that end with this process, since the file was removed. Raises BackendError
+        where that is unknown."""
+        lost = [arena for arena in self._arenas() if not arena.file_exists()]
+        return [region for arena in lost for region in arena.regions()]
 
-    def recreate_file(self) -> bool:
-        """Recreate the arena's file after it was removed, a few MiB a call; see ``Arena.recreate_file``."""
-        return self._arena is not None and self._arena.recreate_file()
+    def replace_file(self) -> None:
+        """If the arena's file was removed, allocate another arena for the next images. The images in the old one stay
+        readable; its memory is freed once all are released.
+
+        Raises CapacityError where memory is missing, ConfigError where another file has the name: the old arena is used
+        on then.
+        """
+        with self._guard:
+            unused = [arena for arena in self._without_file if not arena.regions()]
+            self._without_file = [each for each in self._without_file if each not in unused]
+            old = self._arena
+        for arena in unused:
+            arena.close(keep=True)
+        if old is None or old.file_exists():
+            return
+        old.check_place()
+        new = self._create(old.capacity_bytes)
+        with self._guard:
+            if old.file_exists():  # it was closed meanwhile
+                new.close(keep=False)
+                return
+            self._without_file.append(old)
+            self._arena = new
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -367,6 +390,8 @@ class HostTier:
     def close(self, *, keep: bool) -> None:
         """Close the arena; delete its file, and the images in it, unless ``keep``."""
         with self._guard:
+            for arena in self._without_file:
+                arena.close(keep=True)
             if self._arena is not None:
                 self._arena.close(keep=keep)
 

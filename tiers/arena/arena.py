@@ -241,10 +241,10 @@ class Arena:
 
     def unprepared_pieces(self, device: torch.device | None) -> list[int]:
         """The pieces of the file that are not prepared for copies from a ``device``: those of free space first, in the
-        order of ``allocate``. None while the file is made anew."""
+        order of ``allocate``."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_moving:
+            if self._shared.closed:
                 return []
             prepared = file.prepared_pieces(device)
             whole = ByteRange(start=0, end=EXTENTS_START + self.capacity_bytes)
@@ -269,7 +269,7 @@ class Arena:
         copy to memory that is locked in part is refused, so that locks do not change under a copy."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_moving:
+            if self._shared.closed:
                 return False
             busy = self._is_filled_in(piece)
             file.set_prepared(piece, None if busy else device)
@@ -283,36 +283,11 @@ class Arena:
         with self._shared.guard:
             return self._shared.closed or self._shared.file.exists()
 
-    def unlock_pages(self) -> bool:
-        """Unlock the pages, which ``recreate_file`` needs; False while an image is being filled, since a device may be
-        writing to it. No device may read an image either.
-        """
+    def check_place(self) -> None:
+        """Raise ConfigError if no other arena may take the place of this one, whose file was removed."""
         with self._shared.guard:
-            if any(region.filling for region in self._shared.regions.values()):
-                return False
-            if not self._shared.closed:
-                self._shared.file.unlock_pages()
-            return True
-
-    @property
-    def is_recreating(self) -> bool:
-        """Whether ``recreate_file`` has begun and not finished."""
-        return self._shared.file.is_recreating
-
-    def recreate_file(self) -> bool:
-        """Continue to recreate the removed file, by a few MiB a call, until ``file_exists``.
-
-        False where the rest has to wait for an image that is being filled. Views stay valid. Raises CapacityError where
-        memory is missing, ConfigError where another file has the name, BackendError; the arena stays usable.
-        """
-        with self._shared.guard:
-            if self._shared.closed:
-                return False
-            self._shared.require_writable("making its file anew")
-            regions = self._shared.regions.values()
-            moved = self._shared.file.recreate([r.extent for r in regions if r.filling])
-            self._preparation.resume()
-            return moved
+            self._shared.require_open("making another one")
+            self._shared.file.check_place()
 
     def close(self, *, keep: bool) -> None:
         """Close the arena, and delete its file unless ``keep``. May be called twice.
