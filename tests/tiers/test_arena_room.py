@@ -115,16 +115,6 @@ def test_small_file_system_is_respected(tiny: Path, monkeypatch: pytest.MonkeyPa
     arena.close(keep=False)
 
 
-def test_growth_that_was_killed_before_it_counted_is_undone(path: Path) -> None:
-    sealed_arena(path)
-    os.truncate(path, EXTENTS + 5 * MIB)
-    arena = Arena.attach(path, run=RUN)
-    assert arena.capacity_bytes == MIB
-    assert path.stat().st_size == EXTENTS + MIB
-    assert len(arena.regions()) == 2
-    arena.close(keep=False)
-
-
 # --- folders and room -------------------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
-from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
+from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,6 @@ class ArenaFile:
             try:
                 made._map(total, progress)
                 layout.store(made.view, 0, header.encode())
-                made._growths().clear()
                 os.rename(partial, path)
             except BaseException:
                 made.release()
@@ -123,14 +122,8 @@ class ArenaFile:
         return made
 
     def grow(self, capacity_bytes: int, progress: Progress | None) -> None:
-        """Enlarge the file and map it again; the new capacity is valid once its entry is in the list of growths."""
+        """Enlarge the file, whose length is the capacity, and map it again."""
         what = f"arena {self.path}"
-        entry = layout.encode_growth(capacity_bytes)
-        growths = self._growths()
-        if growths.room_bytes() < len(entry):
-            raise CapacityError(
-                f"{what}: growing it: it has grown too often; set the host tier's `capacity` and start anew"
-            )
         old, new = EXTENTS_START + self.capacity_bytes, EXTENTS_START + capacity_bytes
         with _translate_errors(what, "growing it"):
             room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
@@ -141,7 +134,6 @@ class ArenaFile:
             except BaseException:
                 os.ftruncate(self._fd, old)
                 raise
-        growths.append(entry)
         self.capacity_bytes = capacity_bytes
 
     def exists(self) -> bool:
@@ -203,15 +195,10 @@ class ArenaFile:
         self.view = memoryview(b"")
         os.close(self._fd)
 
-    def _growths(self) -> EntryList:
-        return layout.growths(self.view, what=f"arena {self.path}")
-
     def _map(self, total: int, progress: Progress | None) -> None:
-        """Reserve and map the first ``total`` bytes."""
+        """Reserve and map the first ``total`` bytes. The file is never longer than what is reserved of it."""
         status = os.fstat(self._fd)
-        if status.st_size < total:
-            os.ftruncate(self._fd, total)
-        if status.st_blocks * BLOCK_BYTES < total:
+        if status.st_size < total or status.st_blocks * BLOCK_BYTES < total:
             self._reserve(total, progress)
         self._mapping = fork_safe_mapping(self._fd, total)
         self._touched_pieces.clear()
@@ -279,36 +266,20 @@ class ArenaFile:
         )
 
     def _adopt_size(self, size: int) -> None:
-        """Map an attached file of ``size`` bytes up to its recorded capacity."""
-        what = f"arena {self.path}"
-        self._read_capacity(size)
-        total = EXTENTS_START + self.capacity_bytes
-        if size < total:
+        """Map an attached file of ``size`` bytes; it may have grown since it was created."""
+        least = EXTENTS_START + self.header.capacity_bytes
+        if size < least:
             raise IntegrityError(
-                f"{what}: it is truncated: {size} bytes, expected {total}; {_remove(self.path)}"
+                f"arena {self.path}: it is truncated: {size} bytes, expected {least} at least; {_remove(self.path)}"
             )
-        if not self.writable:
-            self.view = memoryview(
-                mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            )
+        total = size // PAGE_BYTES * PAGE_BYTES
+        self.capacity_bytes = total - EXTENTS_START
+        if self.writable:
+            self._map(total, None)
             return
-        if size > total:
-            # A growth was killed before its entry was written: no region uses these bytes.
-            os.ftruncate(self._fd, total)
-        self._map(total, None)
-
-    def _read_capacity(self, size: int) -> None:
-        what = f"arena {self.path}"
-        if size < EXTENTS_START:
-            raise IntegrityError(
-                f"{what}: it is truncated: {size} bytes, expected at least {EXTENTS_START}; {_remove(self.path)}"
-            )
-        block = memoryview(bytearray(os.pread(self._fd, layout.BLOCK_BYTES, 0)))
-        try:
-            growths = layout.growths(block, what=what)
-            self.capacity_bytes = layout.read_capacity(self.header, growths, what=what)
-        except IntegrityError as error:
-            raise IntegrityError(f"{error}; {_remove(self.path)}") from error
+        self.view = memoryview(
+            mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        )
 
 
 def _partial(path: Path) -> Path:

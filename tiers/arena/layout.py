@@ -1,13 +1,14 @@
 """The arena file's layout, and the validation of what is read from it.
 
-    0        header block:    page 0 the header (magic, sealed document, zeros); then the list of growths
+    0        header page:     magic, sealed document, zeros
     32 KiB   control blocks:  63 times one control page (the seal of a region), then the list of its marks
     2 MiB    extents:         image, padded to 4 KiB; manifest; commit record
 
-A control page and a list each begin with a *word* of 8 bytes: the number of valid bytes after it, and the complement of
-that number. The valid bytes are written first and the word last, by one store, so a kill at any moment leaves the old
-or the new state, never a torn one. They contain a SHA-256, so that damage is never read as an empty slot. The header is
-written once, under a temporary file name, and never changed.
+A control page and a list of marks each begin with a *word* of 8 bytes: the number of valid bytes after it, and the
+complement of that number. The valid bytes are written first and the word last, by one store, so a kill at any moment
+leaves the old or the new state, never a torn one. They contain a SHA-256, so that damage is never read as an empty
+slot. The header is written once, under a temporary file name, and never changed: after a growth the length of the file
+is the capacity.
 
 This module reads and writes memoryviews of the whole file or of a block. It must not know files, locks, allocation or
 the content of a manifest. Integers have native byte order: an arena never leaves the machine that wrote it.
@@ -163,25 +164,6 @@ def read_header(page: bytes, *, what: str) -> ArenaHeader:
         capacity_bytes=_number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what),
         created_wall_s=created,
     )
-
-
-def growths(file_view: memoryview, *, what: str) -> EntryList:
-    """Return the list of growths in the header block; its last entry has the arena's capacity."""
-    return EntryList(file_view[PAGE_BYTES:BLOCK_BYTES], what=f"{what}: list of growths")
-
-
-def encode_growth(capacity_bytes: int) -> bytes:
-    return documents.seal({"capacity_bytes": capacity_bytes})
-
-
-def read_capacity(header: ArenaHeader, list_of_growths: EntryList, *, what: str) -> int:
-    """Return the capacity: the header's, or that of the newest growth."""
-    entries = list_of_growths.entries()
-    if not entries:
-        return header.capacity_bytes
-    what = f"{what}: newest growth"
-    document = documents.open_sealed(entries[-1], what=what)
-    return _number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
