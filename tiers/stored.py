@@ -1,7 +1,7 @@
 """A tier that keeps checkpoints in a backend: local NVMe, a parallel file system, an object store.
 
 It owns the names and the order in which a checkpoint comes to exist: images, manifests, then the commit record. Its
-parts are the documents, marks, attempts, catalog and deletions. It makes no decisions, and imports no backend.
+parts are the documents, marks, attempts and catalog. It makes no decisions, and imports no backend.
 """
 
 from __future__ import annotations
@@ -11,30 +11,41 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Mark, TierRecord
+from tierfall.core.format.records import (
+    Attempt,
+    Commit,
+    Geometry,
+    Mark,
+    TierRecord,
+    prevents_deletion,
+)
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.types.backend import Backend, StoredObject, delete_all
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
+    NotSupportedError,
+    StorageFullError,
     TierfallError,
 )
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.attempts import Fence, LineageRecords
-from tierfall.tiers.deletion import TierDeletions
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.marks import Marks
 from tierfall.tiers.run_files import LatestHint, SetIdentityCheck, TierMarker
+
+logger = logging.getLogger("tierfall")
 
 FENCE_VALID_S = 1.0
 """How long a commit may take before it checks the fence a second time."""
@@ -95,9 +106,6 @@ class StoredTier:
             self._marker,
             names=names,
             parallel=parallel,
-        )
-        self._deletions = TierDeletions(
-            documents, self._catalog, self._marks, self._fence, self._lineage, self._latest
         )
 
     @property
@@ -449,33 +457,104 @@ class StoredTier:
         deletion; a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did
         not write are kept.
         """
-        return self._deletions.drop(
-            checkpoint,
-            attempt=attempt,
-            tombstoned=tombstoned,
-            next_latest=next_latest,
-            ignore_marks=ignore_marks,
-        )
+        marks = frozenset() if ignore_marks else self._marks.of(checkpoint)
+        if prevents_deletion(marks, tombstoned=tombstoned):
+            return marks
+        doing = f"drop of {checkpoint}"
+        postponed = None
+        if self._latest.read() == checkpoint:
+            has_next = next_latest is not None and self._catalog.is_committed(next_latest)
+            self.check_newest(attempt, doing=doing)
+            if next_latest is None or not has_next:
+                self._latest.delete()
+            elif not self._latest.write_or_delete(next_latest):
+                postponed = next_latest
+        if not ignore_marks:
+            self._record_lineage_of(checkpoint)
+        self.check_newest(attempt, doing=doing)
+        self._catalog.forget(checkpoint)
+        self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)
+        self.discard(checkpoint, attempt=attempt)
+        if postponed is not None:
+            self._latest.rewrite(postponed, self._catalog.is_committed)
+        return marks
 
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
-        """Delete an uncommitted step folder, or one shard's files in it; see ``TierDeletions.discard``. ``attempt`` and
-        FencedError are as in ``delete``."""
-        self._deletions.discard(checkpoint, shard, attempt=attempt)
+        """Delete an uncommitted step folder, or one shard's files in it. The files of active writers are kept then, as
+        other ranks may be writing there; marks go with the last image. ``attempt`` and FencedError are as in
+        ``delete``."""
+
+        def check() -> None:
+            self.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
+
+        prefix = keys.step_prefix(self._run, checkpoint)
+        found = [f.key for f in self._catalog.files(checkpoint) if keys.is_tierfall_name(f.key)]
+        selected = [name for name in found if shard is None or keys.parse_shard(name) == shard]
+        others = set(found) - set(selected)
+        if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
+            selected += others
+        delete_all(self.backend, [prefix + name for name in selected], before=check)
+        if shard is None:
+            check()
+            self.backend.discard_unfinished(prefix)
 
     def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before. Raises FencedError."""
-        self._deletions.delete_other_codecs(commit, attempt=attempt)
+        checkpoint = commit.lineage.checkpoint
+
+        def check() -> None:
+            self.check_newest(attempt, doing=f"deletion of older files of {checkpoint}")
+
+        prefix = keys.step_prefix(self._run, checkpoint)
+        kept = {file.name for file in commit.files}
+        shards = {keys.parse_shard(name) for name in kept} - {None}
+        names = [file.key for file in self._catalog.files(checkpoint)]
+        others = [n for n in names if n not in kept and keys.parse_shard(n) in shards]
+        delete_all(self.backend, [prefix + name for name in others], before=check)
 
     def delete_run(self) -> None:
-        """Delete all that tierfall has written of the run, its id included; for a person's command."""
-        self._deletions.delete_run()
+        """Delete all that tierfall has written of the run, for a person's command; what names a checkpoint goes first,
+        the tier's id last."""
+        prefix = f"{self._run}/"
+        found = [stored.key.removeprefix(prefix) for stored in self.backend.scan(prefix)]
+        own = sorted(filter(keys.is_run_file, found), key=_order_of_deletion)
+        for _, names in groupby(own, _order_of_deletion):
+            delete_all(self.backend, [prefix + name for name in names])
+        if own:
+            self.backend.discard_unfinished(prefix)
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what writers of earlier starts left unpublished; return how many. Raises FencedError where ``attempt``
         is not the newest: a newer one has active writers."""
-        return self._deletions.discard_unfinished(attempt=attempt)
+        self.check_newest(attempt, doing="deletion of unfinished files")
+        return self.backend.discard_unfinished(f"{self._run}/")
+
+    def _record_lineage_of(self, checkpoint: CheckpointId) -> None:
+        """Record how the attempt of a checkpoint began; the checkpoint may be its last."""
+        if self._lineage.has(checkpoint.attempt):
+            return
+        try:
+            commit = self._catalog.read_commit(checkpoint)
+        except (KeyNotFoundError, IntegrityError, NotSupportedError):
+            return  # an unreadable commit record does not say how the attempt began
+        try:
+            self._lineage.create(commit)
+        except StorageFullError as error:  # the deletion frees space
+            logger.warning(
+                "%s: how attempt %d began is not recorded: %s",
+                self.name, checkpoint.attempt, error,
+            )  # fmt: skip
 
     def _key(self, checkpoint: CheckpointId, name: str) -> str:
         return keys.step_prefix(self._run, checkpoint) + name
+
+
+def _order_of_deletion(name: str) -> int:
+    """Return when a file is deleted: first the files that name a checkpoint, then commit records, then the rest, last
+    the tier record. After a kill, no file names a checkpoint that is gone, and no commit record lacks its files."""
+    folder, _, leaf = name.rpartition("/")
+    if name == keys.LATEST_NAME or folder == keys.LINEAGE_FOLDER:
+        return 0
+    return 1 if leaf == keys.COMMIT_NAME else 3 if name == keys.TIER_NAME else 2
