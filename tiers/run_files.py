@@ -90,7 +90,7 @@ class TierMarker:
             self._documents.read(self._key), what=self._documents.what(self._key)
         )
 
-    def write(self, record: TierRecord, *, again: bool) -> TierRecord:
+    def write(self, record: TierRecord, *, again: bool = False) -> TierRecord:
         """Create the tier record, or return the one that exists; ``again`` replaces it."""
         try:
             (self._documents.replace if again else self._documents.create)(

@@ -56,7 +56,10 @@ REQUESTS_AT_ONCE_MIN."""
 
 
 class StoredTier:
-    """One run's checkpoints on one tier. All methods block, and may be called from several threads."""
+    """One run's checkpoints on one tier. All methods block, and may be called from several threads.
+
+    ``fence`` has the run's attempts, ``marker`` the tier record, ``latest`` the file that names the newest checkpoint.
+    """
 
     def __init__(
         self,
@@ -93,17 +96,17 @@ class StoredTier:
         documents = Documents(name, run, backend)
         self._documents = documents
         self._marks = Marks(documents, parallel=parallel)
-        self._marker = TierMarker(documents, set_identity_check, record)
-        self._latest = LatestHint(documents, kept=has_latest)
+        self.marker = TierMarker(documents, set_identity_check, record)
+        self.latest = LatestHint(documents, kept=has_latest)
         self._conditions = Conditions()
-        self._fence = Fence(documents, self._marker.recreate)
-        self._lineage = LineageRecords(documents, self._fence)
+        self.fence = Fence(documents, self.marker.recreate)
+        self._lineage = LineageRecords(documents, self.fence)
         self._catalog = TierCatalog(
             documents,
             self._marks,
             self._lineage,
-            self._latest,
-            self._marker,
+            self.latest,
+            self.marker,
             names=names,
             parallel=parallel,
         )
@@ -208,7 +211,7 @@ class StoredTier:
         try:
             yield
         except KeyNotFoundError as error:
-            self._marker.confirm_absence(error, key)
+            self.marker.confirm_absence(error, key)
             raise
 
     @property
@@ -265,7 +268,7 @@ class StoredTier:
         damaged or on some nodes only. Its record is replaced, and its files in other codecs are deleted.
         """
         began_s = time.monotonic()
-        self.check_fence(attempt)
+        self.fence.check(attempt)
         checkpoint = commit.lineage.checkpoint
         for mark in marks:
             self._marks.create(mark)
@@ -278,7 +281,7 @@ class StoredTier:
             self._create_commit(commit, attempt)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
-            self.check_fence(attempt)
+            self.fence.check(attempt)
         try:
             self.record_lineage(commit, attempt)
         except BackendError as error:  # a deletion of this attempt's checkpoints records it first
@@ -319,67 +322,17 @@ class StoredTier:
 
     def write_latest(self, checkpoint: CheckpointId) -> None:
         """Write ``latest``, which names the newest checkpoint."""
-        self._latest.write(checkpoint)
+        self.latest.write(checkpoint)
 
-    def read_latest(self) -> CheckpointId | None:
-        return self._latest.read()
-
-    def delete_latest(self) -> None:
-        self._latest.delete()
-
-    # Identity ------------------------------------------------------------------------------------
-
-    @property
-    def record(self) -> TierRecord | None:
-        """The tier record that was read or written last."""
-        return self._marker.last
-
-    def read_tier(self) -> TierRecord | None:
-        """Read the tier record; None where there is none yet."""
-        return self._marker.read()
-
-    def write_tier(self, record: TierRecord, *, again: bool = False) -> TierRecord:
-        """Create the tier record, or return the one that exists; ``again`` replaces it."""
-        return self._marker.write(record, again=again)
-
-    def expect_identity(self, id: str) -> None:
-        """Let the backend continue with a folder that is mounted anew if its tier record has this id."""
-        self._marker.expect(id)
-
-    def is_same_place(self, other: StoredTier) -> bool:
-        """Check with a probe whether ``other`` is the same place. Equal ids do not prove it: one may be a copy."""
-        return self._marker.is_visible_to(other.backend)
-
-    # Attempts and the fence ----------------------------------------------------------------------
-
-    def attempts(self) -> tuple[int, ...]:
-        """List the numbers of all attempts with a record, ascending."""
-        return self._fence.numbers()
-
-    def read_attempt(self, number: int) -> Attempt:
-        """Read an attempt's record. Raises IntegrityError where it is damaged, StrayAttemptError where it is another
-        attempt's."""
-        return self._fence.read(number)
-
-    def create_attempt(self, attempt: Attempt) -> None:
-        """Create the attempt's record; raises KeyExistsError where another process has the number."""
-        self._fence.create(attempt)
-
-    def trust_attempt(self, attempt: Attempt) -> None:
-        """Allow the record of ``attempt`` to be rewritten if it is damaged; see ``Fence.trust``."""
-        self._fence.trust(attempt)
-
-    def check_fence(self, attempt: Attempt) -> None:
-        """Raise FencedError if ``attempt`` must not commit here; see ``Fence.check``."""
-        self._fence.check(attempt)
+    # The fence -----------------------------------------------------------------------------------
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
         """Raise FencedError if ``attempt`` must not delete here or change a mark; see ``Fence.check_newest``."""
-        self._fence.check_newest(attempt, doing=doing)
+        self.fence.check_newest(attempt, doing=doing)
 
     def check_begin(self, attempt: Attempt) -> None:
         """Raise FencedError if ``attempt`` must not begin a copy here; see ``Fence.check_begin``."""
-        self._fence.check_begin(attempt)
+        self.fence.check_begin(attempt)
 
     def check_publish(self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt) -> None:
         """Raise FencedError as ``check_newest`` does, before ``attempt`` publishes a shard's files, if that would
@@ -392,7 +345,7 @@ class StoredTier:
         if self._packing is not None:
             files.append(keys.stored_name(shard))
         replaces = any(self._documents.exists(self._key(checkpoint, name)) for name in files)
-        if replaces or self._fence.is_followed(attempt):
+        if replaces or self.fence.is_followed(attempt):
             self.check_newest(attempt, doing=f"flush of {checkpoint}")
 
     # Marks ---------------------------------------------------------------------------------------
@@ -462,12 +415,12 @@ class StoredTier:
             return marks
         doing = f"drop of {checkpoint}"
         postponed = None
-        if self._latest.read() == checkpoint:
+        if self.latest.read() == checkpoint:
             has_next = next_latest is not None and self._catalog.is_committed(next_latest)
             self.check_newest(attempt, doing=doing)
             if next_latest is None or not has_next:
-                self._latest.delete()
-            elif not self._latest.write_or_delete(next_latest):
+                self.latest.delete()
+            elif not self.latest.write_or_delete(next_latest):
                 postponed = next_latest
         if not ignore_marks:
             self._record_lineage_of(checkpoint)
@@ -476,7 +429,7 @@ class StoredTier:
         self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)
         self.discard(checkpoint, attempt=attempt)
         if postponed is not None:
-            self._latest.rewrite(postponed, self._catalog.is_committed)
+            self.latest.rewrite(postponed, self._catalog.is_committed)
         return marks
 
     def discard(

@@ -232,7 +232,7 @@ class Rank:
         answered = {x.tier for x in self.listings if x.error is None}
         for store in reversed([s for s in self.stores.values() if s.name in answered]):
             try:
-                store.create_attempt(attempt)
+                store.fence.create(attempt)
             except KeyExistsError:
                 return False
             except (UnreachableError, LostWriteError):
