@@ -406,7 +406,7 @@ class StoredTier:
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
 
         If ``latest`` names the checkpoint, it is rewritten to ``next_latest`` where that is committed, else deleted. On
-        a full tier it is deleted first and rewritten at the end. The checkpoint ceases to exist with the first
+        a full tier it is deleted. The checkpoint ceases to exist with the first
         deletion; a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did
         not write are kept.
         """
@@ -414,22 +414,19 @@ class StoredTier:
         if prevents_deletion(marks, tombstoned=tombstoned):
             return marks
         doing = f"drop of {checkpoint}"
-        postponed = None
         if self.latest.read() == checkpoint:
             has_next = next_latest is not None and self._catalog.is_committed(next_latest)
             self.check_newest(attempt, doing=doing)
             if next_latest is None or not has_next:
                 self.latest.delete()
-            elif not self.latest.write_or_delete(next_latest):
-                postponed = next_latest
+            else:
+                self.latest.write_or_delete(next_latest)
         if not ignore_marks:
             self._record_lineage_of(checkpoint)
         self.check_newest(attempt, doing=doing)
         self._catalog.forget(checkpoint)
         self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)
         self.discard(checkpoint, attempt=attempt)
-        if postponed is not None:
-            self.latest.rewrite(postponed, self._catalog.is_committed)
         return marks
 
     def discard(
