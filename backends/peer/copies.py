@@ -10,20 +10,6 @@ from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 
-def create_on_all(
-    sides: Sequence[Backend],
-    key: str,
-    *,
-    length: int | None,
-    length_max: int | None,
-    publish: Publish,
-) -> Writer:
-    """Begin an object on each of ``sides``; see ``Backend.create``."""
-    if len(sides) == 1:
-        return sides[0].create(key, length=length, length_max=length_max, publish=publish)
-    return CopiesWriter(sides, key, length=length, length_max=length_max, publish=publish)
-
-
 class CopiesWriter(AbortOnExit):
     """Writes each piece of an object to every side. The failure of any side is the failure of the call.
 

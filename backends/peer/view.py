@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from itertools import groupby
 from typing import TypeVar
 
-from tierfall.backends.peer.copies import create_on_all
+from tierfall.backends.peer.copies import CopiesWriter
 from tierfall.backends.peer.united import UnitedRecords, UnitingWriter
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.toolkit.keys import check_key, check_prefix
@@ -97,7 +97,7 @@ class PeerView(Wrapper):
             and _checkpoint_of(key) in self._adopted
         ):
             return UnitingWriter(sides, key)
-        return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
+        return CopiesWriter(sides, key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         if self._is_kept_record(key):
