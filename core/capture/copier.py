@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierfall.core.capture.device_copies import CopiesInFlight, CopyInFlight
-from tierfall.core.capture.spill import Slab, SpillBuffer, room_of
+from tierfall.core.capture.spill import DeviceSlab, SpillBuffer, room_of
 from tierfall.core.format.records import DIGEST_PREFIX
 from tierfall.core.image.segments import HOST, Segment, Segmentation
 from tierfall.core.image.sources import TensorSources
@@ -66,7 +66,7 @@ class ImageCopier:
         sources: TensorSources,
         on_progress: Callable[[int], None],
         streams: Mapping[int, CopyStream] | None = None,
-        slab: tuple[int, Slab] | None = None,
+        slab: tuple[int, DeviceSlab] | None = None,
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
         helpers: HelperThreads = NO_HELPERS,

@@ -23,11 +23,11 @@ from tests.core.capture.lazy_help import (
 from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall.core.capture.copier import ImageCopier
+from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
 from tierfall.run import saver
-from tierfall.tiers.device import DeviceSlab
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
