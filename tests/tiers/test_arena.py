@@ -29,7 +29,8 @@ from arena_help import (
 from tests.core.fake_device import FakeLocks
 from tierfall.core.runtime import pinned
 from tierfall.core.types.errors import CapacityError
-from tierfall.tiers.arena.arena import Arena, Region
+from tierfall.tiers.arena.arena import Arena
+from tierfall.tiers.arena.region import Region
 
 # --- filling, sealing, reading back -----------------------------------------------------------------------------------
 

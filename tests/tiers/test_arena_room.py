@@ -25,8 +25,8 @@ from arena_help import (
 from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.tiers.arena import file
 from tierfall.tiers.arena import folder as arena_folder
-from tierfall.tiers.arena.arena import (
-    Arena,
+from tierfall.tiers.arena.arena import Arena
+from tierfall.tiers.arena.folder import (
     RoomReport,
     default_folder,
     prepare_folder,

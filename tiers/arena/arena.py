@@ -21,13 +21,7 @@ from tierfall.core.types.keys import check_name
 from tierfall.core.types.values import ByteRange, Shard
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.file import ArenaFile, Progress
-from tierfall.tiers.arena.folder import (
-    RoomReport,
-    default_folder,
-    prepare_folder,
-    room_for_arena,
-    sized,
-)
+from tierfall.tiers.arena.folder import sized
 from tierfall.tiers.arena.layout import (
     EXTENTS_START,
     PAGE_BYTES,
@@ -41,18 +35,6 @@ from tierfall.tiers.arena.region import ArenaState, Region
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "Arena",
-    "Region",
-    "RoomReport",
-    "arena_name",
-    "default_folder",
-    "extent_bytes",
-    "lock_name",
-    "prepare_folder",
-    "room_for_arena",
-]
 
 logger = logging.getLogger("tierfall")
 
