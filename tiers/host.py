@@ -122,24 +122,23 @@ class HostTier:
 
     def is_empty(self) -> bool:
         """Whether the arena has no sealed image, intact or damaged."""
-        images, damaged = self._examine()
-        return not (images or damaged)
+        return not any(self._examine()) and not self._damage
 
     def images(self) -> dict[CheckpointId, SealedImage]:
         """Return the sealed images whose records are intact."""
         return self._examine()[0]
 
-    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], list[TierfallError]]:
+    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], dict[Region, TierfallError]]:
         """Return the sealed images whose records are intact, and the errors of the others."""
         images: dict[CheckpointId, SealedImage] = {}
-        damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
+        damaged: dict[Region, TierfallError] = {}
         for region in self._regions():
             if not region.sealed:
                 continue
             try:
                 image = self._image(region)
             except TierfallError as error:
-                damaged.append(error)
+                damaged[region] = error
                 continue
             except ValueError:
                 if not region.is_discarded:  # another thread has released it just now
@@ -158,7 +157,13 @@ class HostTier:
             region.release()
 
     def _damaged_regions(self) -> list[Region]:
-        return [r for r in self._regions() if r.sealed and self._is_damaged(r)]
+        errors = self._examine()[1]
+        return [region for region, error in errors.items() if isinstance(error, IntegrityError)]
+
+    @property
+    def _damage(self) -> tuple[IntegrityError, ...]:
+        """The errors of what was no image any more when the arena was attached."""
+        return self._arena.damage if self._arena else ()
 
     def _regions(self) -> list[Region]:
         return [region for arena in self._arenas() for region in arena.regions()]
@@ -166,18 +171,6 @@ class HostTier:
     def _arenas(self) -> list[Arena]:
         with self._guard:
             return [*self._without_file, *filter(None, [self._arena])]
-
-    def _is_damaged(self, region: Region) -> bool:
-        try:
-            self._image(region)
-        except IntegrityError:
-            return True
-        except TierfallError:
-            return False
-        except ValueError:
-            if not region.is_discarded:  # another thread has released it just now
-                raise
-        return False
 
     def _image(self, region: Region) -> SealedImage:
         commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
@@ -211,7 +204,7 @@ class HostTier:
         return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
-            damaged=tuple(damaged),
+            damaged=(*self._damage, *damaged.values()),
         )
 
     # Room --------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ child must neither allocate nor seal, and it keeps the pages of a removed arena 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +84,6 @@ class Arena:
             shard=shard,
             slot=slot,
             capacity_bytes=_checked_capacity(path, capacity_bytes),
-            created_wall_s=time.time(),
         )
         return cls(ArenaFile.create(path, header, progress=progress))
 
