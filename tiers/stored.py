@@ -1,7 +1,7 @@
 """A tier that keeps checkpoints in a backend: local NVMe, a parallel file system, an object store.
 
-It owns the names and the order in which a checkpoint comes to exist: images, manifests, then the commit record. Its
-parts are the documents, marks, attempts and catalog. It makes no decisions, and imports no backend.
+It owns the names and the order in which a checkpoint comes to exist: images, manifests, then the commit record. What is
+there it knows as a ``TierCatalog``. It makes no decisions, and imports no backend.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import groupby
 
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
@@ -27,7 +25,7 @@ from tierfall.core.format.records import (
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, StoredObject, delete_all
+from tierfall.core.types.backend import Backend, delete_all
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -35,31 +33,21 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     NotSupportedError,
     StorageFullError,
-    TierfallError,
 )
 from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.tiers.attempts import Fence, LineageRecords
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.listing import TierCatalog
-from tierfall.tiers.marks import Marks
-from tierfall.tiers.run_files import LatestHint, SetIdentityCheck, TierMarker
+from tierfall.tiers.run_files import SetIdentityCheck
 
 logger = logging.getLogger("tierfall")
 
 FENCE_VALID_S = 1.0
 """How long a commit may take before it checks the fence a second time."""
-REQUESTS_AT_ONCE_MIN = 32
-REQUESTS_FOR_EACH = 4
-"""Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least
-REQUESTS_AT_ONCE_MIN."""
 
 
-class StoredTier:
-    """One run's checkpoints on one tier. All methods block, and may be called from several threads.
-
-    ``fence`` has the run's attempts, ``marker`` the tier record, ``latest`` the file that names the newest checkpoint.
-    """
+class StoredTier(TierCatalog):
+    """One run's checkpoints on one tier. All methods block, and may be called from several threads."""
 
     def __init__(
         self,
@@ -69,47 +57,32 @@ class StoredTier:
         backend: Backend,
         packing: Packing | None = None,
         pace: RateLimiter | None = None,
+        read_only: str = "",
+        last_answer_s: Callable[[], float] = lambda: -math.inf,
         set_identity_check: SetIdentityCheck | None = None,
         names: Callable[[str], Iterable[str]] = lambda folder: (),
         has_latest: bool = True,
         record: TierRecord | None = None,
-        read_only: str = "",
-        last_answer_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
-        ``pace`` limits the rate of writes to ``backend``. ``set_identity_check`` is the method of that name of a
-        backend whose folder can be mounted anew. ``names`` returns the names in a folder, those that scans leave out
-        included. ``has_latest``: the file ``latest`` is kept. ``record`` is the tier record, where it was read before.
-        ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
-        ``last_answer_s`` returns when the medium last answered, on the monotonic clock.
+        ``pace`` limits the rate of writes to ``backend``. ``read_only`` is the reason why ``backend`` was opened for
+        reading only, '' where it was not. ``last_answer_s`` returns when the medium last answered, on the monotonic
+        clock. For the rest see ``TierCatalog``.
         """
-        self.name = name
+        super().__init__(
+            Documents(name, run, backend),
+            set_identity_check=set_identity_check,
+            names=names,
+            has_latest=has_latest,
+            record=record,
+        )
         self.read_only = read_only
         self.last_answer_s = last_answer_s
-        self.backend = backend
-        self._run = run
         self._packing = packing
         self._pace = pace
         self._bytes_per_s_max = None if pace is None else pace.bytes_per_second
-        parallel = max(REQUESTS_AT_ONCE_MIN, REQUESTS_FOR_EACH * backend.traits.max_parallel)
-        documents = Documents(name, run, backend)
-        self._documents = documents
-        self._marks = Marks(documents, parallel=parallel)
-        self.marker = TierMarker(documents, set_identity_check, record)
-        self.latest = LatestHint(documents, kept=has_latest)
         self._conditions = Conditions()
-        self.fence = Fence(documents, self.marker.recreate)
-        self._lineage = LineageRecords(documents, self.fence)
-        self._catalog = TierCatalog(
-            documents,
-            self._marks,
-            self._lineage,
-            self.latest,
-            self.marker,
-            names=names,
-            parallel=parallel,
-        )
 
     @property
     def place(self) -> str:
@@ -128,38 +101,6 @@ class StoredTier:
 
     def close(self) -> None:
         self.backend.close()
-
-    # Listing -------------------------------------------------------------------------------------
-
-    def list(self) -> Listing:
-        """List the run on this tier. Where the tier does not answer, the listing holds the error."""
-        try:
-            return self._catalog.list()
-        except TierfallError as error:
-            return Listing(tier=self.name, error=error)
-
-    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read."""
-        return self._catalog.find(checkpoint)
-
-    def is_committed(self, checkpoint: CheckpointId) -> bool:
-        """Whether a checkpoint is committed here: one request."""
-        return self._catalog.is_committed(checkpoint)
-
-    def files(
-        self, checkpoint: CheckpointId, commit: Commit | None = None
-    ) -> tuple[StoredObject, ...]:
-        """List all files of a step folder, by their names in it. The store is asked by key for those that ``commit``
-        names and the listing does not show."""
-        return self._catalog.files(checkpoint, commit)
-
-    def read_commit(self, checkpoint: CheckpointId) -> Commit:
-        with self._confirming_absence(self._key(checkpoint, keys.COMMIT_NAME)):
-            return self._catalog.read_commit(checkpoint)
-
-    def sync_commit(self, checkpoint: CheckpointId) -> None:
-        """Make an existing commit record durable; see ``TierCatalog.sync_commit``."""
-        self._catalog.sync_commit(checkpoint)
 
     # Files of a checkpoint -----------------------------------------------------------------------
 
@@ -203,16 +144,6 @@ class StoredTier:
         key = self._key(checkpoint, keys.shard_name(shard, codec))
         with self._confirming_absence(key):
             return self.backend.read_cached(key, offset, end, views)
-
-    @contextmanager
-    def _confirming_absence(self, key: str) -> Iterator[None]:
-        """Let the answer that a file of a checkpoint is absent stand only if the tier's id can be read, and no listing
-        shows the file."""
-        try:
-            yield
-        except KeyNotFoundError as error:
-            self.marker.confirm_absence(error, key)
-            raise
 
     @property
     def cache_never_waits(self) -> bool:
@@ -274,7 +205,7 @@ class StoredTier:
             self._marks.create(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
-            self._catalog.note_synced(checkpoint)
+            self._synced.add(checkpoint)
             self.clear_damage(checkpoint)
             self.delete_other_codecs(commit, attempt=attempt)
         else:
@@ -308,11 +239,11 @@ class StoredTier:
                 ) from None
             # An earlier start's: with images of other ranks, packed otherwise, or in the memory of one node of several.
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
-            self._catalog.note_synced(checkpoint)
+            self._synced.add(checkpoint)
             if not is_same:
                 self.delete_other_codecs(commit, attempt=attempt)
         else:
-            self._catalog.note_synced(checkpoint)
+            self._synced.add(checkpoint)
 
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """Record how the attempt of a committed checkpoint began; see ``LineageRecords.create``."""
@@ -415,7 +346,7 @@ class StoredTier:
             return marks
         doing = f"drop of {checkpoint}"
         if self.latest.read() == checkpoint:
-            has_next = next_latest is not None and self._catalog.is_committed(next_latest)
+            has_next = next_latest is not None and self.is_committed(next_latest)
             self.check_newest(attempt, doing=doing)
             if next_latest is None or not has_next:
                 self.latest.delete()
@@ -424,7 +355,8 @@ class StoredTier:
         if not ignore_marks:
             self._record_lineage_of(checkpoint)
         self.check_newest(attempt, doing=doing)
-        self._catalog.forget(checkpoint)
+        self._synced.discard(checkpoint)
+        self._cache.pop(checkpoint, None)
         self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)
         self.discard(checkpoint, attempt=attempt)
         return marks
@@ -440,7 +372,7 @@ class StoredTier:
             self.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
 
         prefix = keys.step_prefix(self._run, checkpoint)
-        found = [f.key for f in self._catalog.files(checkpoint) if keys.is_tierfall_name(f.key)]
+        found = [f.key for f in self.files(checkpoint) if keys.is_tierfall_name(f.key)]
         selected = [name for name in found if shard is None or keys.parse_shard(name) == shard]
         others = set(found) - set(selected)
         if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
@@ -460,7 +392,7 @@ class StoredTier:
         prefix = keys.step_prefix(self._run, checkpoint)
         kept = {file.name for file in commit.files}
         shards = {keys.parse_shard(name) for name in kept} - {None}
-        names = [file.key for file in self._catalog.files(checkpoint)]
+        names = [file.key for file in self.files(checkpoint)]
         others = [n for n in names if n not in kept and keys.parse_shard(n) in shards]
         delete_all(self.backend, [prefix + name for name in others], before=check)
 
@@ -486,7 +418,7 @@ class StoredTier:
         if self._lineage.has(checkpoint.attempt):
             return
         try:
-            commit = self._catalog.read_commit(checkpoint)
+            commit = self._read_present(checkpoint)
         except (KeyNotFoundError, IntegrityError, NotSupportedError):
             return  # an unreadable commit record does not say how the attempt began
         try:
@@ -496,9 +428,6 @@ class StoredTier:
                 "%s: how attempt %d began is not recorded: %s",
                 self.name, checkpoint.attempt, error,
             )  # fmt: skip
-
-    def _key(self, checkpoint: CheckpointId, name: str) -> str:
-        return keys.step_prefix(self._run, checkpoint) + name
 
 
 def _order_of_deletion(name: str) -> int:
