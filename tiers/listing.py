@@ -31,13 +31,8 @@ from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.marks import Marks, marks_among
+from tierfall.tiers.marks import TierMarks, marks_among
 from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
-
-REQUESTS_AT_ONCE_MIN = 32
-REQUESTS_FOR_EACH = 4
-"""Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least
-REQUESTS_AT_ONCE_MIN."""
 
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
@@ -68,7 +63,7 @@ class NamedInVainError(BackendError):
     """``latest`` names a checkpoint that has no commit record; where its folder is, is not known."""
 
 
-class TierCatalog:
+class TierCatalog(TierMarks):
     """What one run has on one tier. May be used by several threads.
 
     ``fence`` has the run's attempts, ``marker`` the tier record, ``latest`` the file that names the newest checkpoint.
@@ -87,14 +82,8 @@ class TierCatalog:
         returns all names directly in a folder, also those that scans leave out, such as links; none where the medium
         has no folders. ``has_latest``: the file ``latest`` is kept. ``record`` is the tier record, where it was read
         before."""
-        self.name = documents.tier
-        self.backend = documents.backend
-        self._run = documents.run
-        self._documents = documents
+        super().__init__(documents)
         self._names = names
-        at_once = REQUESTS_FOR_EACH * self.backend.traits.max_parallel
-        self._parallel = max(REQUESTS_AT_ONCE_MIN, at_once)
-        self._marks = Marks(documents, parallel=self._parallel)
         self.marker = TierMarker(documents, set_identity_check, record)
         self.latest = LatestHint(documents, kept=has_latest)
         self.fence = Fence(documents, self.marker.recreate)
@@ -110,7 +99,7 @@ class TierCatalog:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
-        self._marks.begin()  # before the scan, so that a mark written during it is not missed
+        self._begin_marks()  # before the scan, so that a mark written during it is not missed
         scan = self._scan()
         latest = self._read_latest(scan)
         folders, commits = scan.folders, self._read_commits(scan, latest)
@@ -292,7 +281,7 @@ class TierCatalog:
                 return None
         except TierfallError as error:
             damage = error
-        if damage is None and (why := self._marks.damage_of(copy.commit, files)) is not None:
+        if damage is None and (why := self._damage_of(copy.commit, files)) is not None:
             damage = IntegrityError(f"{self.name}: {why}")
         return replace(copy, damage=damage)
 

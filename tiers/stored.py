@@ -202,7 +202,7 @@ class StoredTier(TierCatalog):
         self.fence.check(attempt)
         checkpoint = commit.lineage.checkpoint
         for mark in marks:
-            self._marks.create(mark)
+            self._create_mark(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._synced.add(checkpoint)
@@ -255,6 +255,20 @@ class StoredTier(TierCatalog):
         """Write ``latest``, which names the newest checkpoint."""
         self.latest.write(checkpoint)
 
+    def mark_damaged(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
+        """Mark a copy as damaged, for later listings of any process.
+
+        Raises KeyNotFoundError, and leaves no mark, where the copy has been deleted.
+        """
+        name = damage_mark(commit.lineage)
+        id = commit.lineage.checkpoint
+        self.add_mark(Mark(name=name, checkpoint=id, wall_time_s=wall_time_s, reason=why))
+        try:
+            self.read_commit(id)
+        except KeyNotFoundError:
+            self.remove_mark(id, name)
+            raise
+
     # The fence -----------------------------------------------------------------------------------
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
@@ -279,46 +293,6 @@ class StoredTier(TierCatalog):
         if replaces or self.fence.is_followed(attempt):
             self.check_newest(attempt, doing=f"flush of {checkpoint}")
 
-    # Marks ---------------------------------------------------------------------------------------
-
-    def add_mark(self, mark: Mark) -> None:
-        """Write a person's mark beside a checkpoint; other processes that have the run open will read it."""
-        self._marks.add(mark)
-
-    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
-        """Delete a mark; other processes that have the run open will notice."""
-        self._marks.remove(checkpoint, name)
-
-    def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
-        return self._marks.read(checkpoint, name)
-
-    def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """Read the names of the persons' marks beside a checkpoint."""
-        return self._marks.of(checkpoint)
-
-    def read_marks(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
-        """Read the names of the persons' marks beside these checkpoints; beside all, if any mark of the run changed
-        since the last call."""
-        return self._marks.of_many(checkpoints)
-
-    def mark_damaged(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
-        """Mark a copy as damaged, for later listings of any process.
-
-        Raises KeyNotFoundError, and leaves no mark, where the copy has been deleted.
-        """
-        name = damage_mark(commit.lineage)
-        id = commit.lineage.checkpoint
-        self.add_mark(Mark(name=name, checkpoint=id, wall_time_s=wall_time_s, reason=why))
-        try:
-            self.read_commit(id)
-        except KeyNotFoundError:
-            self.remove_mark(id, name)
-            raise
-
-    def clear_damage(self, checkpoint: CheckpointId) -> None:
-        """Delete the damage marks of a copy that was rewritten, or read whole and verified."""
-        self._marks.forget_damage(checkpoint)
-
     # Deletion ------------------------------------------------------------------------------------
 
     def delete(
@@ -341,7 +315,7 @@ class StoredTier(TierCatalog):
         deletion; a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did
         not write are kept.
         """
-        marks = frozenset() if ignore_marks else self._marks.of(checkpoint)
+        marks = frozenset() if ignore_marks else self.marks(checkpoint)
         if prevents_deletion(marks, tombstoned=tombstoned):
             return marks
         doing = f"drop of {checkpoint}"

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
 from tierfall.backends.peer.copies import CopiesWriter
@@ -38,6 +39,7 @@ from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
+_KEY = attrgetter("key")
 
 
 class PeerView(Wrapper):
@@ -130,7 +132,7 @@ class PeerView(Wrapper):
             for side in self._kept
             if side in sides
         )
-        for key, group in groupby(heapq.merge(*listings, key=_key_of), key=_key_of):
+        for key, group in groupby(heapq.merge(*listings, key=_KEY), key=_KEY):
             first, *others = group
             if not others or not self._is_kept_record(key):
                 yield first  # several may have such a document
@@ -231,10 +233,6 @@ def _checkpoint_of(key: str) -> CheckpointId | None:
     """Return the checkpoint that a key belongs to; None if it belongs to none."""
     found = (parse_step_folder(part) for part in key.split("/"))
     return next((each for each in found if each is not None), None)
-
-
-def _key_of(stored: StoredObject) -> str:
-    return stored.key
 
 
 def _call_all(sides: Iterable[Backend], call: Callable[[Backend], object]) -> None:

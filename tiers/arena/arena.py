@@ -114,15 +114,6 @@ class Arena:
         return self._shared.file.header.run
 
     @property
-    def shard(self) -> Shard:
-        """The rank that created the arena; each region has its own ``shard``."""
-        return self._shared.file.header.shard
-
-    @property
-    def slot(self) -> int:
-        return self._shared.file.header.slot
-
-    @property
     def capacity_bytes(self) -> int:
         return self._shared.file.capacity_bytes
 
@@ -177,7 +168,7 @@ class Arena:
                 slot=slot,
                 extent=ByteRange(start=start, end=start + length),
                 image_bytes=image_bytes,
-                shard=self.shard if shard is None else shard,
+                shard=shard or self._shared.file.header.shard,
             )
             self._shared.regions[slot] = region
             return region
