@@ -175,7 +175,7 @@ class ImageCopier:
                 self._launch(segment, spill)
             return True
         except BaseException as error:
-            self.fail(_as_exception(error))
+            self.fail(as_exception(error))
             raise
         finally:
             # Not in a Python function: an interrupt could arrive before its first line.
@@ -447,7 +447,7 @@ class ImageCopier:
                         if not (self._ready or self._ended):
                             self._chunk_ready.wait()
         except BaseException as error:  # noqa: BLE001 - reported by the capture thread
-            self.fail(_as_exception(error))
+            self.fail(as_exception(error))
 
     def _wait_for_exclusive(self) -> None:
         """Wait while another thread copies exclusively."""
@@ -531,11 +531,11 @@ class ImageCopier:
             self._sources.release()
 
 
-def _as_exception(error: BaseException) -> Exception:
+def as_exception(error: BaseException, doing: str = "save") -> Exception:
     """The failure of an image: what ends one thread, such as Ctrl-C, must not end another."""
     if isinstance(error, Exception):
         return error
-    failure = CaptureError(f"save: interrupted: {error!r}")
+    failure = CaptureError(f"{doing}: interrupted: {error!r}")
     failure.__cause__ = error
     return failure
 
