@@ -210,13 +210,19 @@ class HostTier:
     # Room --------------------------------------------------------------------------------------------
 
     def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save. Grow it where the configuration sets no capacity and images have become
-        larger, and where an earlier start's arena is smaller than the configured capacity.
+        """Allocate the arena at the first save, or for an image that is brought back from another node. Grow it where
+        the configuration sets no capacity and images have become larger, and where an earlier start's arena is smaller
+        than the configured capacity.
 
         Raises CapacityError, with both numbers, where one image does not fit.
         """
         need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        self._check_capacity(need)
+        if self._configured_bytes is not None and need > self._configured_bytes:
+            raise CapacityError(
+                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
+                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
+                "least two checkpoints, so that one can be flushed while the next is captured"
+            )
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
@@ -236,15 +242,6 @@ class HostTier:
             if need > current or wanted > max(current, self._refused_bytes):
                 self._grow(wanted, need=need)
 
-    def _check_capacity(self, need: int) -> None:
-        """Raise CapacityError where one image needs more than the configured capacity."""
-        if self._configured_bytes is not None and need > self._configured_bytes:
-            raise CapacityError(
-                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
-                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
-                "least two checkpoints, so that one can be flushed while the next is captured"
-            )
-
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
@@ -263,22 +260,6 @@ class HostTier:
         else:
             size = format_size(self._arena.capacity_bytes)
             self._conditions.end(self.name, "%s: has %s of memory now", self.name, size)
-
-    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> Region:
-        """Allocate an arena, of which there is none yet, with room for this image alone: the first save makes it as
-        large as it is to be. Raises CapacityError where it does not fit."""
-        need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        self._check_capacity(need)
-        with self._guard:
-            if self._arena is None:
-                prepare_folder(self._folder)
-                self._arena = self._create(need)
-        region = self.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
-        if region is None:
-            raise CapacityError(
-                f"tier {self.name}: {self.path} has no room for an image of {format_size(image_bytes)}"
-            )
-        return region
 
     def allocate_now(self) -> None:
         """Give the arena its whole capacity at once where that is configured."""

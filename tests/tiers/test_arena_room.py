@@ -132,7 +132,7 @@ def test_default_folder_is_shared_memory_or_says_that_it_is_not(
 
 
 def test_folder_is_made_private(folder: Path) -> None:
-    made = prepare_folder(folder / "a" / "b", base=folder)
+    made = prepare_folder(folder / "a" / "b")
     assert made == folder / "a" / "b"
     for place in (made, made.parent):
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -145,7 +145,7 @@ def test_folder_behind_a_link_is_refused(folder: Path, depth: int) -> None:
     (folder / "link").symlink_to(folder / "elsewhere")
     wanted = folder / "link" / "run" if depth else folder / "link"
     with pytest.raises(ConfigError, match="is a link"):
-        prepare_folder(wanted, base=folder)
+        prepare_folder(wanted)
     assert os.listdir(folder / "elsewhere") == []
 
 
@@ -156,7 +156,7 @@ def test_folder_that_others_may_write_to_is_refused(folder: Path, mode: int, dep
     (folder / "open").chmod(mode)
     wanted = folder / "open" / "run" if depth else folder / "open"
     with pytest.raises(ConfigError, match=f"others may write to it .mode {mode:04o}.; run chmod"):
-        prepare_folder(wanted, base=folder)
+        prepare_folder(wanted)
 
 
 @root_only
@@ -164,7 +164,7 @@ def test_folder_of_another_user_is_refused(folder: Path) -> None:
     (folder / "theirs").mkdir(mode=0o700)
     os.chown(folder / "theirs", 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
-        prepare_folder(folder / "theirs" / "run", base=folder)
+        prepare_folder(folder / "theirs" / "run")
 
 
 def room(free: int, memory: int | None, *, in_memory: bool = True) -> RoomReport:

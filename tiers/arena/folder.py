@@ -48,18 +48,16 @@ def default_folder() -> Path:
     return folder
 
 
-def prepare_folder(path: Path, *, base: Path | None = None, create: bool = True) -> Path:
+def prepare_folder(path: Path, *, create: bool = True) -> Path:
     """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path. Without ``create``
     check the part of it that is there.
 
-    Every component below ``base`` is opened without following a link, must belong to this user, and must not be
-    writable by others. ``base`` is trusted; by default it is /dev/shm or the temporary folder if the path is below one
-    of them, else the nearest existing folder above. Raises ConfigError.
+    Trusted is /dev/shm or the temporary folder if the path is below one of them, else the nearest folder above that
+    exists. Every component below that is opened without following a link, must belong to this user, and must not be
+    writable by others. Raises ConfigError.
     """
     path = Path(os.path.abspath(path))
-    base = _trusted_base(path) if base is None else Path(os.path.abspath(base))
-    if not path.is_relative_to(base):
-        raise ConfigError(f"folder {path}: expected a place below {base}")
+    base = _trusted_base(path)
     fd = _open_base(base)
     try:
         place = base
