@@ -279,20 +279,6 @@ class StoredTier(TierCatalog):
         """Raise FencedError if ``attempt`` must not begin a copy here; see ``Fence.check_begin``."""
         self.fence.check_begin(attempt)
 
-    def check_publish(self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt) -> None:
-        """Raise FencedError as ``check_newest`` does, before ``attempt`` publishes a shard's files, if that would
-        replace one: it may belong to a copy that a newer attempt has made with another codec.
-
-        Where no file exists and the next attempt number is free, the attempts are not listed; the commit lists them.
-        """
-        codec = Codec.NONE if self._packing is None else self._packing.codec
-        files = [keys.shard_name(shard, codec), keys.manifest_name(shard)]
-        if self._packing is not None:
-            files.append(keys.stored_name(shard))
-        replaces = any(self._documents.exists(self._key(checkpoint, name)) for name in files)
-        if replaces or self.fence.is_followed(attempt):
-            self.check_newest(attempt, doing=f"flush of {checkpoint}")
-
     # Deletion ------------------------------------------------------------------------------------
 
     def delete(
