@@ -55,15 +55,6 @@ class DeviceSlab:
             )
             return None
 
-    @property
-    def device(self) -> torch.device:
-        return self._memory.device
-
-    @property
-    def free_bytes(self) -> int:
-        with self._lock:
-            return self._memory.numel() - sum(self._taken.values())
-
     def reserve(self, size_bytes: int) -> SlabBlock | None:
         """Take the first gap of ``size_bytes``; None where there is none."""
         needed = _aligned(max(1, size_bytes))

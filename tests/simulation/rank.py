@@ -28,15 +28,15 @@ from tests.simulation.world import (
     packing,
 )
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.capture.events import (
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
     SaveGivenUp,
+    Snapshot,
 )
-from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images

@@ -25,9 +25,15 @@ from tierfall.config import Config, StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.device_copies import CaptureDevices
-from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
+from tierfall.core.capture.snapshot import (
+    CaptureAdvanced,
+    CaptureBegun,
+    HostRegion,
+    ReplicaShare,
+    SaveGivenUp,
+    Snapshot,
+)
 from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.format.records import Lineage, records_bytes_max
 from tierfall.core.image.layout import Layout
