@@ -22,6 +22,7 @@ from arena_help import (
     sealed_arena,
 )
 
+from tierfall.core.runtime import cores
 from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.tiers.arena import file
 from tierfall.tiers.arena import folder as arena_folder
@@ -216,8 +217,8 @@ def test_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (inner.parent / "memory.current").write_text("1000\n")
     (tmp_path / "cgroup").write_text("0::/job/task\n")
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:      8 kB\n")
-    monkeypatch.setattr(arena_folder, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(arena_folder, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "_OWN_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(arena_folder, "_MEMINFO", tmp_path / "meminfo")
     assert room_for_arena(tmp_path).memory_free_bytes == 4000
     (inner.parent / "memory.stat").write_text(

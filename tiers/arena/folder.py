@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierfall.core.runtime.cores import group_folders
 from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.types.units import format_size
 from tierfall.tiers.arena.layout import EXTENTS_START
@@ -22,8 +23,6 @@ logger = logging.getLogger("tierfall")
 SHARED_MEMORY = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mountinfo")
-_OWN_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -252,17 +251,11 @@ def _machine_free_bytes() -> int | None:
 def _container_free_bytes() -> int | None:
     """Return the free bytes under the tightest limit of this process's control groups (version 2), page cache included;
     None without a limit."""
-    group = next(
-        (line[3:] for line in _read(_OWN_GROUP).splitlines() if line.startswith("0::")), "/"
-    )
-    folder = _GROUPS / group.strip("/")
     free = []
-    for level in (folder, *folder.parents):
-        if not level.is_relative_to(_GROUPS):
-            break
-        limit, used = _read(level / "memory.max").strip(), _read(level / "memory.current").strip()
+    for group in group_folders("memory"):
+        limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
-            free.append(max(0, int(limit) - int(used) + _cached_bytes(level)))
+            free.append(max(0, int(limit) - int(used) + _cached_bytes(group)))
     return min(free, default=None)
 
 
