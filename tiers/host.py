@@ -169,8 +169,7 @@ class HostTier:
         return [region for arena in self._arenas() for region in arena.regions()]
 
     def _arenas(self) -> list[Arena]:
-        with self._guard:
-            return [*self._without_file, *filter(None, [self._arena])]
+        return [*self._without_file, *filter(None, [self._arena])]
 
     def _image(self, region: Region) -> SealedImage:
         commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")

@@ -296,10 +296,9 @@ class StoredTier(TierCatalog):
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
 
-        If ``latest`` names the checkpoint, it is rewritten to ``next_latest`` where that is committed, else deleted. On
-        a full tier it is deleted. The checkpoint ceases to exist with the first
-        deletion; a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did
-        not write are kept.
+        If ``latest`` names the checkpoint, it is rewritten to ``next_latest`` where that is committed, else deleted, as
+        on a full tier. The checkpoint ceases to exist with the first deletion; a kill after that leaves an unfinished
+        folder, which the next start collects. Files that tierfall did not write are kept.
         """
         marks = frozenset() if ignore_marks else self.marks(checkpoint)
         if prevents_deletion(marks, tombstoned=tombstoned):
