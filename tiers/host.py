@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -321,7 +321,7 @@ class HostTier:
         """Whether the next image will be in a file, or there is no arena. Raises BackendError where that is unknown."""
         return self._arena is None or self._arena.file_exists()
 
-    def regions_without_file(self) -> list[Region]:
+    def regions_without_file(self) -> Sequence[Region]:
         """Return the regions of images that end with this process, since the file was removed. Raises BackendError
         where that is unknown."""
         lost = [arena for arena in self._arenas() if not arena.file_exists()]
