@@ -20,9 +20,9 @@ from benchmarks.gpu.saving import opened
 from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
+from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.run import saver
-from tierfall.tiers.device import DeviceSlab
 
 pytestmark = pytest.mark.benchmarks
 

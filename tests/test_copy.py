@@ -149,7 +149,7 @@ def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
         written = real(*words)
         for root in (tmp_path / "disk", tmp_path / "far"):
             store = store_of(root)
-            store.create_attempt(
+            store.fence.create(
                 Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
             )
             store.close()

@@ -157,7 +157,7 @@ def test_the_machine_that_comes_last_commits_what_all_have_brought(
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:
     store = StoredTier(name="far", run="run", backend=PosixBackend(tmp_path / "0/far"))
-    store.create_attempt(
+    store.fence.create(
         Attempt(run="run", number=2, id="f" * 32, node="elsewhere", pid=1, wall_time_s=1.0)
     )
     store.close()

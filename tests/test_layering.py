@@ -77,7 +77,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_914,
     ("core/restore", "core/load", "core/copies"): 7_732,
     ("core/compression",): 373,
-    ("core/scheduler",): 9_741,
+    ("core/scheduler",): 9_736,
     ("policies",): 2_145,
     ("backends",): 7_688,
     ("tiers",): 4_527,

@@ -1,5 +1,5 @@
 """Somebody removes the files of host memory while a trainer uses it, as systemd's RemoveIPC does at the end of a user's
-last session: it is noticed and said, what is told of losses is true, and the files are made anew."""
+last session: it is noticed and said, what is told of losses is true, and the next images are in new files."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
 ) -> None:
     """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
     monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
-    monkeypatch.setattr("tierfall.tiers.arena.mapping._MOVE_BYTES", 256 << 10)
     config = make_config(host={"capacity": "6MiB"})
     with tierfall.open(config) as ckpt:
         for step in range(1, 21):
@@ -139,7 +138,6 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
                 wait_until((memory / "run").exists, "the folder of before is made anew")
                 remove(memory / "run")
             ckpt.save(step, state_of(step, elements=200_000)).captured()
-        wait_until(lambda: survives(ckpt) == 20, "the file is made anew")
     assert steps_on(tmp_path / "disk") == list(range(1, 21))
 
 
@@ -170,7 +168,7 @@ def test_another_process_that_took_the_place_keeps_its_files(
     remove(memory / "run")
     with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
         assert two.stdout.readline() == b"held\n"
-        assert not ckpt._session.memory.repair(10.0)
+        assert not ckpt._session.memory.repair()
         assert survives(ckpt) is None
         assert len(warnings("was removed")) == 1
         ckpt.close()

@@ -16,7 +16,7 @@ from tests.steps import blank, files_below, state_of
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import AccessDeniedError
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.attempts import Fence
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -32,14 +32,14 @@ def archive(make_config: MakeConfig, tmp_path: Path) -> Path:
 
 def refuse_records(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Let nothing be created on a tier, as credentials that may only read."""
-    take = StoredTier.create_attempt
+    take = Fence.create
 
-    def taken(self: StoredTier, attempt: Any) -> None:
-        if self.place == str(place):
+    def taken(self: Fence, attempt: Any) -> None:
+        if self._backend.place == str(place):
             raise AccessDeniedError(f"create a record in {place}: 403")
         take(self, attempt)
 
-    monkeypatch.setattr(StoredTier, "create_attempt", taken)
+    monkeypatch.setattr(Fence, "create", taken)
 
 
 class Nodes(Opener):

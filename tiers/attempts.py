@@ -138,15 +138,12 @@ class Fence:
         """Raise FencedError as ``check`` does, before ``attempt`` begins a copy here.
 
         Beginning a copy changes no object, so the attempts are listed only where the record of this one was not seen
-        yet or the next number is taken. The commit lists them again.
+        yet or the next number is taken, which takes one request. That it is free proves nothing, since a start that did
+        not see this tier may have a higher number: the commit lists them again.
         """
-        if attempt.id not in self._recorded or self.is_followed(attempt):
+        following = keys.attempt_key(self._run, attempt.number + 1)
+        if attempt.id not in self._recorded or self._documents.exists(following):
             self.check(attempt)
-
-    def is_followed(self, attempt: Attempt) -> bool:
-        """Check whether the next attempt number is taken: one request in place of a listing. False proves nothing,
-        since a start that did not see this tier may have a higher number."""
-        return self._documents.exists(keys.attempt_key(self._run, attempt.number + 1))
 
     def _is_record_of(self, attempt: Attempt) -> bool:
         """Whether the record under an attempt's number is its own. A damaged record has no owner."""

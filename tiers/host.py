@@ -1,7 +1,8 @@
 """The host tier: the images of one rank in memory that outlives its process.
 
-It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. It does not choose
-which images are kept: it allocates a region, or returns None.
+It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. If others remove the
+arena's file, the next images are in a new one. It does not choose which images are kept: it allocates a region, or
+returns None.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,8 +41,6 @@ _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 SPARE = 0.2
 PROGRESS_S = 2.0
 """Seconds between two log lines about the allocation of host memory."""
-RENEWAL_WAIT_S = 5.0
-"""How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
 
 
 def arena_slots(folder: Path) -> list[int]:
@@ -89,6 +88,8 @@ class HostTier:
         self._conditions = Conditions()
         self._guard = threading.Lock()
         self._arena: Arena | None = None
+        self._without_file: list[Arena] = []
+        """Earlier arenas, whose file was removed, with images that are still used."""
 
     @property
     def path(self) -> Path:
@@ -121,24 +122,23 @@ class HostTier:
 
     def is_empty(self) -> bool:
         """Whether the arena has no sealed image, intact or damaged."""
-        images, damaged = self._examine()
-        return not (images or damaged)
+        return not any(self._examine()) and not self._damage
 
     def images(self) -> dict[CheckpointId, SealedImage]:
         """Return the sealed images whose records are intact."""
         return self._examine()[0]
 
-    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], list[TierfallError]]:
+    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], dict[Region, TierfallError]]:
         """Return the sealed images whose records are intact, and the errors of the others."""
         images: dict[CheckpointId, SealedImage] = {}
-        damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
-        for region in self._arena.regions() if self._arena else ():
+        damaged: dict[Region, TierfallError] = {}
+        for region in self._regions():
             if not region.sealed:
                 continue
             try:
                 image = self._image(region)
             except TierfallError as error:
-                damaged.append(error)
+                damaged[region] = error
                 continue
             except ValueError:
                 if not region.is_discarded:  # another thread has released it just now
@@ -157,20 +157,19 @@ class HostTier:
             region.release()
 
     def _damaged_regions(self) -> list[Region]:
-        regions = self._arena.regions() if self._arena else ()
-        return [region for region in regions if region.sealed and self._is_damaged(region)]
+        errors = self._examine()[1]
+        return [region for region, error in errors.items() if isinstance(error, IntegrityError)]
 
-    def _is_damaged(self, region: Region) -> bool:
-        try:
-            self._image(region)
-        except IntegrityError:
-            return True
-        except TierfallError:
-            return False
-        except ValueError:
-            if not region.is_discarded:  # another thread has released it just now
-                raise
-        return False
+    @property
+    def _damage(self) -> tuple[IntegrityError, ...]:
+        """The errors of what was no image any more when the arena was attached."""
+        return self._arena.damage if self._arena else ()
+
+    def _regions(self) -> list[Region]:
+        return [region for arena in self._arenas() for region in arena.regions()]
+
+    def _arenas(self) -> list[Arena]:
+        return [*self._without_file, *filter(None, [self._arena])]
 
     def _image(self, region: Region) -> SealedImage:
         commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
@@ -204,23 +203,31 @@ class HostTier:
         return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
-            damaged=tuple(damaged),
+            damaged=(*self._damage, *damaged.values()),
         )
 
     # Room --------------------------------------------------------------------------------------------
 
     def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save. Grow it where the configuration sets no capacity and images have become
-        larger, and where an earlier start's arena is smaller than the configured capacity.
+        """Allocate the arena at the first save, or for an image that is brought back from another node. Grow it where
+        the configuration sets no capacity and images have become larger, and where an earlier start's arena is smaller
+        than the configured capacity.
 
         Raises CapacityError, with both numbers, where one image does not fit.
         """
         need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        self._check_capacity(need)
+        if self._configured_bytes is not None and need > self._configured_bytes:
+            raise CapacityError(
+                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
+                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
+                "least two checkpoints, so that one can be flushed while the next is captured"
+            )
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
-                self._create(self._configured_bytes or self._default_bytes(image_bytes, need))
+                self._arena = self._create(
+                    self._configured_bytes or self._default_bytes(image_bytes, need)
+                )
                 self._largest_image_bytes = image_bytes
                 return
             current = self._arena.capacity_bytes
@@ -234,29 +241,13 @@ class HostTier:
             if need > current or wanted > max(current, self._refused_bytes):
                 self._grow(wanted, need=need)
 
-    def _check_capacity(self, need: int) -> None:
-        """Raise CapacityError where one image needs more than the configured capacity."""
-        if self._configured_bytes is not None and need > self._configured_bytes:
-            raise CapacityError(
-                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
-                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
-                "least two checkpoints, so that one can be flushed while the next is captured"
-            )
-
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
-        until_s = time.monotonic() + RENEWAL_WAIT_S
-        while self._arena.is_recreating and time.monotonic() < until_s:
-            if not self._arena.recreate_file():
-                time.sleep(0.01)
-        enough = need <= self._arena.capacity_bytes
-        if self._arena.is_recreating and enough:
-            return
         try:
             self._arena.grow(capacity_bytes, self._progress)
         except CapacityError as error:
-            if not enough:
+            if need > self._arena.capacity_bytes:
                 if need >= capacity_bytes:
                     raise
                 self._arena.grow(need, self._progress)
@@ -269,29 +260,13 @@ class HostTier:
             size = format_size(self._arena.capacity_bytes)
             self._conditions.end(self.name, "%s: has %s of memory now", self.name, size)
 
-    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> Region:
-        """Allocate an arena, of which there is none yet, with room for this image alone: the first save makes it as
-        large as it is to be. Raises CapacityError where it does not fit."""
-        need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        self._check_capacity(need)
-        with self._guard:
-            if self._arena is None:
-                prepare_folder(self._folder)
-                self._create(need)
-        region = self.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
-        if region is None:
-            raise CapacityError(
-                f"tier {self.name}: {self.path} has no room for an image of {format_size(image_bytes)}"
-            )
-        return region
-
     def allocate_now(self) -> None:
         """Give the arena its whole capacity at once where that is configured."""
         with self._guard:
             if self._configured_bytes is None:
                 return
             if self._arena is None:
-                self._create(self._configured_bytes)
+                self._arena = self._create(self._configured_bytes)
             elif self._arena.capacity_bytes < self._configured_bytes:
                 self._grow(self._configured_bytes, need=0)
 
@@ -314,8 +289,8 @@ class HostTier:
             image_bytes=image_bytes, extent_bytes=need, images=self._images
         )
 
-    def _create(self, capacity_bytes: int) -> None:
-        self._arena = Arena.create(
+    def _create(self, capacity_bytes: int) -> Arena:
+        return Arena.create(
             self.path,
             run=self._run,
             shard=self._shard,
@@ -343,17 +318,38 @@ class HostTier:
     # Its file ----------------------------------------------------------------------------------------
 
     def file_exists(self) -> bool:
-        """Whether the arena's file still exists, or there is no arena. Raises BackendError where that is unknown."""
+        """Whether the next image will be in a file, or there is no arena. Raises BackendError where that is unknown."""
         return self._arena is None or self._arena.file_exists()
 
-    def unlock_pages(self) -> bool:
-        """Unlock the arena's pages, before ``recreate_file``; False while an image is being filled. No device may read
-        an image until the pages are locked again."""
-        return self._arena is not None and self._arena.unlock_pages()
+    def regions_without_file(self) -> Sequence[Region]:
+        """Return the regions of images that end with this process, since the file was removed. Raises BackendError
+        where that is unknown."""
+        lost = [arena for arena in self._arenas() if not arena.file_exists()]
+        return [region for arena in lost for region in arena.regions()]
 
-    def recreate_file(self) -> bool:
-        """Recreate the arena's file after it was removed, a few MiB a call; see ``Arena.recreate_file``."""
-        return self._arena is not None and self._arena.recreate_file()
+    def replace_file(self) -> None:
+        """If the arena's file was removed, allocate another arena for the next images. The images in the old one stay
+        readable; its memory is freed once all are released.
+
+        Raises CapacityError where memory is missing, ConfigError where another file has the name: the old arena is used
+        on then.
+        """
+        with self._guard:
+            unused = [arena for arena in self._without_file if not arena.regions()]
+            self._without_file = [each for each in self._without_file if each not in unused]
+            old = self._arena
+        for arena in unused:
+            arena.close(keep=True)
+        if old is None or old.file_exists():
+            return
+        old.check_place()
+        new = self._create(old.capacity_bytes)
+        with self._guard:
+            if old.file_exists():  # it was closed meanwhile
+                new.close(keep=False)
+                return
+            self._without_file.append(old)
+            self._arena = new
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -367,6 +363,8 @@ class HostTier:
     def close(self, *, keep: bool) -> None:
         """Close the arena; delete its file, and the images in it, unless ``keep``."""
         with self._guard:
+            for arena in self._without_file:
+                arena.close(keep=True)
             if self._arena is not None:
                 self._arena.close(keep=keep)
 

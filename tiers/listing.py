@@ -10,13 +10,14 @@ counts as absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import wrong_files
 from tierfall.core.format.documents import read_twice
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.format.records import Commit, TierRecord, parse_commit
 from tierfall.core.runtime.threads import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
@@ -28,10 +29,10 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.tiers.attempts import LineageRecords, start_from_name
+from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.marks import Marks, marks_among
-from tierfall.tiers.run_files import ContradictionError, LatestHint, TierMarker
+from tierfall.tiers.marks import TierMarks, marks_among
+from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
 
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
@@ -62,38 +63,43 @@ class NamedInVainError(BackendError):
     """``latest`` names a checkpoint that has no commit record; where its folder is, is not known."""
 
 
-class TierCatalog:
-    """Lists one run on one tier. May be used by several threads."""
+class TierCatalog(TierMarks):
+    """What one run has on one tier. May be used by several threads.
+
+    ``fence`` has the run's attempts, ``marker`` the tier record, ``latest`` the file that names the newest checkpoint.
+    """
 
     def __init__(
         self,
         documents: Documents,
-        marks: Marks,
-        lineage: LineageRecords,
-        latest: LatestHint,
-        marker: TierMarker,
         *,
+        set_identity_check: SetIdentityCheck | None,
         names: Callable[[str], Iterable[str]],
-        parallel: int,
+        has_latest: bool,
+        record: TierRecord | None,
     ) -> None:
-        """``names`` returns all names directly in a folder, also those that scans leave out, such as links; none where
-        the medium has no folders. ``parallel`` bounds concurrent requests."""
-        self._tier = documents.tier
-        self._run = documents.run
-        self._backend = documents.backend
-        self._documents = documents
-        self._marks = marks
-        self._lineage = lineage
-        self._latest = latest
-        self._marker = marker
+        """``set_identity_check`` is the method of that name of a backend whose folder can be mounted anew. ``names``
+        returns all names directly in a folder, also those that scans leave out, such as links; none where the medium
+        has no folders. ``has_latest``: the file ``latest`` is kept. ``record`` is the tier record, where it was read
+        before."""
+        super().__init__(documents)
         self._names = names
-        self._parallel = parallel
+        self.marker = TierMarker(documents, set_identity_check, record)
+        self.latest = LatestHint(documents, kept=has_latest)
+        self.fence = Fence(documents, self.marker.recreate)
+        self._lineage = LineageRecords(documents, self.fence)
         self._cache: dict[CheckpointId, tuple[tuple[int, str], Commit]] = {}
         self._synced: set[CheckpointId] = set()
 
     def list(self) -> Listing:
-        """List the run. Raises the error of a tier that does not answer."""
-        self._marks.begin()  # before the scan, so that a mark written during it is not missed
+        """List the run on this tier. Where the tier does not answer, the listing holds the error."""
+        try:
+            return self._list()
+        except TierfallError as error:
+            return Listing(tier=self.name, error=error)
+
+    def _list(self) -> Listing:
+        self._begin_marks()  # before the scan, so that a mark written during it is not missed
         scan = self._scan()
         latest = self._read_latest(scan)
         folders, commits = scan.folders, self._read_commits(scan, latest)
@@ -115,7 +121,7 @@ class TierCatalog:
         contradictions = (ContradictionError, NamedInVainError)
         lags = lags or any(isinstance(copy.damage, contradictions) for copy in copies)
         return Listing(
-            tier=self._tier,
+            tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             unfinished={
                 checkpoint: _bytes(files.values())
@@ -127,21 +133,25 @@ class TierCatalog:
             lags=lags,
         )
 
-    def find(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record."""
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
+        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read."""
         files = {file.key: file for file in self.files(checkpoint)}
         commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
         if commit is None:
             what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
-            self._marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
+            self.marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
             return None
         return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
+        with self._confirming_absence(self._key(checkpoint, keys.COMMIT_NAME)):
+            return self._read_present(checkpoint)
+
+    def _read_present(self, checkpoint: CheckpointId) -> Commit:
         return read_twice(lambda: self._read_commit(checkpoint, None))
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
-        """Ask the backend whether a commit record exists."""
+        """Whether a checkpoint is committed here: one request."""
         return self._documents.exists(self._key(checkpoint, keys.COMMIT_NAME))
 
     def files(
@@ -152,7 +162,7 @@ class TierCatalog:
         prefix = keys.step_prefix(self._run, checkpoint)
         found = [
             replace(stored, key=stored.key.removeprefix(prefix))
-            for stored in self._backend.scan(prefix)
+            for stored in self.backend.scan(prefix)
         ]
         if commit is not None:
             missing = {file.name for file in commit.files} - {file.key for file in found}
@@ -169,14 +179,15 @@ class TierCatalog:
             self._documents.sync(self._key(checkpoint, keys.COMMIT_NAME))
             self._synced.add(checkpoint)
 
-    def note_synced(self, checkpoint: CheckpointId) -> None:
-        """Record that this process has written the commit record, durably."""
-        self._synced.add(checkpoint)
-
-    def forget(self, checkpoint: CheckpointId) -> None:
-        """Remove a checkpoint from the cache before it is deleted."""
-        self._synced.discard(checkpoint)
-        self._cache.pop(checkpoint, None)
+    @contextmanager
+    def _confirming_absence(self, key: str) -> Iterator[None]:
+        """Let the answer that a file of a checkpoint is absent stand only if the tier's id can be read, and no listing
+        shows the file."""
+        try:
+            yield
+        except KeyNotFoundError as error:
+            self.marker.confirm_absence(error, key)
+            raise
 
     # Scans ---------------------------------------------------------------------------------------
 
@@ -203,14 +214,14 @@ class TierCatalog:
         """Return the objects of the run, without those in step folders that cannot be listed."""
         prefix = f"{self._run}/"
         try:
-            return list(self._backend.scan(prefix))
+            return list(self.backend.scan(prefix))
         except BackendError as error:
             failure = error
         steps = [name for name in names if keys.parse_step_folder(name)]
         found: list[StoredObject] = []
         for name in names if steps else ():
             try:
-                found += self._backend.scan(f"{prefix}{name}/")
+                found += self.backend.scan(f"{prefix}{name}/")
             except BackendError:  # the record of a step is asked for by key, which tells why
                 if name not in steps:
                     raise failure from None
@@ -222,7 +233,7 @@ class TierCatalog:
         """Read which checkpoint is to be there. None also if that may not be read, as of a link that a person made,
         while the scan shows checkpoints."""
         try:
-            return self._latest.read()
+            return self.latest.read()
         except BackendError as error:
             if error.retryable or not scan.records:
                 raise
@@ -237,7 +248,7 @@ class TierCatalog:
         what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
         return NamedInVainError(
             f"{what}: it is not there. If the step's folder was moved, or is not mounted, bring it back. If a person "
-            f"deleted it, 'tierfall verify --tier {self._tier} --repair' has {keys.LATEST_NAME!r} name another one"
+            f"deleted it, 'tierfall verify --tier {self.name} --repair' has {keys.LATEST_NAME!r} name another one"
         )
 
     # Damage --------------------------------------------------------------------------------------
@@ -270,8 +281,8 @@ class TierCatalog:
                 return None
         except TierfallError as error:
             damage = error
-        if damage is None and (why := self._marks.damage_of(copy.commit, files)) is not None:
-            damage = IntegrityError(f"{self._tier}: {why}")
+        if damage is None and (why := self._damage_of(copy.commit, files)) is not None:
+            damage = IntegrityError(f"{self.name}: {why}")
         return replace(copy, damage=damage)
 
     def _wrong_file(
@@ -314,9 +325,9 @@ class TierCatalog:
         def stat(name: str) -> StoredObject | None:
             key = self._key(checkpoint, name)
             try:
-                return replace(self._backend.stat(key), key=name)
+                return replace(self.backend.stat(key), key=name)
             except KeyNotFoundError as error:
-                self._marker.confirm_absence(error, key if name in listed else None)
+                self.marker.confirm_absence(error, key if name in listed else None)
                 return None
 
         asked = run_in_parallel(stat, names, parallel=self._parallel)
@@ -355,7 +366,7 @@ class TierCatalog:
             if "" in files and not isinstance(found.get(id), Commit) and id not in cached:
                 path = f"{self._run}/{keys.step_folder(id)}"
                 found[id] = BackendError(
-                    f"{self._tier}: {path} is a file where the folder of a step is to be: move it away"
+                    f"{self.name}: {path} is a file where the folder of a step is to be: move it away"
                 )
         kept = {**cached, **{id: commit for id, commit in good.items() if id in listed}}
         self._cache = {id: (_version(listed[id]), commit) for id, commit in kept.items()}
@@ -383,7 +394,7 @@ class TierCatalog:
     def _contradiction(self, id: CheckpointId, error: KeyNotFoundError) -> TierfallError | None:
         """Return why a listed record could not be read; None if it was deleted since the listing."""
         try:
-            self._marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
+            self.marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
         except TierfallError as contradiction:
             return contradiction
         return None

@@ -20,6 +20,10 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
 
 _PREFIX = f"{keys.MARKS_FOLDER}/"
+REQUESTS_AT_ONCE_MIN = 32
+REQUESTS_FOR_EACH = 4
+"""Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least
+REQUESTS_AT_ONCE_MIN."""
 
 
 def marks_among(files: Iterable[str]) -> frozenset[str]:
@@ -28,68 +32,71 @@ def marks_among(files: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if not keys.is_damage_mark(name))
 
 
-class Marks:
+class TierMarks:
     """The marks of one run on one tier. May be used by several threads."""
 
-    def __init__(self, documents: Documents, *, parallel: int) -> None:
-        """``parallel`` bounds concurrent requests."""
+    def __init__(self, documents: Documents) -> None:
+        self.name = documents.tier
+        self.backend = documents.backend
         self._run = documents.run
-        self._backend = documents.backend
         self._documents = documents
-        self._parallel = parallel
-        self._version_read: bytes | None = None
+        at_once = REQUESTS_FOR_EACH * self.backend.traits.max_parallel
+        self._parallel = max(REQUESTS_AT_ONCE_MIN, at_once)
+        self._marks_version: bytes | None = None
         """The version of the run's marks that the last listing has read."""
 
-    def begin(self) -> None:
+    def _begin_marks(self) -> None:
         """Before the first listing: note the version of the marks that it will read."""
-        if self._version_read is None:
-            self._version_read = self._read_version()
+        if self._marks_version is None:
+            self._marks_version = self._read_version()
 
-    def add(self, mark: Mark) -> None:
-        """Write a mark; other processes that have the run open will read it."""
-        self.create(mark)
+    def add_mark(self, mark: Mark) -> None:
+        """Write a person's mark beside a checkpoint; other processes that have the run open will read it."""
+        self._create_mark(mark)
         self._change_version()
 
-    def create(self, mark: Mark) -> None:
+    def _create_mark(self, mark: Mark) -> None:
         """Write a mark beside a checkpoint that is about to be committed."""
-        key = self._key(mark.checkpoint, mark.name)
+        key = self._mark_key(mark.checkpoint, mark.name)
         try:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
             # the same mark exists, which is the state that was asked for
             self._documents.sync(key)
 
-    def remove(self, checkpoint: CheckpointId, name: str) -> None:
-        self._backend.delete(self._key(checkpoint, name))
+    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
+        """Delete a mark; other processes that have the run open will notice."""
+        self.backend.delete(self._mark_key(checkpoint, name))
         self._change_version()
 
-    def read(self, checkpoint: CheckpointId, name: str) -> Mark:
-        key = self._key(checkpoint, name)
+    def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
+        key = self._mark_key(checkpoint, name)
         what = self._documents.what(key)
         return read_twice(lambda: parse_mark(self._documents.read(key), what=what))
 
-    def of(self, checkpoint: CheckpointId) -> frozenset[str]:
+    def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Read the names of the persons' marks beside a checkpoint."""
-        return marks_among(f"{_PREFIX}{name}" for name in self._names(checkpoint))
+        return marks_among(f"{_PREFIX}{name}" for name in self._mark_names(checkpoint))
 
-    def of_many(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
-        """Read them beside several checkpoints; beside all of the run, if any mark changed since the last call."""
+    def read_marks(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
+        """Read the names of the persons' marks beside these checkpoints; beside all, if any mark of the run changed
+        since the last call."""
         version = self._read_version()
-        if version == self._version_read:
+        if version == self._marks_version:
             asked = list(checkpoints)
-            found = run_in_parallel(self.of, asked, parallel=self._parallel)
+            found = run_in_parallel(self.marks, asked, parallel=self._parallel)
             return dict(zip(asked, found, strict=True))
         files: dict[CheckpointId, set[str]] = {checkpoint: set() for checkpoint in checkpoints}
-        for stored in self._backend.scan(f"{self._run}/"):
+        for stored in self.backend.scan(f"{self._run}/"):
             folder, _, name = stored.key.removeprefix(f"{self._run}/").partition("/")
             if checkpoint := keys.parse_step_folder(folder):
                 files.setdefault(checkpoint, set()).add(name)
-        self._version_read = version
+        self._marks_version = version
         return {checkpoint: marks_among(names) for checkpoint, names in files.items()}
 
     # Damage --------------------------------------------------------------------------------------
 
-    def damage_of(self, commit: Commit, files: Iterable[str]) -> str | None:
+    def _damage_of(self, commit: Commit, files: Iterable[str]) -> str | None:
         """Return why a reader has marked this copy as damaged; None where no such mark is among ``files``, the names
         in its folder."""
         marked = {name for f in files if keys.is_damage_mark(name := f.removeprefix(_PREFIX))}
@@ -97,15 +104,15 @@ class Marks:
             return None
         checkpoint = commit.lineage.checkpoint
         try:
-            reason = self.read(checkpoint, name).reason
+            reason = self.read_mark(checkpoint, name).reason
         except TierfallError:  # the mark counts, even if it cannot be read
             reason = f"its mark {_PREFIX}{name} cannot be read"
         return f"{checkpoint} was found damaged: {reason}"
 
-    def forget_damage(self, checkpoint: CheckpointId) -> None:
-        """Delete all damage marks beside a checkpoint."""
-        for name in filter(keys.is_damage_mark, self._names(checkpoint)):
-            self._backend.delete(self._key(checkpoint, name))
+    def clear_damage(self, checkpoint: CheckpointId) -> None:
+        """Delete the damage marks of a copy that was rewritten, or read whole and verified."""
+        for name in filter(keys.is_damage_mark, self._mark_names(checkpoint)):
+            self.backend.delete(self._mark_key(checkpoint, name))
 
     # Keys ----------------------------------------------------------------------------------------
 
@@ -121,9 +128,9 @@ class Marks:
         except KeyNotFoundError:
             return b""
 
-    def _names(self, checkpoint: CheckpointId) -> list[str]:
-        prefix = self._key(checkpoint, "")
-        return [stored.key.removeprefix(prefix) for stored in self._backend.scan(prefix)]
+    def _mark_names(self, checkpoint: CheckpointId) -> list[str]:
+        prefix = self._mark_key(checkpoint, "")
+        return [stored.key.removeprefix(prefix) for stored in self.backend.scan(prefix)]
 
-    def _key(self, checkpoint: CheckpointId, name: str) -> str:
+    def _mark_key(self, checkpoint: CheckpointId, name: str) -> str:
         return f"{keys.step_prefix(self._run, checkpoint)}{_PREFIX}{name}"

@@ -11,12 +11,10 @@ from contextlib import suppress
 
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import TierRecord, parse_tier_record
-from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
-    BackendError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
@@ -26,6 +24,8 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
+
+logger = logging.getLogger("tierfall")
 
 SetIdentityCheck = Callable[[str, Callable[[bytes], bool]], None]
 
@@ -90,7 +90,7 @@ class TierMarker:
             self._documents.read(self._key), what=self._documents.what(self._key)
         )
 
-    def write(self, record: TierRecord, *, again: bool) -> TierRecord:
+    def write(self, record: TierRecord, *, again: bool = False) -> TierRecord:
         """Create the tier record, or return the one that exists; ``again`` replaces it."""
         try:
             (self._documents.replace if again else self._documents.create)(
@@ -143,13 +143,11 @@ class LatestHint:
     def __init__(self, documents: Documents, *, kept: bool) -> None:
         self._documents = documents
         self._key = f"{documents.run}/{keys.LATEST_NAME}"
-        self._conditions = Conditions()
         self._kept = kept
 
     def write(self, checkpoint: CheckpointId) -> None:
         if self._kept:
             self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
-            self._conditions.end(self._key, "%s: 'latest' is written again", self._documents.tier)
 
     def read(self) -> CheckpointId | None:
         """Read it; None where it is missing or names no checkpoint."""
@@ -164,27 +162,13 @@ class LatestHint:
     def delete(self) -> None:
         self._documents.backend.delete(self._key)
 
-    def write_or_delete(self, checkpoint: CheckpointId) -> bool:
-        """Write the hint; where the tier is full, delete it and return False. A hint must not block a deletion, which
-        is what frees space on a full tier."""
+    def write_or_delete(self, checkpoint: CheckpointId) -> None:
+        """Write the hint; where the tier is full, delete it until the next commit. A hint must not block a deletion,
+        which is what frees space on a full tier."""
         try:
             self.write(checkpoint)
         except StorageFullError:
             self.delete()
-            return False
-        return True
-
-    def rewrite(
-        self, checkpoint: CheckpointId, is_committed: Callable[[CheckpointId], bool]
-    ) -> None:
-        """Write the hint that had to be deleted, unless another process has written it meanwhile or the checkpoint is
-        not committed any more. Logs a failure."""
-        try:
-            if self.read() is None and is_committed(checkpoint):
-                self.write(checkpoint)
-        except BackendError as error:
-            self._conditions.report(
-                self._key, logging.WARNING,
-                "%s: 'latest' is missing until the next commit there: it could not be written: %s",
-                self._documents.tier, error,
-            )  # fmt: skip
+            logger.warning(
+                "%s: 'latest' is missing until the next commit there", self._documents.tier
+            )

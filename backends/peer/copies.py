@@ -10,20 +10,6 @@ from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 
-def create_on_all(
-    sides: Sequence[Backend],
-    key: str,
-    *,
-    length: int | None,
-    length_max: int | None,
-    publish: Publish,
-) -> Writer:
-    """Begin an object on each of ``sides``; see ``Backend.create``."""
-    if len(sides) == 1:
-        return sides[0].create(key, length=length, length_max=length_max, publish=publish)
-    return CopiesWriter(sides, key, length=length, length_max=length_max, publish=publish)
-
-
 class CopiesWriter(AbortOnExit):
     """Writes each piece of an object to every side. The failure of any side is the failure of the call.
 
@@ -83,14 +69,14 @@ class CopiesWriter(AbortOnExit):
             if self._published == 0:
                 self._complete()
                 raise
-            if _read(side, self._key) != _read(self._sides[0], self._key):
+            if read_object(side, self._key) != read_object(self._sides[0], self._key):
                 raise
 
     def _complete(self) -> None:
         """Give the other sides what the first one has, where they lack it."""
         for side in self._sides[1:]:
             with suppress(KeyExistsError, KeyNotFoundError):
-                data = _read(self._sides[0], self._key)
+                data = read_object(self._sides[0], self._key)
                 put_object(side, self._key, data, Publish.IF_ABSENT)
 
     def abort(self) -> None:
@@ -98,7 +84,7 @@ class CopiesWriter(AbortOnExit):
             writer.abort()
 
 
-def _read(side: Backend, key: str) -> bytes:
+def read_object(side: Backend, key: str) -> bytes:
     data = bytearray(side.stat(key).bytes)
     if data:
         side.read_into(key, 0, memoryview(data))

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,7 +29,7 @@ from tierfall.backends.peer.wire import (
     WireError,
     admit,
 )
-from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
+from tierfall.core.types.backend import Backend, Publish, Writer
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -215,8 +215,6 @@ class _RequestHandler:
         self._lock = lock
         self._idle_s = idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._listing: tuple[str, str, Iterator[StoredObject]] | None = None
-        """The prefix of a scan, the last key that was sent, and the rest."""
         self._operations: dict[str, Callable[[Head], Any]] = {
             "create": self._create,
             "publish": self._publish,
@@ -324,17 +322,10 @@ class _RequestHandler:
         return [found.bytes, found.version]
 
     def _scan(self, head: Head) -> dict[str, Any]:
-        """List a page. The next one goes on where it ended, if it is asked for on this connection."""
-        prefix, after = head["prefix"], head["after"]
-        listing, self._listing = self._listing, None
-        if listing is not None and listing[:2] == (prefix, after):
-            found = listing[2]
-        else:
-            found = (each for each in self._session.storage.scan(prefix) if each.key > after)
-        page = list(islice(found, SCAN_PAGE))
+        """List a page, of the keys after the last one of the page before."""
+        found = self._session.storage.scan(head["prefix"])
+        page = list(islice((each for each in found if each.key > head["after"]), SCAN_PAGE))
         last = page[-1].key if len(page) == SCAN_PAGE else None
-        if last is not None:
-            self._listing = prefix, last, found
         return {"rows": [[each.key, each.bytes, each.version] for each in page], "last": last}
 
     def _delete(self, head: Head) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tierfall.backends.peer.copies import read_object
 from tierfall.backends.toolkit.base import AbortOnExit, describe
 from tierfall.core.format.commit_files import shards_of, unite_records
 from tierfall.core.format.records import Commit, parse_commit
@@ -72,7 +73,7 @@ class UnitedRecords:
         versions = _version([stored for _, stored in found])
         known, data = self._united.get(key, ("", b""))
         if known != versions or not all(stored.version for _, stored in found):
-            data = _unite([(side.place, _read(side, stored)) for side, stored in found], key)
+            data = _unite([(side.place, read_object(side, key)) for side, _ in found], key)
             self._united[key] = versions, data
         return data
 
@@ -99,7 +100,7 @@ class UnitingWriter(AbortOnExit):
     def _with_images_of_others(self, side: Backend) -> bytes:
         data = bytes(self._data)
         try:
-            there = _read(side, side.stat(self._key))
+            there = read_object(side, self._key)
             new, old = (
                 parse_commit(each, what=f"{side.place}: {self._key}") for each in (data, there)
             )
@@ -132,12 +133,6 @@ def _unite(records: Sequence[tuple[str, bytes]], key: str) -> bytes:
     except IntegrityError as error:
         logger.warning("peers: %s; the newest record is used alone", error)
         return newest.encode()
-
-
-def _read(side: Backend, stored: StoredObject) -> bytes:
-    data = bytearray(stored.bytes)
-    side.read_into(stored.key, 0, memoryview(data))
-    return bytes(data)
 
 
 def _version(found: Sequence[StoredObject]) -> str:

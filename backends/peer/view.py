@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
-from tierfall.backends.peer.copies import create_on_all
+from tierfall.backends.peer.copies import CopiesWriter
 from tierfall.backends.peer.united import UnitedRecords, UnitingWriter
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.toolkit.keys import check_key, check_prefix
@@ -38,6 +39,7 @@ from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
+_KEY = attrgetter("key")
 
 
 class PeerView(Wrapper):
@@ -97,7 +99,7 @@ class PeerView(Wrapper):
             and _checkpoint_of(key) in self._adopted
         ):
             return UnitingWriter(sides, key)
-        return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
+        return CopiesWriter(sides, key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         if self._is_kept_record(key):
@@ -130,7 +132,7 @@ class PeerView(Wrapper):
             for side in self._kept
             if side in sides
         )
-        for key, group in groupby(heapq.merge(*listings, key=_key_of), key=_key_of):
+        for key, group in groupby(heapq.merge(*listings, key=_KEY), key=_KEY):
             first, *others = group
             if not others or not self._is_kept_record(key):
                 yield first  # several may have such a document
@@ -231,10 +233,6 @@ def _checkpoint_of(key: str) -> CheckpointId | None:
     """Return the checkpoint that a key belongs to; None if it belongs to none."""
     found = (parse_step_folder(part) for part in key.split("/"))
     return next((each for each in found if each is not None), None)
-
-
-def _key_of(stored: StoredObject) -> str:
-    return stored.key
 
 
 def _call_all(sides: Iterable[Backend], call: Callable[[Backend], object]) -> None:

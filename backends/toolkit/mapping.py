@@ -33,21 +33,12 @@ def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
-    """Replace the pages ``start`` to ``end`` of a mapping with those of another file, which has the same bytes. Raises
-    OSError."""
-    prot = mmap.PROT_READ | mmap.PROT_WRITE
-    _map_fixed(_mappings[mapping] + start, end - start, prot, mmap.MAP_SHARED, fd, start)
-    mapping.madvise(mmap.MADV_DONTFORK, start, end - start)
-    populate(mapping, start, end)
-
-
-def _map_fixed(address: int, length: int, prot: int, flags: int, fd: int, offset: int) -> None:
+def _cover(address: int, length: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     target = (ctypes.c_void_p(address), ctypes.c_size_t(length))
-    found = libc.mmap(*target, prot, flags | _MAP_FIXED, fd, ctypes.c_long(offset))
-    if found != address:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    if libc.mmap(*target, mmap.PROT_READ, flags, -1, ctypes.c_long(0)) != address:
         number = ctypes.get_errno()
         raise OSError(number, f"mapping {length} bytes: {os.strerror(number)}")
 
@@ -56,10 +47,9 @@ def _cover_in_child() -> None:
     """Map read-only zeros over the ranges of the parent's mappings. Left free, a range could be used by another mapping
     of the child, which the deallocation of the inherited mapping object would then unmap. Read-only memory does not
     count as committed."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     for mapping, address in list(_mappings.items()):
         try:
-            _map_fixed(address, len(mapping), mmap.PROT_READ, flags, -1, 0)
+            _cover(address, len(mapping))
         except OSError as error:
             logger.debug("fork: the range of a mapping was not covered: %s", error)
 

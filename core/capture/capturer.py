@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tierfall.core.capture.barrier import Barrier, ignore_step
-from tierfall.core.capture.events import CaptureFailed, CaptureSealed
+from tierfall.core.capture.copier import as_exception
 from tierfall.core.capture.lazy_evidence import LazyEvidence
-from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.capture.snapshot import CaptureFailed, CaptureSealed, Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
@@ -289,7 +289,8 @@ class Capturer:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - reported to the coordinator
                 snapshot.failed = True
-                snapshot.copier.fail(_as_raisable(snapshot, error), even_if_hashed=True)
+                doing = f"save of step {snapshot.id.step}"
+                snapshot.copier.fail(as_exception(error, doing), even_if_hashed=True)
                 snapshot.copier.wait_unused()
                 snapshot.copier.release_sources()
                 release_frames(error)
@@ -360,15 +361,6 @@ def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
 
 def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
     return CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}")
-
-
-def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
-    """The capture thread's error in a form that another thread may raise: its SystemExit must not end that one."""
-    if isinstance(error, Exception):
-        return error
-    failure = _interrupted(snapshot, error)
-    failure.__cause__ = error
-    return failure
 
 
 def _describe_progress(snapshot: Snapshot) -> str:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierfall.core.capture.device_copies import CopiesInFlight, CopyInFlight
-from tierfall.core.capture.spill import Slab, SpillBuffer, room_of
+from tierfall.core.capture.spill import DeviceSlab, SpillBuffer, room_of
 from tierfall.core.format.records import DIGEST_PREFIX
 from tierfall.core.image.segments import HOST, Segment, Segmentation
 from tierfall.core.image.sources import TensorSources
@@ -66,7 +66,7 @@ class ImageCopier:
         sources: TensorSources,
         on_progress: Callable[[int], None],
         streams: Mapping[int, CopyStream] | None = None,
-        slab: tuple[int, Slab] | None = None,
+        slab: tuple[int, DeviceSlab] | None = None,
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
         helpers: HelperThreads = NO_HELPERS,
@@ -175,7 +175,7 @@ class ImageCopier:
                 self._launch(segment, spill)
             return True
         except BaseException as error:
-            self.fail(_as_exception(error))
+            self.fail(as_exception(error))
             raise
         finally:
             # Not in a Python function: an interrupt could arrive before its first line.
@@ -447,7 +447,7 @@ class ImageCopier:
                         if not (self._ready or self._ended):
                             self._chunk_ready.wait()
         except BaseException as error:  # noqa: BLE001 - reported by the capture thread
-            self.fail(_as_exception(error))
+            self.fail(as_exception(error))
 
     def _wait_for_exclusive(self) -> None:
         """Wait while another thread copies exclusively."""
@@ -531,11 +531,11 @@ class ImageCopier:
             self._sources.release()
 
 
-def _as_exception(error: BaseException) -> Exception:
+def as_exception(error: BaseException, doing: str = "save") -> Exception:
     """The failure of an image: what ends one thread, such as Ctrl-C, must not end another."""
     if isinstance(error, Exception):
         return error
-    failure = CaptureError(f"save: interrupted: {error!r}")
+    failure = CaptureError(f"{doing}: interrupted: {error!r}")
     failure.__cause__ = error
     return failure
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tierfall.core.capture.spill import Slab, SpillBuffer
+from tierfall.core.capture.spill import DeviceSlab, SpillBuffer
 from tierfall.core.image.segments import HOST, Segment
 from tierfall.core.runtime.driver import driver_call
 from tierfall.core.runtime.memory_copies import can_copy
@@ -153,13 +153,13 @@ class CaptureDevices:
     """
 
     def __init__(
-        self, streams: Streams, open_slab: Callable[[torch.device], Slab | None] | None = None
+        self, streams: Streams, open_slab: Callable[[torch.device], DeviceSlab | None] | None = None
     ) -> None:
         """``open_slab`` allocates spare memory of a device (None if it has none); it is called with the first one."""
         self._makes = streams
         self._has_devices = torch.accelerator.is_available()
         self._open_slab = open_slab
-        self._slab: Slab | None = None
+        self._slab: DeviceSlab | None = None
         self._numbers: dict[torch.device, int] = {}
         self.streams: dict[int, CopyStream] = {}
         self.without_stream: set[str] = set()
@@ -182,7 +182,7 @@ class CaptureDevices:
         return NumberOnDevice(value, self.streams[place])
 
     @property
-    def slab(self) -> tuple[int, Slab] | None:
+    def slab(self) -> tuple[int, DeviceSlab] | None:
         """Spare memory of the first device, and its place; None if there is none."""
         return None if self._slab is None else (0, self._slab)
 

@@ -107,8 +107,6 @@ class LazyEvidence:
         self._changed: frozenset[str] = frozenset()
         self._frozen_change = False
         self._failures = 0
-        self._given_up: frozenset[str] = frozenset()
-        """The changed tensors when too many saves had failed; saves in progress then may add more to ``_changed``."""
         # Attempt and step of the newest save, and of the newest one at the time of the last known failure.
         self._newest = self._newest_at_failure = (0, -1)
         self._frozen: frozenset[str] = frozenset()
@@ -125,7 +123,7 @@ class LazyEvidence:
             return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
         if self._failures >= FAILURES_MAX:
             return (
-                f"{FAILURES_MAX} saves in a row were given up, since {_few(self._given_up)} changed between save() "
+                f"{FAILURES_MAX} saves in a row were given up, since {_few(self._changed)} changed between save() "
                 f"and the next optimizer step. {_REMEDY}"
             )
         if not self._barrier.has_evidence:
@@ -218,8 +216,6 @@ class LazyEvidence:
         self._newest_at_failure = self._newest
         changed = frozenset(error.tensors) - self._changed
         self._changed |= changed
-        if self._failures >= FAILURES_MAX and not self._given_up:
-            self._given_up = self._changed
         if changed & self._frozen:
             self._frozen_change = True
         if changed and self._failures < FAILURES_MAX:

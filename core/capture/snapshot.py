@@ -15,7 +15,7 @@ from tierfall.core.format.records import (
     Lineage,
     Manifest,
 )
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 
 if TYPE_CHECKING:
     from tierfall.core.capture.copier import ImageCopier
@@ -134,3 +134,39 @@ class Snapshot:
     @property
     def id(self) -> CheckpointId:
         return self.lineage.checkpoint
+
+
+# The events of a capture, which the capturer sends to the coordinator -----------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureBegun:
+    snapshot: Snapshot
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureAdvanced:
+    id: CheckpointId
+    final_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSealed:
+    id: CheckpointId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureFailed:
+    id: CheckpointId
+    error: BaseException
+    region: HostRegion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveGivenUp:
+    """A save ended before its capture began: it was skipped, or failed."""
+
+    id: CheckpointId
+    error: BaseException
+    outcome: SaveOutcome

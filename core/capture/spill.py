@@ -1,12 +1,16 @@
-"""Memory of a device that takes copies of its tensors, from which they are captured later: spare memory at the barrier,
-and a temporary block for what may change at any time."""
+"""Memory of a device that takes copies of its tensors, from which they are captured later.
+
+The device tier is one slab of a device's spare memory, allocated once and cut into blocks. The barrier copies tensors
+that are not captured yet there, in less than a hundredth of the time of a copy to host memory; they are captured from
+there while training continues. What may change at any time is copied to a temporary block at save.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +21,9 @@ from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.memory_copies import Addresses, MemoryCopies
 from tierfall.core.runtime.pinned import cut_at, locked_bounds
 from tierfall.core.runtime.streams import CopyStream, StreamEvent
+from tierfall.core.types.units import format_size
+
+logger = logging.getLogger("tierfall")
 
 ALIGNMENT_BYTES = 512
 """Alignment of a segment in a block, as of torch's own memory."""
@@ -24,56 +31,83 @@ PART_ALIGNMENT_BYTES = 16
 """Alignment of a part: the kernel copies 16 bytes at once where both ends of a copy are aligned to them."""
 
 
-class SpareBlock(Protocol):
-    """A block of a slab, in use until ``release``."""
+class DeviceSlab:
+    """Memory on one device. Thread-safe: one thread may take a block and another release it."""
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Its bytes, flat uint8."""
-        ...
+    def __init__(self, memory: torch.Tensor) -> None:
+        """``memory`` is flat uint8."""
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}
 
-    def release(self) -> None:
-        """May be called twice."""
-        ...
+    @classmethod
+    def allocate(cls, capacity_bytes: int, device: torch.device, *, name: str) -> DeviceSlab | None:
+        """Allocate memory of a device for tier ``name``; None, and a warning, where that fails."""
+        try:
+            return cls(torch.empty(capacity_bytes, dtype=torch.uint8, device=device))
+        except RuntimeError as error:  # torch's out-of-memory error is a subclass
+            logger.warning(
+                "save: goes on without tier %s: %s cannot allocate %s (%s)",
+                name,
+                device,
+                format_size(capacity_bytes),
+                str(error).splitlines()[0],
+            )
+            return None
 
-
-class Slab(Protocol):
-    """Spare memory of one device."""
-
-    @property
-    def device(self) -> torch.device: ...
+    def reserve(self, size_bytes: int) -> SlabBlock | None:
+        """Take the first gap of ``size_bytes``; None where there is none."""
+        needed = _aligned(max(1, size_bytes))
+        with self._lock:
+            start = next((at for at, length in self._gaps() if length >= needed), None)
+            if start is None:
+                return None
+            self._taken[start] = needed
+        return SlabBlock(self, start, self._memory[start : start + size_bytes])
 
     @property
     def largest_free_bytes(self) -> int:
-        """The size of the largest free block."""
-        ...
+        """The largest block that ``reserve`` would return."""
+        with self._lock:
+            most = max((length for _, length in self._gaps()), default=0)
+        return most // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
-    def reserve(self, size_bytes: int) -> SpareBlock | None:
-        """Allocate a block; None if no free block is large enough."""
-        ...
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """Start and length of each free range. The caller holds the lock."""
+        start = 0
+        for taken, length in sorted(self._taken.items()):
+            yield start, taken - start
+            start = taken + length
+        yield start, self._memory.numel() - start
+
+    def return_block(self, start: int) -> None:
+        with self._lock:
+            self._taken.pop(start, None)
 
 
-class TemporaryBlock:
-    """A block of torch's memory, which goes back to torch."""
+class SlabBlock:
+    """A range of a slab. Releasing it twice is no error; the last block keeps no memory of a slab that is gone."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self._memory: torch.Tensor | None = torch.empty(
-            size_bytes, dtype=torch.uint8, device=device
-        )
+    def __init__(self, slab: DeviceSlab, start: int, tensor: torch.Tensor) -> None:
+        self._slab: DeviceSlab | None = slab
+        self._start = start
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
-        assert self._memory is not None, "a block in use has memory"
-        return self._memory
+        assert self._tensor is not None, "the block was released"
+        return self._tensor
 
     def release(self) -> None:
-        self._memory = None
+        slab, self._slab, self._tensor = self._slab, None, None
+        if slab is not None:
+            slab.return_block(self._start)
 
 
 class SpillBuffer:
     """A block with the copies of several segments, in their order; released with the last of them."""
 
-    def __init__(self, block: SpareBlock, segments: Sequence[Segment]) -> None:
+    def __init__(self, block: SlabBlock, segments: Sequence[Segment]) -> None:
         self._block = block
         self._left_bytes = sum(each.size_bytes for each in segments)
         self._lock = threading.Lock()
@@ -91,10 +125,15 @@ class SpillBuffer:
     @classmethod
     def temporary(cls, segments: Sequence[Segment], device: torch.device) -> SpillBuffer:
         """Allocate a block of torch's memory; called on the caller's stream. Raises torch.OutOfMemoryError."""
-        return cls(TemporaryBlock(sum(map(room_of, segments)), device), segments)
+        size_bytes = sum(map(room_of, segments))
+        block = DeviceSlab(torch.empty(size_bytes, dtype=torch.uint8, device=device)).reserve(
+            size_bytes
+        )
+        assert block is not None, "a slab has room for its size"
+        return cls(block, segments)
 
     @classmethod
-    def take_last(cls, place: int, slab: Slab, queue: deque[Segment]) -> SpillBuffer | None:
+    def take_last(cls, place: int, slab: DeviceSlab, queue: deque[Segment]) -> SpillBuffer | None:
         """Take the last segments of the device ``place`` out of a queue, as many as a slab has room for. None, and the
         queue is as before, if there is no room."""
         room, taken, others = slab.largest_free_bytes, deque[Segment](), deque[Segment]()

@@ -19,27 +19,20 @@ def core_mask() -> str:
 def hash_threads(sharers: int = 1) -> int:
     """Return how many threads should hash an image: the cores that this process may run on, cut by the quota of its
     control group, and divided by the ranks of this node that run on the same cores (``sharers``); 1 to THREADS_MAX."""
-    cores: float = len(os.sched_getaffinity(0))
-    quota = _cpu_quota()
-    if quota is not None:
-        cores = min(cores, quota)
+    quotas = [quota for group in group_folders("cpu") if (quota := _quota_of(group)) is not None]
+    cores = min([len(os.sched_getaffinity(0)), *quotas])
     return max(1, min(THREADS_MAX, int(cores / sharers)))
 
 
-def _cpu_quota() -> float | None:
-    """The quota of this process's control group, or of one above it, in cores; None without one."""
-    found = [quota for folder in _group_folders() if (quota := _quota_of(folder)) is not None]
-    return min(found, default=None)
-
-
-def _group_folders() -> list[Path]:
+def group_folders(controller: str) -> list[Path]:
+    """The folders of this process's control groups with this controller, and of those above them."""
     try:
         rows = [row.split(":", 2) for row in _OWN_GROUPS.read_text().splitlines()]
     except OSError:
         return []
     folders = []
     for _, controllers, path in (row for row in rows if len(row) == 3):
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         base = _GROUPS / controllers if controllers else _GROUPS
         group = base / path.lstrip("/")
@@ -49,6 +42,7 @@ def _group_folders() -> list[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
+    """The quota of a control group, in cores; None without one."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

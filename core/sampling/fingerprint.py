@@ -82,7 +82,11 @@ class Fingerprint:
     def refresh(self, state: Mapping[Any, object]) -> bool:
         """Renew the fingerprint; False if the state has other entries now, or a tensor is missing."""
         found, counts = self._find(state)
-        if self._keys != tuple(state) or counts != self._counts or None in map(_is_none, found):
+        if (
+            self._keys != tuple(state)
+            or counts != self._counts
+            or any(each is None for each in found)
+        ):
             return False
         self._observed = self._observe(found)
         return True
@@ -132,11 +136,6 @@ class Fingerprint:
         return _Observation(
             versions, pointers, plan.whole.digest(pointers), plan.samples.read(pointers)
         )
-
-
-def _is_none(tensor: object) -> object:
-    """None for None only. A comparison of a tensor with None would be elementwise."""
-    return None if tensor is None else True
 
 
 class _Observation(NamedTuple):

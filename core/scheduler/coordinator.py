@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from tierfall.core.capture.events import (
+from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,

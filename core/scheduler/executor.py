@@ -286,7 +286,7 @@ class TaskRunner:
 
     def _finish(self, task: FinishCopy, store: TaskStore) -> Uploaded:
         # publishing replaces files of that name, perhaps some that a newer attempt has committed
-        store.check_publish(task.id, task.shard, attempt=self._writer())
+        store.check_newest(self._writer(), doing=f"flush of {task.id}")
         try:
             commit = publish_image(
                 store, task.writer, task.manifest, task.commit, id=task.id, shard=task.shard

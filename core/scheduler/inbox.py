@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tierfall.core.capture.events import CaptureBegun
+from tierfall.core.capture.snapshot import CaptureBegun
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.scheduler.ledger.tasks import (
     AdmissionRequest,

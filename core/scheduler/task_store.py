@@ -29,10 +29,6 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def check_begin(self, attempt: Attempt) -> None: ...
 
-    def check_publish(
-        self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt
-    ) -> None: ...
-
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
     def commit(

@@ -283,7 +283,7 @@ def test_a_start_elsewhere_fences_a_repair(
 
     def start(*words: Any) -> Any:
         store = store_of(tmp_path / "disk")
-        store.create_attempt(
+        store.fence.create(
             Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
         )
         store.close()

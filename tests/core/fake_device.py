@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from tierfall.core.capture.device_copies import NumberOnDevice
-from tierfall.core.capture.spill import Slab
+from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.image.segments import HOST
 from tierfall.core.runtime import pinned as device_module
 from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.runtime.pinned import PageLock
-from tierfall.tiers.device import DeviceSlab
 
 PATIENCE_S = 20.0
 THERE = 0
@@ -192,7 +191,7 @@ class FakePlaces:
         return NumberOnDevice(value, self.stream)
 
     @property
-    def slab(self) -> tuple[int, Slab] | None:
+    def slab(self) -> tuple[int, DeviceSlab] | None:
         return None if self.memory is None else (THERE, self.memory)
 
     def __call__(self, *arguments: Any) -> FakePlaces:

@@ -24,6 +24,7 @@ from tierfall.core.scheduler.flush.admission import Admissions, Superseder
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.arena import Arena
 from tierfall.tiers.arena.region import Region
+from tierfall.tiers.attempts import Fence
 from tierfall.tiers.stored import StoredTier
 
 RUN = "doomed"
@@ -142,6 +143,10 @@ def _on(tier: str) -> Callable[..., bool]:
     return lambda store, *args, **more: store.name == tier
 
 
+def _of_fence_on(tier: str) -> Callable[..., bool]:
+    return lambda fence, *args, **more: fence._tier == tier
+
+
 def _was_unsealed(region: Region) -> bool:
     return region.is_discarded
 
@@ -193,7 +198,7 @@ COMMIT = {
         owner=StoredTier, method="write_manifest", after=True, fits=_on("nvme"), calls=(1, 5)
     ),
     "commit-fenced": Point(
-        owner=StoredTier, method="check_fence", after=True, fits=_on("slow"), calls=(1, 2)
+        owner=Fence, method="check", after=True, fits=_of_fence_on("slow"), calls=(1, 2)
     ),
     "commit-written": Point(
         owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _COMMIT), calls=(1, 5)
@@ -266,7 +271,7 @@ PRUNE = {
 ADOPTION = {
     "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
     "adopt-attempt": Point(owner=OpenedTiers, method="claim_from"),
-    "adopt-took": Point(owner=StoredTier, method="create_attempt", after=True, fits=_on("slow")),
+    "adopt-took": Point(owner=Fence, method="create", after=True, fits=_of_fence_on("slow")),
     "adopt-started": Point(owner=Coordinator, method="start", after=True),
     "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),
     "adopt-flush": Point(

@@ -765,7 +765,7 @@ class History:
                 )
                 postponed |= coordinator.fenced is not None
                 assert unseen or postponed, f"{id} was deleted from outside, and is still on {tier}"
-            latest = self._clean(tier).read_latest()
+            latest = self._clean(tier).latest.read()
             there = latest in now[tier].commits or (tier, latest) in self._bad()
             assert latest is None or there, f"{tier}: latest names {latest}"
         owed = {id for id, _ in left_undone}

@@ -54,10 +54,11 @@ class HostMemory:
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
 
-    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> FakeRegion:
-        region = self._memory.allocate(image_bytes=image_bytes, records_bytes=0)
-        assert region is not None, "it is empty"
-        return region
+    def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
+        """It has all that it will have."""
+
+    def allocate(self, *, image_bytes: int, records_bytes: int) -> FakeRegion | None:
+        return self._memory.allocate(image_bytes=image_bytes, records_bytes=0)
 
 
 def _in_turn(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:

@@ -28,15 +28,15 @@ from tests.simulation.world import (
     packing,
 )
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.capture.events import (
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
     SaveGivenUp,
+    Snapshot,
 )
-from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
@@ -232,7 +232,7 @@ class Rank:
         answered = {x.tier for x in self.listings if x.error is None}
         for store in reversed([s for s in self.stores.values() if s.name in answered]):
             try:
-                store.create_attempt(attempt)
+                store.fence.create(attempt)
             except KeyExistsError:
                 return False
             except (UnreachableError, LostWriteError):

@@ -65,7 +65,7 @@ def write_the_first_copy_only(patch: pytest.MonkeyPatch) -> None:
         writer: Writer = sides[0].create(key, **options)
         return writer
 
-    patch.setattr(view, "create_on_all", create)
+    patch.setattr(view, "CopiesWriter", create)
 
 
 def look_for_own_files_in_own_memory(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, protection
 from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.tiers import deletion
+from tierfall.tiers import stored
 from tierfall.tiers.attempts import Fence
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.listing import TierCatalog
@@ -68,7 +68,7 @@ def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
     for module in (protection, eviction):
         patch.setattr(module, "reason_to_keep", reason_to_keep)
     patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
-    for module in (deleter, deletion):
+    for module in (deleter, stored):
         patch.setattr(module, "prevents_deletion", lambda marks, *, tombstoned: False)
 
 

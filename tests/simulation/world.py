@@ -17,9 +17,14 @@ from tests.rules import retained
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, CaptureFailed, CaptureSealed
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.capture.snapshot import (
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    Snapshot,
+)
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
@@ -361,7 +366,7 @@ class World:
         """Leave the attempt's record on these tiers, with a number above where one of them has another's."""
         for store in stores:
             try:
-                store.create_attempt(self.attempt)
+                store.fence.create(self.attempt)
             except UnreachableError:
                 continue  # it gets it before its first commit
             except KeyExistsError:

@@ -12,7 +12,8 @@ import torch
 
 from tests.steps import wait_until
 from tierfall.core.types.values import Shard
-from tierfall.tiers.arena.arena import Arena, Region
+from tierfall.tiers.arena.arena import Arena
+from tierfall.tiers.arena.region import Region
 
 KIB, MIB = 1 << 10, 1 << 20
 SHARED = Path("/dev/shm")

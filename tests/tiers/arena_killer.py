@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import Shard
 from tierfall.tiers.arena import layout as layout
-from tierfall.tiers.arena.arena import Arena, Region
+from tierfall.tiers.arena.arena import Arena
 from tierfall.tiers.arena.layout import SLOT_COUNT
+from tierfall.tiers.arena.region import Region
 
 RUN = "killed"
 CAPACITY = 512 << 10

@@ -51,21 +51,6 @@ def test_every_flipped_bit_of_the_header_is_found(path: Path) -> None:
     Arena.attach(path, run=RUN).close(keep=False)
 
 
-def test_every_flipped_bit_of_the_list_of_growths_is_found(path: Path) -> None:
-    create(path).close(keep=True)
-    arena = Arena.attach(path, run=RUN)
-    arena.grow(2 * MIB)
-    arena.close(keep=True)
-    used = struct.unpack_from("=I", path.read_bytes(), PAGE)[0]
-    assert used > 100
-    for offset in range(PAGE, PAGE + 8 + used):
-        flip(path, offset, offset % 8)
-        with pytest.raises(IntegrityError, match="growth"):
-            Arena.attach(path, run=RUN)
-        flip(path, offset, offset % 8)
-    Arena.attach(path, run=RUN).close(keep=False)
-
-
 def test_every_flipped_bit_of_a_seal_is_found_and_costs_only_its_region(path: Path) -> None:
     sealed_arena(path)
     used = struct.unpack_from("=I", path.read_bytes(), BLOCK)[0]

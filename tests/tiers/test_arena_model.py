@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests import forked
-from tierfall.tiers.arena.arena import Arena, Region, arena_name
+from tierfall.tiers.arena.arena import Arena, arena_name
+from tierfall.tiers.arena.region import Region
 
 # --- a model ----------------------------------------------------------------------------------------------------------
 

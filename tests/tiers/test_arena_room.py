@@ -22,11 +22,12 @@ from arena_help import (
     sealed_arena,
 )
 
+from tierfall.core.runtime import cores
 from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.tiers.arena import file
 from tierfall.tiers.arena import folder as arena_folder
-from tierfall.tiers.arena.arena import (
-    Arena,
+from tierfall.tiers.arena.arena import Arena
+from tierfall.tiers.arena.folder import (
     RoomReport,
     default_folder,
     prepare_folder,
@@ -115,16 +116,6 @@ def test_small_file_system_is_respected(tiny: Path, monkeypatch: pytest.MonkeyPa
     arena.close(keep=False)
 
 
-def test_growth_that_was_killed_before_it_counted_is_undone(path: Path) -> None:
-    sealed_arena(path)
-    os.truncate(path, EXTENTS + 5 * MIB)
-    arena = Arena.attach(path, run=RUN)
-    assert arena.capacity_bytes == MIB
-    assert path.stat().st_size == EXTENTS + MIB
-    assert len(arena.regions()) == 2
-    arena.close(keep=False)
-
-
 # --- folders and room -------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +133,7 @@ def test_default_folder_is_shared_memory_or_says_that_it_is_not(
 
 
 def test_folder_is_made_private(folder: Path) -> None:
-    made = prepare_folder(folder / "a" / "b", base=folder)
+    made = prepare_folder(folder / "a" / "b")
     assert made == folder / "a" / "b"
     for place in (made, made.parent):
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -155,7 +146,7 @@ def test_folder_behind_a_link_is_refused(folder: Path, depth: int) -> None:
     (folder / "link").symlink_to(folder / "elsewhere")
     wanted = folder / "link" / "run" if depth else folder / "link"
     with pytest.raises(ConfigError, match="is a link"):
-        prepare_folder(wanted, base=folder)
+        prepare_folder(wanted)
     assert os.listdir(folder / "elsewhere") == []
 
 
@@ -166,7 +157,7 @@ def test_folder_that_others_may_write_to_is_refused(folder: Path, mode: int, dep
     (folder / "open").chmod(mode)
     wanted = folder / "open" / "run" if depth else folder / "open"
     with pytest.raises(ConfigError, match=f"others may write to it .mode {mode:04o}.; run chmod"):
-        prepare_folder(wanted, base=folder)
+        prepare_folder(wanted)
 
 
 @root_only
@@ -174,7 +165,7 @@ def test_folder_of_another_user_is_refused(folder: Path) -> None:
     (folder / "theirs").mkdir(mode=0o700)
     os.chown(folder / "theirs", 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
-        prepare_folder(folder / "theirs" / "run", base=folder)
+        prepare_folder(folder / "theirs" / "run")
 
 
 def room(free: int, memory: int | None, *, in_memory: bool = True) -> RoomReport:
@@ -226,8 +217,8 @@ def test_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (inner.parent / "memory.current").write_text("1000\n")
     (tmp_path / "cgroup").write_text("0::/job/task\n")
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:      8 kB\n")
-    monkeypatch.setattr(arena_folder, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(arena_folder, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "_OWN_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(arena_folder, "_MEMINFO", tmp_path / "meminfo")
     assert room_for_arena(tmp_path).memory_free_bytes == 4000
     (inner.parent / "memory.stat").write_text(

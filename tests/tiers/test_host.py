@@ -190,3 +190,56 @@ def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -
     with pytest.raises(ConfigError):
         host.allocate_now()
     assert path.read_bytes() == b"mine"
+
+
+# The file is removed by others -----------------------------------------------------------------------
+
+
+def test_after_a_removal_the_next_image_is_in_a_new_file_and_the_old_ones_are_read_on(
+    folder: Path,
+) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    first = put(host, 1)
+    host.path.unlink()
+    assert not host.file_exists()
+    host.replace_file()
+    assert host.file_exists()
+    assert host.regions_without_file() == [first]
+    second = put(host, 2)
+    assert bytes(first.image) == bytes([1]) * IMAGE_BYTES
+    assert set(host.images()) == {CheckpointId(1, 1), CheckpointId(2, 1)}
+    first.release()
+    assert host.regions_without_file() == []
+    host.replace_file()
+    assert set(host.images()) == {CheckpointId(2, 1)}
+    host.close(keep=True)
+    assert second.is_discarded is False
+    again = host_in(folder)
+    assert again.attach()
+    assert set(again.images()) == {CheckpointId(2, 1)}
+    again.close(keep=False)
+
+
+def test_the_removed_memory_is_used_on_while_there_is_no_room_for_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    put(host, 1)
+    host.path.unlink()
+    monkeypatch.setattr("tierfall.tiers.arena.folder._memory_free_bytes", lambda: 0)
+    with pytest.raises(CapacityError):
+        host.replace_file()
+    put(host, 2)
+    assert len(host.regions_without_file()) == 2
+    host.close(keep=False)
+
+
+def test_another_file_of_the_name_is_left_as_it_is(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    put(host, 1)
+    host.path.unlink()
+    host.path.write_bytes(b"theirs")
+    with pytest.raises(ConfigError, match="another one has its name by now; it is left as it is"):
+        host.replace_file()
+    host.close(keep=False)
+    assert host.path.read_bytes() == b"theirs"

@@ -145,27 +145,6 @@ def test_what_is_locked_stays_mapped(path: Path, monkeypatch: pytest.MonkeyPatch
     arena.close(keep=False)
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_pages_are_not_locked_while_they_are_moved(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file was removed by others; the driver would go on to copy to the old pages."""
-    locks = FakeLocks(monkeypatch)
-    arena = create(path, 4 * MIB)
-    prepare(arena, DEVICE)
-    path.unlink()
-    assert arena.unlock_pages()
-    made = len(locks.made)
-    arena.prepare(DEVICE)
-    time.sleep(0.05)
-    assert len(locks.made) == made
-    while not arena.file_exists():
-        arena.recreate_file()
-    wait_until(lambda: len(locks.made) >= made + 6, "all is locked again")
-    prepare(arena, DEVICE)
-    arena.close(keep=False)
-
-
 def test_closing_does_not_wait_for_what_is_not_prepared(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

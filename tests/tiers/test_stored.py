@@ -96,8 +96,8 @@ def disk() -> MemoryBackend:
 @pytest.fixture
 def tier(disk: MemoryBackend) -> StoredTier:
     tier = tier_on(disk)
-    tier.write_tier(TierRecord(run="run", id="a" * 32, shared=None, wall_time_s=0.0, others={}))
-    tier.create_attempt(attempt())
+    tier.marker.write(TierRecord(run="run", id="a" * 32, shared=None, wall_time_s=0.0, others={}))
+    tier.fence.create(attempt())
     return tier
 
 
@@ -346,19 +346,19 @@ def test_what_is_committed_while_it_is_listed_is_whole(
 
 
 def test_one_number_has_one_owner(tier: StoredTier) -> None:
-    tier.create_attempt(attempt())  # again, after a lost answer
+    tier.fence.create(attempt())  # again, after a lost answer
     with pytest.raises(KeyExistsError):
-        tier.create_attempt(attempt(identity="b"))
-    tier.create_attempt(attempt(2, "b"))
-    assert tier.attempts() == (1, 2)
-    assert tier.read_attempt(2).id == "b" * 32
+        tier.fence.create(attempt(identity="b"))
+    tier.fence.create(attempt(2, "b"))
+    assert tier.fence.numbers() == (1, 2)
+    assert tier.fence.read(2).id == "b" * 32
 
 
 def test_a_newer_attempt_stops_an_older_one_before_it_commits(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     write_image(tier, 1)
-    tier_on(disk).create_attempt(attempt(2, "b"))
+    tier_on(disk).fence.create(attempt(2, "b"))
     with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
         tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == []
@@ -376,7 +376,7 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
 
     def create(documents: Documents, key: str, data: bytes) -> None:
         if key.endswith("commit.json"):
-            tier_on(disk).create_attempt(attempt(2, "b"))
+            tier_on(disk).fence.create(attempt(2, "b"))
         real(documents, key, data)
 
     monkeypatch.setattr(Documents, "create", create)
@@ -387,26 +387,26 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
 def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:
     """A restore takes it while commits of the line before are under way."""
     write_image(tier, 1)
-    tier.create_attempt(attempt(2, "b"))
+    tier.fence.create(attempt(2, "b"))
     tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == ["1@1"]
 
 
 def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None:
     with pytest.raises(FencedError, match="belongs to process 1 on n1"):
-        tier.check_fence(attempt(1, "b"))
+        tier.fence.check(attempt(1, "b"))
 
 
 def test_two_that_take_a_number_at_once_fence_one_of_them(disk: MemoryBackend) -> None:
     class Racing(MemoryBackend):
         def create(self, key: str, **options: object) -> object:  # type: ignore[override]
             if key.endswith("a0001.json") and not self.store.objects:
-                tier_on(disk).create_attempt(attempt(1, "b"))
+                tier_on(disk).fence.create(attempt(1, "b"))
                 self.store.objects = disk.store.objects
             return super().create(key, **options)  # type: ignore[arg-type]
 
     with pytest.raises(FencedError, match="was taken by another process just now"):
-        tier_on(Racing("disk")).check_fence(attempt())
+        tier_on(Racing("disk")).fence.check(attempt())
 
 
 def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(
@@ -430,19 +430,19 @@ def test_a_process_writes_its_own_record_anew_where_it_has_seen_it_whole(
 ) -> None:
     put(disk, "attempts/a0001.json", data)
     commit(tier, 1)
-    assert tier.read_attempt(1) == attempt()
-    tier_on(disk).create_attempt(attempt(2, "b"))
+    assert tier.fence.read(1) == attempt()
+    tier_on(disk).fence.create(attempt(2, "b"))
     with pytest.raises(FencedError):
-        tier.check_fence(attempt())
+        tier.fence.check(attempt())
 
 
 def test_a_damaged_record_that_may_be_of_another_start_stops_commits(disk: MemoryBackend) -> None:
     put(disk, "attempts/a0001.json", b"")
     tier = tier_on(disk)  # it was away at open
     with pytest.raises(IntegrityError, match=r"a0001\.json.*it may belong to another start"):
-        tier.check_fence(attempt())
+        tier.fence.check(attempt())
     with pytest.raises(KeyExistsError):
-        tier.create_attempt(attempt())
+        tier.fence.create(attempt())
 
 
 def test_a_fence_that_cannot_be_read_stops_the_commit(disk: MemoryBackend) -> None:
@@ -466,7 +466,7 @@ class TakenMeanwhile(Wrapper):
     def _count(self, *deleted: str) -> None:
         self._left -= 1
         if self._left == 0:
-            tier_on(self._disk).create_attempt(attempt(2, "b"))
+            tier_on(self._disk).fence.create(attempt(2, "b"))
         elif self._left < 0:
             self.deleted += deleted[:1]
 
@@ -499,7 +499,7 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
     moments = 0
     for at in range(1, 60):
         disk._objects.clear()
-        tier_on(disk).create_attempt(attempt())
+        tier_on(disk).fence.create(attempt())
         commit(tier_on(disk), 1, marks=[mark(1, "tag-best")])
         tier_on(disk).write_latest(CheckpointId(1, 1))
         if act == "discard":
@@ -515,7 +515,7 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
         except FencedError:
             moments += 1
         assert taken.deleted == [], f"it began before call {at}"
-        if 2 not in tier_on(disk).attempts():
+        if 2 not in tier_on(disk).fence.numbers():
             break
     assert moments >= 1
     assert at < 59
@@ -573,11 +573,11 @@ def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) ->
         commit(tier, step)
         tier.write_latest(CheckpointId(step, 1))
     tier.delete(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
-    assert tier.read_latest() == CheckpointId(3, 1)
+    assert tier.latest.read() == CheckpointId(3, 1)
     tier.delete(CheckpointId(3, 1), attempt=None, next_latest=CheckpointId(2, 1))
-    assert tier.read_latest() == CheckpointId(2, 1)
+    assert tier.latest.read() == CheckpointId(2, 1)
     tier.delete(CheckpointId(2, 1), attempt=None)
-    assert tier.read_latest() is None
+    assert tier.latest.read() is None
 
 
 def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) -> None:
@@ -587,7 +587,7 @@ def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) ->
     tier.write_latest(CheckpointId(2, 1))
     tier.delete(CheckpointId(1, 1), attempt=None)
     tier.delete(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
-    assert tier.read_latest() is None
+    assert tier.latest.read() is None
 
 
 # How attempts began -----------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def went_on(step: int, number: int, begin: CheckpointId) -> Commit:
 
 def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: StoredTier) -> None:
     commit(tier, 1)
-    tier.create_attempt(attempt(2))
+    tier.fence.create(attempt(2))
     assert begun(tier) == [(1, None)], "an attempt that committed nothing leaves nothing behind"
     for step in (4, 5):
         write_image(tier, step, 2)
@@ -719,7 +719,7 @@ def test_a_tier_record_that_another_rank_replaces_meanwhile_is_read(
     pfs = KnownTier(id="b" * 32, place="/pfs", shared=True)
     new = dataclasses.replace(old, shared=False, others={"pfs": pfs})
     disk = MemoryBackend()
-    StoredTier(name="disk", run="run", backend=disk).write_tier(old, again=False)
+    StoredTier(name="disk", run="run", backend=disk).marker.write(old, again=False)
     tier = StoredTier(name="disk", run="run", backend=ReplacedMeanwhile(disk, new.encode()))
-    assert tier.write_tier(old, again=False) == new
+    assert tier.marker.write(old, again=False) == new
     assert not caplog.records

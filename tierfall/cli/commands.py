@@ -190,7 +190,7 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
             )
         kept = commands.foreign_files(reader.config, reader.stores)
         is_there = any(x.copies or x.attempts or x.damaged for x in listings)
-        if not is_there and not any(store.read_tier() for store in reader.stores.values()):
+        if not is_there and not any(store.marker.read() for store in reader.stores.values()):
             refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
         commands.check_folders(settings)
         places = {name: store.place for name, store in reader.stores.items()}

@@ -404,7 +404,7 @@ def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
         # show that the number is another attempt's.
         for listing in listings:
             if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
-                stores[listing.tier].trust_attempt(attempt)
+                stores[listing.tier].fence.trust(attempt)
         return attempt
     attempt, tier = later
     remembered = tiers.identities.remembered

@@ -112,7 +112,7 @@ def _writing_attempt(
     its_own_first = sorted(listings, key=lambda listing: listing.tier != store.name)
     newest = newest_attempt(its_own_first, reader.stores)
     attempt = attempt_of(line) if newest is None else newest[0]
-    store.check_fence(attempt)
+    store.fence.check(attempt)
     return attempt
 
 
@@ -508,7 +508,7 @@ class Repairer:
         """Replace the commit record. What was written of a checkpoint that was deleted meanwhile is deleted too, its
         commit record first; raises StepError then."""
         id = commit.lineage.checkpoint
-        store.check_fence(attempt)
+        store.fence.check(attempt)
         if store.is_committed(id):
             store.commit(commit, attempt=attempt, repairs=True)
             there = {stored.key for stored in store.files(id, commit)}
@@ -538,13 +538,13 @@ class Repairer:
         for number in listing.attempts:
             file = keys.attempt_key("", number).lstrip("/")
             try:
-                store.read_attempt(number)
+                store.fence.read(number)
             except IntegrityError:
                 self._try(store.name, file, partial(self._repair_attempt, store.name, number))
             except (BackendError, NotSupportedError):
                 continue  # reported by the check that follows
         try:
-            stale = (latest := store.read_latest()) is not None and store.find_copy(latest) is None
+            stale = (latest := store.latest.read()) is not None and store.find_copy(latest) is None
         except BackendError:
             return  # likewise
         if stale:
@@ -561,7 +561,7 @@ class Repairer:
             if listing.tier == tier or number not in listing.attempts:
                 continue
             try:
-                attempt = self._reader.stores[listing.tier].read_attempt(number)
+                attempt = self._reader.stores[listing.tier].fence.read(number)
             except TierfallError:
                 continue
             key = keys.attempt_key(self._reader.run, number)
@@ -575,7 +575,7 @@ class Repairer:
         with open_writable(self._reader.config, tier) as store:
             held = [c.id for c in there if store.is_committed(c.id)]
             if not held:
-                store.delete_latest()
+                store.latest.delete()
                 return "removed, since the tier holds no checkpoint"
             store.write_latest(max(held))
         return f"names {max(held)}"

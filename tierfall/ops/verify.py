@@ -259,7 +259,7 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
     for number in listing.attempts:
         key = keys.attempt_key("", number).lstrip("/")
         try:
-            store.read_attempt(number)
+            store.fence.read(number)
         except (IntegrityError, NotSupportedError) as error:
             advice = (
                 "no start wrote it: remove it"
@@ -273,8 +273,8 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
 
 
 def _check_latest(store: StoredTier) -> list[Finding]:
-    latest = store.read_latest()
-    if latest is None or _is_there(store, latest) or store.read_latest() != latest:
+    latest = store.latest.read()
+    if latest is None or _is_there(store, latest) or store.latest.read() != latest:
         return []
     problem = IntegrityError(f"it names {latest}, which does not exist")
     advice = (

@@ -261,8 +261,8 @@ def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
 
 def log_lost(session: Session) -> list[FlushError]:
     """Log, and return, what is lost with this process: it is in memory alone, and the memory has no file any more."""
-    lost = _only_in_memory(session)
-    if session.memory.problem is None or not lost:
+    lost = _only_in_lost_memory(session)
+    if not lost:
         return []
     named = format_some([str(id) for id in sorted(lost)])
     error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory}")
@@ -270,8 +270,8 @@ def log_lost(session: Session) -> list[FlushError]:
     return [error]
 
 
-def _only_in_memory(session: Session) -> set[CheckpointId]:
-    """Return the checkpoints that are sealed in memory and committed on no tier."""
+def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
+    """Return the checkpoints that are committed on no tier, and sealed in memory that ends with this process."""
 
     def ask() -> set[CheckpointId]:
         ledger = session.coordinator.ledger
@@ -281,6 +281,7 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
             for e in ledger.entries.values()
             if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
             if CopyState.COMMITTED not in e.states.values()
+            if session.memory.ends_with_process(e.region)
         }
 
     return session.call(ask)
@@ -312,9 +313,8 @@ def log_end(
 
 def _log_left(session: Session, report: DrainReport) -> None:
     """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
-    held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
-    if session.memory.problem is not None:
-        held, gone = set(), _only_in_memory(session)
+    gone, ends = _only_in_lost_memory(session), session.memory.ends_with_process
+    held = {id for id, image in images_in(session.tiers.hosts()) if not ends(image.region)}
     entries = session.coordinator.ledger.entries
     capturing = session.call(lambda: {e.id for e in entries.values() if e.snapshot is not None})
     in_memory: list[str] = []

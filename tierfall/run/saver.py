@@ -25,9 +25,16 @@ from tierfall.config import Config, StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.device_copies import CaptureDevices
-from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
+from tierfall.core.capture.snapshot import (
+    CaptureAdvanced,
+    CaptureBegun,
+    HostRegion,
+    ReplicaShare,
+    SaveGivenUp,
+    Snapshot,
+)
+from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.format.records import Lineage, records_bytes_max
 from tierfall.core.image.layout import Layout
 from tierfall.core.image.segments import Segmentation
@@ -58,7 +65,6 @@ from tierfall.session.requests import RegionRequest
 from tierfall.session.session import Session
 from tierfall.session.statistics import SaveCounts
 from tierfall.setup.lineage import SavingLineage
-from tierfall.tiers.device import DeviceSlab
 
 SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01

@@ -82,7 +82,7 @@ def _why_foreign(
         found = ids_by_commits(listing, number)
         if number in listing.attempts:
             try:
-                found = frozenset({stores[listing.tier].read_attempt(number).id})
+                found = frozenset({stores[listing.tier].fence.read(number).id})
             except KeyNotFoundError:
                 logger.debug("%s: attempt %d was removed just now", listing.tier, number)
             except IntegrityError as error:

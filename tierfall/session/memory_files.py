@@ -2,18 +2,18 @@
 the lock file.
 
 systemd removes them at the end of a user's last session (RemoveIPC), and so do cleaners of temporary files. The memory
-itself remains, and flushes continue; but its images would be lost with this process. A thread detects that within a
-second, logs it once, and creates the files anew.
+itself remains, and flushes continue; but its images are lost with this process. A thread detects that within a second,
+logs it once, and has new files for the next images.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types.errors import LockError, TierfallError
 from tierfall.session.opened_tiers import OpenedTiers
@@ -23,16 +23,12 @@ from tierfall.tiers.host import HostTier
 logger = logging.getLogger("tierfall")
 
 EVERY_S = 0.5
-TURN_S = 2.0
-"""Seconds that one attempt to renew a file takes at most."""
-BUSY_S = 0.02
-"""Seconds until the next attempt to move an image that is being filled."""
 JOIN_S = 5.0
 WHO = "by systemd's RemoveIPC, say, or by a cleaner of temporary files"
 
 
 class MemoryFiles:
-    """See the module. ``problem`` is why the images in memory are lost with this process; None: they are not.
+    """See the module. ``problem`` is why images in memory are lost with this process; None: none is.
 
     ``start`` once the coordinator runs; ``close`` before it ends.
     """
@@ -42,13 +38,11 @@ class MemoryFiles:
         tiers: OpenedTiers,
         coordinator: Coordinator,
         *,
-        call: Callable[[Callable[[], bool]], bool],
         call_soon: Callable[[Callable[[], object]], None],
     ) -> None:
-        """``call`` and ``call_soon`` run a function on the coordinator's thread: see ``Session``."""
+        """``call_soon`` runs a function on the coordinator's thread: see ``Session``."""
         self._tiers = tiers
         self._coordinator = coordinator
-        self._call = call
         self._call_soon = call_soon
         self._one_repair = threading.Lock()
         self._state = threading.RLock()  # a signal handler may ask while its thread is in here
@@ -73,40 +67,55 @@ class MemoryFiles:
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_S):
-            self.repair(TURN_S)
+            self.repair()
 
     def check(self) -> None:
         """Check now whether the images in memory outlive this process."""
         with self._state:
             try:
-                gone = [host for _, host in self._tiers.slots() if not host.file_exists()]
+                lost = self._lost()
             except TierfallError as error:
                 self._log_once(f"it is not known whether its file is still there: {error}")
                 return
-            if gone:
+            if lost:
                 self._on_lost(
-                    f"its file {gone[0].path} was removed while this process uses it, {WHO}"
+                    f"its file {lost[0].path} was removed while this process uses it, {WHO}"
                 )
 
-    def repair(self, timeout_s: float) -> bool:
-        """Create missing files anew, for ``timeout_s`` seconds at most; return whether all are there.
+    def repair(self) -> bool:
+        """Have new files where some are missing; return whether all images in memory have one.
 
         What prevents that is logged.
         """
-        until_s = time.monotonic() + timeout_s
         with self._one_repair:
             self.check()
             try:
-                done = self._renew_all(until_s)
+                self._replace_files()
+                lost = self._lost()
             except TierfallError as error:
                 if isinstance(error, LockError):
                     with self._state:
                         self._on_lost("another process took this run's place in memory")
                 self._log_once(f"its files cannot be made anew at present: {error}")
                 return False
-            if done:
-                self._on_recovered()
-            return done
+            with self._state:
+                self._logged = None
+                if not lost:
+                    self._on_recovered()
+            return not lost
+
+    def _lost(self) -> list[HostTier]:
+        """The memory of which an image, or the next one, ends with this process."""
+        lost = [host for host in self._tiers.hosts() if host.regions_without_file()]
+        return lost if self._tiers.host.file_exists() else [self._tiers.host, *lost]
+
+    def ends_with_process(self, region: HostRegion | None) -> bool:
+        """Whether an image in memory is lost with this process, by all that is known."""
+        try:
+            hosts = self._tiers.hosts()
+            return any(region is each for host in hosts for each in host.regions_without_file())
+        except TierfallError:
+            return True
 
     def __str__(self) -> str:
         """Describe why the images in memory are lost with this process, and what prevents a repair."""
@@ -120,37 +129,18 @@ class MemoryFiles:
             logger.warning("close: what is in memory stays: %s", error)
             return False
 
-    def _renew_all(self, until_s: float) -> bool:
-        slots = self._tiers.slots()
-        locks = [lock for lock, _ in slots if not lock.is_file_intact()]
-        hosts = [host for _, host in slots if not host.file_exists()]
-        if locks or hosts:
+    def _replace_files(self) -> None:
+        locks = [lock for lock, _ in self._tiers.slots() if not lock.is_file_intact()]
+        is_gone = not self._tiers.host.file_exists()
+        if locks or is_gone:
             prepare_folder(self._tiers.folder)
             self._tiers.identities.rewrite_memory()
         for lock in locks:
             lock.reacquire()
             # with its arena gone too, that is what is logged
-            level = logging.DEBUG if hosts else logging.WARNING
+            level = logging.DEBUG if is_gone else logging.WARNING
             logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
-        return all(self._renew(host, until_s) for host in hosts)
-
-    def _renew(self, host: HostTier, until_s: float) -> bool:
-        while not self._call(partial(self._unlock, host)):
-            if self._wait(until_s):
-                return False
-        while not host.file_exists():
-            moved = host.recreate_file()
-            if time.monotonic() >= until_s or (not moved and self._wait(until_s)):
-                return host.file_exists()
-        return True
-
-    def _unlock(self, host: HostTier) -> bool:
-        """Unlock the memory's pages, on the coordinator's thread: no save and no restore can begin meanwhile."""
-        return not self._coordinator.deleter.paused and host.unlock_pages()
-
-    def _wait(self, until_s: float) -> bool:
-        """Wait for BUSY_S; return whether the time is over."""
-        return self._closing.wait(BUSY_S) or time.monotonic() >= until_s
+        self._tiers.host.replace_file()
 
     # Reports -----------------------------------------------------------------------------------------
 
@@ -158,20 +148,14 @@ class MemoryFiles:
         if self.problem is None:
             host = self._tiers.host.name
             self.problem = TierfallError(f"{host}: what is in memory ends with this process: {why}")
-            logger.warning("%s; flushes go on, and its files are made anew", self.problem)
+            logger.warning("%s; flushes go on, and the next images get a new file", self.problem)
             self._report()
 
     def _on_recovered(self) -> None:
-        with self._state:
-            if self._logged is not None or self.problem is not None:
-                logger.warning(
-                    "%s: its files are made anew: what is in memory outlives this process again",
-                    self._tiers.host.name,
-                )
-            self._logged = None
-            if self.problem is not None:
-                self.problem = None
-                self._report()
+        if self.problem is not None:
+            logger.info("%s: all images in memory have a file again", self._tiers.host.name)
+            self.problem = None
+            self._report()
 
     def _report(self) -> None:
         self._call_soon(partial(self._coordinator.set_memory_survival, self.problem))

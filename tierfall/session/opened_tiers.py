@@ -355,7 +355,7 @@ class OpenedTiers:
         """
         for store in stores:
             try:
-                self._call([store], lambda store: store.create_attempt(attempt))[store.name].get()
+                self._call([store], lambda store: store.fence.create(attempt))[store.name].get()
             except KeyExistsError:
                 return False
             except (StorageFullError, UnreachableError, LostWriteError) as error:
@@ -376,7 +376,7 @@ class OpenedTiers:
         attempt = self.attempt
         written = [tier.name for tier in self.config.written]
         asked = [store for name, store in self.stores.items() if name in written]
-        for name, answer in self._call(asked, lambda store: store.check_fence(attempt)).items():
+        for name, answer in self._call(asked, lambda store: store.fence.check(attempt)).items():
             try:
                 answer.get()
             except (StorageFullError, UnreachableError) as error:

@@ -120,7 +120,7 @@ class Session:
             leftovers=self.leftovers,
             retains=complete is None,
         )
-        self.memory = MemoryFiles(tiers, self.coordinator, call=self.call, call_soon=self.call_soon)
+        self.memory = MemoryFiles(tiers, self.coordinator, call_soon=self.call_soon)
         self.holds = Holds()
         self.status = StatusWriter(
             tiers,
@@ -358,7 +358,7 @@ class Session:
             return max(ABANDON_S, ends_s - time.monotonic())
 
         if keep_memory:
-            self.memory.repair(timeout_s)
+            self.memory.repair()
         self.memory.close()
         self.status.close()
         try:

@@ -86,7 +86,7 @@ def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, Sto
         if number not in listing.attempts:
             continue
         try:
-            stores[listing.tier].read_attempt(number)
+            stores[listing.tier].fence.read(number)
         except StrayAttemptError as error:
             logger.warning("open: %s; until then it is ignored", error)
         except TierfallError:
@@ -121,7 +121,7 @@ def newest_attempt(
         failure: TierfallError | None = None
         for tier in holders[number]:
             try:
-                return stores[tier].read_attempt(number), tier
+                return stores[tier].fence.read(number), tier
             except StrayAttemptError as error:
                 logger.warning("%s; until then it is ignored", error)
             except KeyNotFoundError:

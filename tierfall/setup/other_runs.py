@@ -58,7 +58,7 @@ def _find_runs(store: StoredTier, folder: Path, but: str) -> dict[str, tuple[flo
             break
         run = StoredTier(name=store.name, run=name, backend=store.backend, read_only="other run")
         try:
-            newest = run.read_latest()
+            newest = run.latest.read()
         except TierfallError:  # not a file of tierfall
             continue
         if newest is not None:

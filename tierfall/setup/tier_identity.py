@@ -68,7 +68,7 @@ class TierIdentities:
         self._unread: dict[str, TierfallError] = {}
         for name, store in self._stores.items():
             try:
-                if (record := ask(name, store.read_tier)) is not None:
+                if (record := ask(name, store.marker.read)) is not None:
                     self.records[name] = record
             except IntegrityError as error:
                 logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
@@ -288,7 +288,7 @@ class TierIdentities:
             if writer.read_only:
                 continue
             try:
-                return self._ask(writer.name, partial(writer.is_same_place, reader))
+                return self._ask(writer.name, partial(writer.marker.is_visible_to, reader.backend))
             except BackendError as error:
                 failure = error
         if failure is None:
@@ -318,7 +318,7 @@ class TierIdentities:
         for tier in tiers:
             if tier.name not in self.records:
                 continue
-            self._stores[tier.name].expect_identity(self.records[tier.name].id)
+            self._stores[tier.name].marker.expect(self.records[tier.name].id)
             if tier.name in owned:
                 self._remember(tier, attempt, there)
         if leads:
@@ -357,7 +357,7 @@ class TierIdentities:
             self.records[tier.name] = self._write(tier.name, record, again=tier.name in self._anew)
 
     def _write(self, tier: str, record: TierRecord, *, again: bool) -> TierRecord:
-        return self._ask(tier, partial(self._stores[tier].write_tier, record, again=again))
+        return self._ask(tier, partial(self._stores[tier].marker.write, record, again=again))
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
         """Return what to remember of a tier; where it does not answer, what was remembered before."""

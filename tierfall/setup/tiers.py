@@ -533,7 +533,7 @@ def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
         name=store.name,
         run=config.run,
         backend=backend,
-        record=store.record,
+        record=store.marker.last,
         read_only="it is only to be read",
     )
 

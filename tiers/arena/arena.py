@@ -11,7 +11,6 @@ child must neither allocate nor seal, and it keeps the pages of a removed arena 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +20,7 @@ from tierfall.core.types.keys import check_name
 from tierfall.core.types.values import ByteRange, Shard
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.file import ArenaFile, Progress
-from tierfall.tiers.arena.folder import (
-    RoomReport,
-    default_folder,
-    prepare_folder,
-    room_for_arena,
-    sized,
-)
+from tierfall.tiers.arena.folder import sized
 from tierfall.tiers.arena.layout import (
     EXTENTS_START,
     PAGE_BYTES,
@@ -41,18 +34,6 @@ from tierfall.tiers.arena.region import ArenaState, Region
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "Arena",
-    "Region",
-    "RoomReport",
-    "arena_name",
-    "default_folder",
-    "extent_bytes",
-    "lock_name",
-    "prepare_folder",
-    "room_for_arena",
-]
 
 logger = logging.getLogger("tierfall")
 
@@ -103,7 +84,6 @@ class Arena:
             shard=shard,
             slot=slot,
             capacity_bytes=_checked_capacity(path, capacity_bytes),
-            created_wall_s=time.time(),
         )
         return cls(ArenaFile.create(path, header, progress=progress))
 
@@ -132,15 +112,6 @@ class Arena:
     @property
     def run(self) -> str:
         return self._shared.file.header.run
-
-    @property
-    def shard(self) -> Shard:
-        """The rank that created the arena; each region has its own ``shard``."""
-        return self._shared.file.header.shard
-
-    @property
-    def slot(self) -> int:
-        return self._shared.file.header.slot
 
     @property
     def capacity_bytes(self) -> int:
@@ -197,7 +168,7 @@ class Arena:
                 slot=slot,
                 extent=ByteRange(start=start, end=start + length),
                 image_bytes=image_bytes,
-                shard=self.shard if shard is None else shard,
+                shard=shard or self._shared.file.header.shard,
             )
             self._shared.regions[slot] = region
             return region
@@ -241,10 +212,10 @@ class Arena:
 
     def unprepared_pieces(self, device: torch.device | None) -> list[int]:
         """The pieces of the file that are not prepared for copies from a ``device``: those of free space first, in the
-        order of ``allocate``. None while the file is made anew."""
+        order of ``allocate``."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_moving:
+            if self._shared.closed:
                 return []
             prepared = file.prepared_pieces(device)
             whole = ByteRange(start=0, end=EXTENTS_START + self.capacity_bytes)
@@ -269,7 +240,7 @@ class Arena:
         copy to memory that is locked in part is refused, so that locks do not change under a copy."""
         with self._shared.guard:
             file = self._shared.file
-            if self._shared.closed or file.is_moving:
+            if self._shared.closed:
                 return False
             busy = self._is_filled_in(piece)
             file.set_prepared(piece, None if busy else device)
@@ -283,36 +254,11 @@ class Arena:
         with self._shared.guard:
             return self._shared.closed or self._shared.file.exists()
 
-    def unlock_pages(self) -> bool:
-        """Unlock the pages, which ``recreate_file`` needs; False while an image is being filled, since a device may be
-        writing to it. No device may read an image either.
-        """
+    def check_place(self) -> None:
+        """Raise ConfigError if no other arena may take the place of this one, whose file was removed."""
         with self._shared.guard:
-            if any(region.filling for region in self._shared.regions.values()):
-                return False
-            if not self._shared.closed:
-                self._shared.file.unlock_pages()
-            return True
-
-    @property
-    def is_recreating(self) -> bool:
-        """Whether ``recreate_file`` has begun and not finished."""
-        return self._shared.file.is_recreating
-
-    def recreate_file(self) -> bool:
-        """Continue to recreate the removed file, by a few MiB a call, until ``file_exists``.
-
-        False where the rest has to wait for an image that is being filled. Views stay valid. Raises CapacityError where
-        memory is missing, ConfigError where another file has the name, BackendError; the arena stays usable.
-        """
-        with self._shared.guard:
-            if self._shared.closed:
-                return False
-            self._shared.require_writable("making its file anew")
-            regions = self._shared.regions.values()
-            moved = self._shared.file.recreate([r.extent for r in regions if r.filling])
-            self._preparation.resume()
-            return moved
+            self._shared.require_open("making another one")
+            self._shared.file.check_place()
 
     def close(self, *, keep: bool) -> None:
         """Close the arena, and delete its file unless ``keep``. May be called twice.

@@ -1,12 +1,12 @@
-"""One arena file: created atomically, checked when attached, mapped, page-locked, grown, recreated.
+"""One arena file: created atomically, checked when attached, mapped, page-locked, grown.
 
 It owns the descriptor and the mappings, and returns one memoryview of the whole file. It must not know regions or free
 space. Pages are reserved (``posix_fallocate``) before they are mapped, so that a full file system is an error here and
 never a SIGBUS later; they are touched and locked piece by piece (``preparation``).
 
 A mapping is never closed explicitly, since views of it may be alive: it is unmapped with its last view. A growth maps
-the file again, so that older views keep their addresses; both mappings share the pages. Where the file was removed from
-outside, the memory is unchanged, and ``recreate`` moves it to a new file of the same name.
+the file again, so that older views keep their addresses; both mappings share the pages. If the file was removed from
+outside, the memory is unchanged, and ends with this process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import mmap
 import os
 import stat
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +38,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
-from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
-from tierfall.tiers.arena.mapping import ArenaRenewal, reserve
+from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader
 
 if TYPE_CHECKING:
     import torch
@@ -70,14 +68,11 @@ class ArenaFile:
         self.writable = writable
         self._fd = fd
         self._may_lock = writable
-        self._is_moving = False
         self._locks: list[tuple[PageLock, mmap.mmap]] = []
         """With the mapping, which stays as long as it is locked."""
         self._locked_pieces: set[int] = set()
         self._touched_pieces: set[int] = set()
         self._mapping: mmap.mmap | None = None
-        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._renewal: ArenaRenewal | None = None
         self.view = memoryview(b"")
 
     @classmethod
@@ -97,7 +92,6 @@ class ArenaFile:
             try:
                 made._map(total, progress)
                 layout.store(made.view, 0, header.encode())
-                made._growths().clear()
                 os.rename(partial, path)
             except BaseException:
                 made.release()
@@ -128,19 +122,9 @@ class ArenaFile:
         return made
 
     def grow(self, capacity_bytes: int, progress: Progress | None) -> None:
-        """Enlarge the file and map it again; the new capacity is valid once its entry is in the list of growths."""
+        """Enlarge the file, whose length is the capacity, and map it again."""
         what = f"arena {self.path}"
-        entry = layout.encode_growth(capacity_bytes)
-        growths = self._growths()
-        if growths.room_bytes() < len(entry):
-            raise CapacityError(
-                f"{what}: growing it: it has grown too often; set the host tier's `capacity` and start anew"
-            )
         old, new = EXTENTS_START + self.capacity_bytes, EXTENTS_START + capacity_bytes
-        if self._renewal is not None:
-            raise CapacityError(
-                f"{what}: growing it: its file was removed, and is being made anew; save again once that is done"
-            )
         with _translate_errors(what, "growing it"):
             room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
             sizes = f"from {sized(self.capacity_bytes)} to {sized(capacity_bytes)}"
@@ -150,7 +134,6 @@ class ArenaFile:
             except BaseException:
                 os.ftruncate(self._fd, old)
                 raise
-        growths.append(entry)
         self.capacity_bytes = capacity_bytes
 
     def exists(self) -> bool:
@@ -176,13 +159,11 @@ class ArenaFile:
             ctypes.memmove(target, address_of(mapping) + start, len(view))
             return
         with _translate_errors(f"arena {self.path}", "reading it"):
-            while view and self._renewal is None:
+            while view:
                 count = os.preadv(self._fd, [view], start)
                 if not count:
                     raise IntegrityError(f"arena {self.path}: it is truncated at byte {start}")
                 start, view = start + count, view[count:]
-        if view:  # a part of the bytes has moved to another file
-            view[:] = self.view[start : start + len(view)]
 
     def remove(self) -> None:
         """Delete the file, unless another one has its name by now."""
@@ -190,82 +171,36 @@ class ArenaFile:
             if self.exists():
                 os.unlink(self.path)
 
-    @property
-    def is_recreating(self) -> bool:
-        """Whether a part of the memory has moved to a new file, and a part has not."""
-        return self._renewal is not None
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether the pages were unlocked to be moved, and have not all been moved yet."""
-        return self._is_moving
-
-    def unlock_pages(self) -> None:
-        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight. They stay unlocked
-        until ``recreate`` is done."""
-        self._is_moving = True
-        for lock, _ in self._locks:
-            lock.release()
-        self._locks.clear()
-        self._locked_pieces.clear()
-
-    def recreate(self, busy: Sequence[ByteRange]) -> bool:
-        """Recreate the removed file: move a few MiB of the memory to a new file, or publish that under the old name
-        once everything has moved. ``busy`` are the ranges that are being written; False where only those are left.
-        Views keep their addresses. The pages must be unlocked.
-
-        Raises CapacityError where memory is missing, and ConfigError where another file has the name; the memory stays
-        usable, and a later call continues.
-        """
-        what = f"arena {self.path}"
-        with _translate_errors(what, "making its file anew"):
-            if self._renewal is None:
-                self._check_place()
-                total = EXTENTS_START + self.capacity_bytes
-                self._renewal = ArenaRenewal(_partial(self.path), total, what=what)
-            if not self._renewal.done:
-                return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
-            old, self._fd = self._fd, self._renewal.fd
-            renewal, self._renewal = self._renewal, None
-            os.close(old)
-            renewal.publish(self.path)
-            self._is_moving = False
-            return True
-
-    def _check_place(self) -> None:
-        """Raise ConfigError where another file has the name, or where the folder was in memory and is now on disk."""
-        if os.path.lexists(self.path):
-            raise ConfigError(
-                f"arena {self.path}: its file was removed, and another one has its name by now; it is left as it is"
-            )
-        same = os.stat(self.path.parent).st_dev == os.fstat(self._fd).st_dev
-        if not same and not room_for_arena(self.path.parent).in_memory:
-            raise ConfigError(
-                f"arena {self.path}: its file system was unmounted, and the one that is there now is not in memory; "
-                "mount it again"
-            )
+    def check_place(self) -> None:
+        """Raise ConfigError if no other arena may take the place of this one, whose file was removed: another file has
+        its name, or the folder was in memory and is now on disk."""
+        with _translate_errors(f"arena {self.path}", "making another one"):
+            if os.path.lexists(self.path):
+                raise ConfigError(
+                    f"arena {self.path}: its file was removed, and another one has its name by now; it is left as it is"
+                )
+            same = os.stat(self.path.parent).st_dev == os.fstat(self._fd).st_dev
+            if not same and not room_for_arena(self.path.parent).in_memory:
+                raise ConfigError(
+                    f"arena {self.path}: its file system was unmounted, and the one that is there now is not in "
+                    "memory; mount it again"
+                )
 
     def release(self) -> None:
         """Unlock the pages, close the descriptor, and drop the view; mappings are unmapped with their last views."""
-        self.unlock_pages()
+        for lock, _ in self._locks:
+            lock.release()
+        self._locks.clear()
         self._mapping = None
         self.view = memoryview(b"")
-        if self._renewal is not None:
-            self._renewal.discard()
         os.close(self._fd)
 
-    def _growths(self) -> EntryList:
-        return layout.growths(self.view, what=f"arena {self.path}")
-
     def _map(self, total: int, progress: Progress | None) -> None:
-        """Reserve and map the first ``total`` bytes."""
+        """Reserve and map the first ``total`` bytes. The file is never longer than what is reserved of it."""
         status = os.fstat(self._fd)
-        if status.st_size < total:
-            os.ftruncate(self._fd, total)
-        if status.st_blocks * BLOCK_BYTES < total:
+        if status.st_size < total or status.st_blocks * BLOCK_BYTES < total:
             self._reserve(total, progress)
         self._mapping = fork_safe_mapping(self._fd, total)
-        self._mappings.add(self._mapping)
         self._touched_pieces.clear()
         self._locked_pieces.clear()
         self.view = memoryview(self._mapping)
@@ -273,12 +208,15 @@ class ArenaFile:
     def _reserve(self, total: int, progress: Progress | None) -> None:
         for start in range(0, total, _STEP_BYTES):
             end = min(start + _STEP_BYTES, total)
-            reserve(
-                self._fd,
-                ByteRange(start=start, end=end),
-                f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
-                f"than {sized(end - start)} more; {WHAT_HELPS}",
-            )
+            try:
+                os.posix_fallocate(self._fd, start, end - start)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    raise
+                raise CapacityError(
+                    f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and "
+                    f"less than {sized(end - start)} more; {WHAT_HELPS}"
+                ) from error
             if total >= _LOG_FROM_BYTES:
                 logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
             if progress is not None:
@@ -328,36 +266,20 @@ class ArenaFile:
         )
 
     def _adopt_size(self, size: int) -> None:
-        """Map an attached file of ``size`` bytes up to its recorded capacity."""
-        what = f"arena {self.path}"
-        self._read_capacity(size)
-        total = EXTENTS_START + self.capacity_bytes
-        if size < total:
+        """Map an attached file of ``size`` bytes; it may have grown since it was created."""
+        least = EXTENTS_START + self.header.capacity_bytes
+        if size < least:
             raise IntegrityError(
-                f"{what}: it is truncated: {size} bytes, expected {total}; {_remove(self.path)}"
+                f"arena {self.path}: it is truncated: {size} bytes, expected {least} at least; {_remove(self.path)}"
             )
-        if not self.writable:
-            self.view = memoryview(
-                mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            )
+        total = size // PAGE_BYTES * PAGE_BYTES
+        self.capacity_bytes = total - EXTENTS_START
+        if self.writable:
+            self._map(total, None)
             return
-        if size > total:
-            # A growth was killed before its entry was written: no region uses these bytes.
-            os.ftruncate(self._fd, total)
-        self._map(total, None)
-
-    def _read_capacity(self, size: int) -> None:
-        what = f"arena {self.path}"
-        if size < EXTENTS_START:
-            raise IntegrityError(
-                f"{what}: it is truncated: {size} bytes, expected at least {EXTENTS_START}; {_remove(self.path)}"
-            )
-        block = memoryview(bytearray(os.pread(self._fd, layout.BLOCK_BYTES, 0)))
-        try:
-            growths = layout.growths(block, what=what)
-            self.capacity_bytes = layout.read_capacity(self.header, growths, what=what)
-        except IntegrityError as error:
-            raise IntegrityError(f"{error}; {_remove(self.path)}") from error
+        self.view = memoryview(
+            mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        )
 
 
 def _partial(path: Path) -> Path:

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierfall.core.runtime.cores import group_folders
 from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.types.units import format_size
 from tierfall.tiers.arena.layout import EXTENTS_START
@@ -22,8 +23,6 @@ logger = logging.getLogger("tierfall")
 SHARED_MEMORY = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mountinfo")
-_OWN_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -48,18 +47,16 @@ def default_folder() -> Path:
     return folder
 
 
-def prepare_folder(path: Path, *, base: Path | None = None, create: bool = True) -> Path:
+def prepare_folder(path: Path, *, create: bool = True) -> Path:
     """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path. Without ``create``
     check the part of it that is there.
 
-    Every component below ``base`` is opened without following a link, must belong to this user, and must not be
-    writable by others. ``base`` is trusted; by default it is /dev/shm or the temporary folder if the path is below one
-    of them, else the nearest existing folder above. Raises ConfigError.
+    Trusted is /dev/shm or the temporary folder if the path is below one of them, else the nearest folder above that
+    exists. Every component below that is opened without following a link, must belong to this user, and must not be
+    writable by others. Raises ConfigError.
     """
     path = Path(os.path.abspath(path))
-    base = _trusted_base(path) if base is None else Path(os.path.abspath(base))
-    if not path.is_relative_to(base):
-        raise ConfigError(f"folder {path}: expected a place below {base}")
+    base = _trusted_base(path)
     fd = _open_base(base)
     try:
         place = base
@@ -254,17 +251,11 @@ def _machine_free_bytes() -> int | None:
 def _container_free_bytes() -> int | None:
     """Return the free bytes under the tightest limit of this process's control groups (version 2), page cache included;
     None without a limit."""
-    group = next(
-        (line[3:] for line in _read(_OWN_GROUP).splitlines() if line.startswith("0::")), "/"
-    )
-    folder = _GROUPS / group.strip("/")
     free = []
-    for level in (folder, *folder.parents):
-        if not level.is_relative_to(_GROUPS):
-            break
-        limit, used = _read(level / "memory.max").strip(), _read(level / "memory.current").strip()
+    for group in group_folders("memory"):
+        limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
-            free.append(max(0, int(limit) - int(used) + _cached_bytes(level)))
+            free.append(max(0, int(limit) - int(used) + _cached_bytes(group)))
     return min(free, default=None)
 
 

@@ -1,13 +1,14 @@
 """The arena file's layout, and the validation of what is read from it.
 
-    0        header block:    page 0 the header (magic, sealed document, zeros); then the list of growths
+    0        header page:     magic, sealed document, zeros
     32 KiB   control blocks:  63 times one control page (the seal of a region), then the list of its marks
     2 MiB    extents:         image, padded to 4 KiB; manifest; commit record
 
-A control page and a list each begin with a *word* of 8 bytes: the number of valid bytes after it, and the complement of
-that number. The valid bytes are written first and the word last, by one store, so a kill at any moment leaves the old
-or the new state, never a torn one. They contain a SHA-256, so that damage is never read as an empty slot. The header is
-written once, under a temporary file name, and never changed.
+A control page and a list of marks each begin with a *word* of 8 bytes: the number of valid bytes after it, and the
+complement of that number. The valid bytes are written first and the word last, by one store, so a kill at any moment
+leaves the old or the new state, never a torn one. They contain a SHA-256, so that damage is never read as an empty
+slot. The header is written once, under a temporary file name, and never changed: after a growth the length of the file
+is the capacity.
 
 This module reads and writes memoryviews of the whole file or of a block. It must not know files, locks, allocation or
 the content of a manifest. Integers have native byte order: an arena never leaves the machine that wrote it.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierfall.core.format import documents
+from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import IMAGE_BYTES_MAX
 from tierfall.core.types.errors import ConfigError, IntegrityError, NotSupportedError
 from tierfall.core.types.values import ByteRange, Shard
@@ -115,13 +117,12 @@ class EntryList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHeader:
-    """The header of an arena. ``capacity_bytes`` is that at creation, ``created_wall_s`` in seconds since 1970."""
+    """The header of an arena. ``capacity_bytes`` is that at creation."""
 
     run: str
     shard: Shard
     slot: int
     capacity_bytes: int
-    created_wall_s: float
 
     def encode(self) -> bytes:
         document = documents.seal(
@@ -132,7 +133,6 @@ class ArenaHeader:
                 "world_size": self.shard.world_size,
                 "slot": self.slot,
                 "capacity_bytes": self.capacity_bytes,
-                "created_wall_s": self.created_wall_s,
             }
         )
         return (MAGIC + document).ljust(PAGE_BYTES, b"\0")
@@ -149,39 +149,18 @@ def read_header(page: bytes, *, what: str) -> ArenaHeader:
         raise NotSupportedError(
             f"{what}: layout {document.get('layout')!r} was written by another tierfall; this one reads layout {LAYOUT}"
         )
-    world_size = _number(document, "world_size", 1, 10**9, what)
-    run = document.get("run")
-    created = document.get("created_wall_s")
-    if not isinstance(run, str) or not isinstance(created, float):
-        raise IntegrityError(
-            f"{what}: member 'run' or 'created_wall_s' is missing or of a wrong type"
-        )
+    fields = JsonFields(document, what)
     return ArenaHeader(
-        run=run,
-        shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
-        slot=_number(document, "slot", 0, 10**6, what),
-        capacity_bytes=_number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what),
-        created_wall_s=created,
+        run=fields.get("run", str),
+        shard=_read_shard(fields),
+        slot=fields.number("slot", 0, 10**6),
+        capacity_bytes=fields.number("capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX),
     )
 
 
-def growths(file_view: memoryview, *, what: str) -> EntryList:
-    """Return the list of growths in the header block; its last entry has the arena's capacity."""
-    return EntryList(file_view[PAGE_BYTES:BLOCK_BYTES], what=f"{what}: list of growths")
-
-
-def encode_growth(capacity_bytes: int) -> bytes:
-    return documents.seal({"capacity_bytes": capacity_bytes})
-
-
-def read_capacity(header: ArenaHeader, list_of_growths: EntryList, *, what: str) -> int:
-    """Return the capacity: the header's, or that of the newest growth."""
-    entries = list_of_growths.entries()
-    if not entries:
-        return header.capacity_bytes
-    what = f"{what}: newest growth"
-    document = documents.open_sealed(entries[-1], what=what)
-    return _number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what)
+def _read_shard(fields: JsonFields) -> Shard:
+    world_size = fields.number("world_size", 1, 10**9)
+    return Shard(fields.number("rank", 0, world_size - 1), world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,26 +235,24 @@ class ControlBlock:
 
 
 def _read_seal(document: dict[str, Any], what: str) -> Seal:
+    fields = JsonFields(document, what)
     end = EXTENTS_START + CAPACITY_BYTES_MAX
-    world_size = _number(document, "world_size", 1, 10**9, what)
-    start = _number(document, "offset", EXTENTS_START, end, what)
+    start = fields.number("offset", EXTENTS_START, end)
     return Seal(
-        shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
-        extent=ByteRange(start=start, end=start + _number(document, "bytes", 1, end, what)),
-        image_bytes=_number(document, "image_bytes", 1, IMAGE_BYTES_MAX, what),
-        manifest=_read_record(document, "manifest", what),
-        commit=_read_record(document, "commit", what),
+        shard=_read_shard(fields),
+        extent=ByteRange(start=start, end=start + fields.number("bytes", 1, end)),
+        image_bytes=fields.number("image_bytes", 1, IMAGE_BYTES_MAX),
+        manifest=_read_record(fields, "manifest", what),
+        commit=_read_record(fields, "commit", what),
     )
 
 
-def _read_record(document: dict[str, Any], name: str, what: str) -> RecordRange:
-    members = document.get(name)
-    if not isinstance(members, dict) or not isinstance(members.get("digest"), str):
-        raise IntegrityError(f"{what}: member {name!r} is missing or of a wrong type")
-    end = EXTENTS_START + CAPACITY_BYTES_MAX
-    start = _number(members, "offset", EXTENTS_START, end, what)
-    length = _number(members, "bytes", 0, documents.MAX_DOCUMENT_BYTES, what)
-    return RecordRange(range=ByteRange(start=start, end=start + length), digest=members["digest"])
+def _read_record(seal: JsonFields, name: str, what: str) -> RecordRange:
+    fields = JsonFields(seal.get(name, dict), f"{what}: {name}")
+    start = fields.number("offset", EXTENTS_START, EXTENTS_START + CAPACITY_BYTES_MAX)
+    length = fields.number("bytes", 0, documents.MAX_DOCUMENT_BYTES)
+    span = ByteRange(start=start, end=start + length)
+    return RecordRange(range=span, digest=fields.get("digest", str))
 
 
 def _check_places(seal: Seal, capacity_bytes: int, what: str) -> None:
@@ -309,12 +286,3 @@ def overlapping(seals: dict[int, Seal]) -> set[int]:
         if last is None or seals[slot].extent.end > seals[last].extent.end:
             last = slot
     return found
-
-
-def _number(members: dict[str, Any], name: str, low: int, high: int, what: str) -> int:
-    value = members.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise IntegrityError(
-            f"{what}: {name!r} is {value!r}, not a whole number within {low} to {high}"
-        )
-    return value

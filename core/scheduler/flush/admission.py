@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
-from tierfall.core.capture.events import CaptureAdvanced
-from tierfall.core.capture.snapshot import HostMemory, HostRegion
+from tierfall.core.capture.snapshot import CaptureAdvanced, HostMemory, HostRegion
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog

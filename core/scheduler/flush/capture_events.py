@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from tierfall.core.capture.events import (
+from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tierfall.core.capture.events import (
+from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
+    HostRegion,
     SaveGivenUp,
 )
-from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.copies.images import Image
 from tierfall.core.format.documents import Spliced

@@ -25,7 +25,7 @@ def newer_attempt(world: World, tier: str = "nvme", *, number: int | None = None
     """Another process starts the same run, and takes the next number, or one further on, as a start does that cannot
     ask a tier."""
     number = world.attempt.number + 1 if number is None else number
-    StoredTier(name=tier, run="run", backend=world.disks[tier]).create_attempt(
+    StoredTier(name=tier, run="run", backend=world.disks[tier]).fence.create(
         Attempt(run="run", number=number, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
     )
 
@@ -218,7 +218,7 @@ class BegunMeanwhile(Wrapper):
     def _count(self, call: str, key: str) -> None:
         self.made.append((call, key))
         if len(self.made) == self._at:
-            StoredTier(name="nvme", run="run", backend=self._inner).create_attempt(
+            StoredTier(name="nvme", run="run", backend=self._inner).fence.create(
                 Attempt(
                     run="run", number=self._number, id="f" * 32, node="n", pid=2, wall_time_s=0.0
                 )

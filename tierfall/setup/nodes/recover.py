@@ -98,7 +98,10 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
         run=commit.lineage.run,
     )
     records_bytes = max(reserved_bytes, sum(map(len, records)))
-    region = host.allocate_for_one(image_bytes=manifest.image_bytes, records_bytes=records_bytes)
+    needed = {"image_bytes": manifest.image_bytes, "records_bytes": records_bytes}
+    host.ensure_capacity(**needed)
+    region = host.allocate(**needed)
+    assert region is not None, "it is empty"
     try:
         filled = np.frombuffer(region.image, np.uint8)
 
