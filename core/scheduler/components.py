@@ -267,7 +267,6 @@ class Components(Hooks):
         self._pins.note_written(entry, [tier])
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
-        self.damage_reports.on_committed(tier, entry)
         if self._leftovers is not None and not self.deleter.paused:
             self._leftovers.on_committed(tier, entry)
 

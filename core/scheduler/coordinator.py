@@ -58,7 +58,6 @@ class Coordinator(Components):
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self.damage_reports.plan_repairs()
         self._finish_commands()
         self.deleter.plan_all_tiers()
 

@@ -341,7 +341,7 @@ class History:
 
     def purge(self) -> None:
         """While no trainer lives a tier loses an image; its commit record stays. A tier that survives as much has
-        another copy, which is not to go before this one is whole again."""
+        another copy."""
         now = self.look()
         spare = self._twice(now)
         if not spare:
@@ -492,7 +492,7 @@ class History:
             commit = held.commits.get(id)
             file = None if commit is None else image_file(commit, SHARD)
             if file is None or keys.step_prefix("run", id) + file.file.name in disk._objects:
-                self.purged.discard((tier, id))  # it has gone, or is whole again
+                self.purged.discard((tier, id))  # it has gone
             else:
                 del held.commits[id]
         for id in [id for where, id in self.rotten if where == tier]:
@@ -502,7 +502,7 @@ class History:
             if disk._objects.get(keys.step_prefix("run", id) + file.file.name) is data:
                 held.commits.pop(id, None)
             else:
-                del self.rotten[tier, id]  # it has gone, or was written anew
+                del self.rotten[tier, id]  # it has gone
         return held
 
     def _is_taken_twice(self, id: CheckpointId) -> bool:

@@ -280,7 +280,7 @@ class Commands:
         self._begin_part(self._count, command, entry)
         if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
-                # some ranks may have uploaded images, also for a repair
+                # some ranks may have uploaded images
                 if entry is None or entry.state(lane.tier) is not CopyState.COMMITTED:
                     self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 

@@ -57,7 +57,6 @@ class MessageKind(StrEnum):
 
     # Damage: see ``damage``.
     DAMAGE_FOUND = "damage_found"  # reported, then announced
-    REPAIR = "repair"  # announced
 
     # Checkpoints that another process writes: see ``external_commits``.
     EXTERNAL_COMMIT = "external_commit"  # announced

@@ -284,7 +284,7 @@ class Ledger:
         return self._overview.overtaken()
 
     def repairable(self) -> list[LedgerEntry]:
-        """Return the entries with a damaged copy that may be repaired or deleted."""
+        """Return the entries with a damaged copy that a rule may delete."""
         return self._overview.repairable()
 
     @property
