@@ -18,7 +18,12 @@ from tierfall.core.capture.events import (
 )
 from tierfall.core.format.commit_files import files_of
 from tierfall.core.format.records import Commit, prevents_deletion
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.components import Components
 from tierfall.core.scheduler.flush.lane import FlushLane

@@ -17,7 +17,7 @@ from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.cores import hash_threads

@@ -13,9 +13,14 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks

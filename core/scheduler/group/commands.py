@@ -22,9 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.admission import Admissions

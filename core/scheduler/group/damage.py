@@ -12,9 +12,13 @@ from dataclasses import replace
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic
-from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.messages import (

@@ -30,9 +30,15 @@ from tierfall.core.image.dedup import (
     digests_agree,
     find_difference,
 )
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,
     ImageShare,

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.message_tree import MessageTree
-from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
+from tierfall.core.ranks.message_tree import DecisionAnnounced, MessageTree, RankMessage
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.group.messages import ExternalCommit, MessageKind, kind_of

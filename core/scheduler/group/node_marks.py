@@ -11,9 +11,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,

@@ -21,7 +21,7 @@ from tierfall.core.copies.images import Image
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, NamedFile
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
-from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, Shard
 
