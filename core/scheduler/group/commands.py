@@ -233,9 +233,7 @@ class Commands:
             command.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry):
             return
-        elif command.kind is CommandKind.PIN and not (
-            self._ledger.has_whole_copy(entry) or entry.damage
-        ):
+        elif command.kind is CommandKind.PIN and not (entry.is_whole or entry.damage):
             command.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
         else:
             self._begin(command, entry)
