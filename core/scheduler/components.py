@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostMemory
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.deletion.deleter import Deleter
@@ -245,6 +245,18 @@ class Components(Hooks):
             message_tree=message_tree,
             commits=self.commits,
         )
+        listening = (
+            self._commands,
+            self.verifier,
+            self.damage_reports,
+            self.external_commits,
+            self._node_marks,
+            self.commits.replicas,
+        )
+        self._listeners: dict[str, Callable[[RankMessage], None]] = {
+            kind: component.on_message for component in listening for kind in component.KINDS
+        }
+        """What receives messages of a kind; ``commits`` receives the others."""
 
     @property
     def fenced(self) -> FencedError | None:

@@ -27,6 +27,7 @@ from tierfall.core.ranks.message_tree import (
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.components import Components
 from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.group.messages import kind_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
@@ -180,17 +181,7 @@ class Coordinator(Components):
 
     def _on_message(self, news: RankMessage) -> None:
         """Pass a message of another rank to the component that it is for."""
-        for component in (
-            self._commands,
-            self.verifier,
-            self.damage_reports,
-            self.external_commits,
-            self._node_marks,
-        ):
-            if component.handles(news):
-                component.on_message(news)
-                return
-        self.commits.on_message(news)
+        self._listeners.get(kind_of(news), self.commits.on_message)(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:

@@ -34,7 +34,6 @@ ROOM_WAITS_S = 30.0
 """Seconds that an eviction waits for a copy on another tier to be read: that tier may be unresponsive."""
 _VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
 _VERIFIED, _READ = "verified", "restored"
-_TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +88,8 @@ class _RunningCheck:
 class BackgroundVerifier:
     """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while an
     eviction waits for the result."""
+
+    KINDS = frozenset((_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ))
 
     def __init__(
         self,
@@ -263,11 +264,6 @@ class BackgroundVerifier:
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether a message is for this component."""
-        return news.topic[0] in _TOPICS
 
     def on_message(self, news: RankMessage) -> None:
         """Handle a request of rank 0, the results of all ranks, or what all have restored."""

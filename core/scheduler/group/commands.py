@@ -41,7 +41,6 @@ from tierfall.core.scheduler.group.messages import (
     EndedCommand,
     GroupMessages,
     MessageKind,
-    kind_of,
     read_all,
 )
 from tierfall.core.scheduler.group.pins import Pins
@@ -65,16 +64,6 @@ DELETED = "deleted by a person"
 RETRY_S = 30.0
 ALL_RANKS = "other ranks"
 """Listed among the tiers that a command waits for, until rank 0 has announced that all ranks have done their part."""
-_KINDS = frozenset(
-    (
-        MessageKind.COMMAND,
-        MessageKind.MARKED,
-        MessageKind.DELETE,
-        MessageKind.DELETED,
-        MessageKind.COMMAND_ENDED,
-        MessageKind.TOMBSTONE_FOUND,
-    )
-)
 
 
 @dataclass(slots=True)
@@ -89,6 +78,17 @@ class _OwnPart:
 
 class Commands:
     """The commands that were submitted and are not answered yet."""
+
+    KINDS = frozenset(
+        (
+            MessageKind.COMMAND,
+            MessageKind.MARKED,
+            MessageKind.DELETE,
+            MessageKind.DELETED,
+            MessageKind.COMMAND_ENDED,
+            MessageKind.TOMBSTONE_FOUND,
+        )
+    )
 
     def __init__(
         self,
@@ -120,11 +120,6 @@ class Commands:
         self._count = 0
         self._now_s = 0.0
         self._conditions = Conditions()
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in _KINDS
 
     def submit(self, command: Command) -> None:
         self._open.append(command)

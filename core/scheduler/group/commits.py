@@ -184,9 +184,6 @@ class Commits(Group):
     # Messages --------------------------------------------------------------------------------------
 
     def on_message(self, news: RankMessage) -> None:
-        if self.replicas.is_about(news):
-            self.replicas.on_message(news)
-            return
         match news:
             case RankReported() if kind_of(news) in _RUN_KINDS:
                 self._on_run_report(news)

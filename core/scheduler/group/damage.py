@@ -21,12 +21,7 @@ from tierfall.core.ranks.message_tree import (
 from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.group.messages import (
-    FoundDamage,
-    GroupMessages,
-    MessageKind,
-    kind_of,
-)
+from tierfall.core.scheduler.group.messages import FoundDamage, GroupMessages, MessageKind
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -39,6 +34,8 @@ logger = logging.getLogger("tierfall")
 
 class DamageReports:
     """See the module. ``tiers`` are those that copies are flushed to."""
+
+    KINDS = frozenset((MessageKind.DAMAGE_FOUND,))
 
     def __init__(
         self,
@@ -67,11 +64,6 @@ class DamageReports:
             return  # it is known, or the copy was deleted meanwhile
         body = FoundDamage(text=why, repairable=repairable)
         self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) == MessageKind.DAMAGE_FOUND
 
     def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)

@@ -32,6 +32,8 @@ class ExternalCommits:
     ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
     """
 
+    KINDS = frozenset((MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS))
+
     def __init__(
         self,
         *,
@@ -88,11 +90,6 @@ class ExternalCommits:
                 task.tier, task.id, outcome.error,
             )  # fmt: skip
         self._end_if_idle()
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
     def on_message(self, news: RankMessage) -> None:
         """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""

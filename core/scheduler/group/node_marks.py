@@ -24,7 +24,6 @@ from tierfall.core.scheduler.group.messages import (
     MarksRequest,
     MessageKind,
     NodeMarksFound,
-    kind_of,
     read_all,
 )
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -39,6 +38,8 @@ _NO_ID = CheckpointId(0, 0)
 
 class NodeMarks:
     """See the module."""
+
+    KINDS = frozenset((MessageKind.READ_MARKS, MessageKind.MARKS))
 
     def __init__(
         self,
@@ -59,11 +60,6 @@ class NodeMarks:
         self._asked: dict[int, ReadMarks] = {}
         self._changed: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
         self._going: dict[int, DeleteCopy] = {}
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in (MessageKind.READ_MARKS, MessageKind.MARKS)
 
     def read(self, task: ReadMarks) -> None:
         """Have marks read, on this node or on all."""
