@@ -236,7 +236,7 @@ class Coordinator(Components):
 
     def _on_copied(self, lane: FlushLane, entry: LedgerEntry, done: Commit | Uploaded) -> None:
         """This rank's image is on a tier."""
-        self.emitter.flush_done(lane, entry)
+        self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
         files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
         self.commits.on_uploaded(lane.tier, entry, files)
 

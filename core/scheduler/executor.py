@@ -367,19 +367,14 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
     for id in task.relies_on:
         try:
             found = store.find_copy(id)
+            if found is not None and found.unread is not None:
+                raise found.unread
         except TierfallError as error:
             raise NotWholeError(
                 {}, f"a copy that the deletion relies on could not be checked: {error}"
             ) from error
         if found is None:
-            damaged[id] = (
-                f"{store.name}: {id} is gone: it has no commit record any more",
-                False,
-            )
-        elif found.unread is not None:
-            raise NotWholeError(
-                {}, f"a copy that the deletion relies on could not be checked: {found.unread}"
-            )
+            damaged[id] = (f"{store.name}: {id} is gone: it has no commit record any more", False)
         elif found.damage is not None:
             damaged[id] = (str(found.damage), True)
     if damaged:

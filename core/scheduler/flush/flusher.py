@@ -121,7 +121,7 @@ class Flusher:
     def _begin(self, lane: FlushLane, entry: LedgerEntry, part: LedgerEntry | None) -> None:
         """Begin a copy that has room. ``part`` is None where this rank has no image of a checkpoint of other ranks."""
         if part is not None:
-            self._emitter.flush_begun(lane, part)
+            self._emitter.flush_begun(lane.tier, part, lane.edge_bytes, tries=lane.tries)
             leftover = (lane.tier, entry.id) in self._ledger.unfinished
             again = self._ledger.is_of_earlier_start(lane.tier, entry)
             lane.begin(part, leftover=leftover, again=again)
