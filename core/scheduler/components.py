@@ -305,7 +305,7 @@ class Components(Hooks):
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
-                self.backlog.on_found(entry.id, tuple(entry.owed))
+                self.backlog.on_owed(entry.id, tuple(entry.owed))
 
     def _sends_image(self, entry: LedgerEntry, world_size: int) -> bool:
         """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved."""
