@@ -36,7 +36,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.lineage import Key
-from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.adopt import check_memory, is_ours
 from tierfall.session.leftovers import (
@@ -219,17 +218,11 @@ class OpenedTiers:
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
                     )
             for copy in listing.copies:
-                if copy.unread is not None or (copy.damage is not None and copy.commit is None):
+                if copy.damage is not None:
                     what = "could not be read, and is kept" if copy.unread else "is damaged"
                     logger.warning(
                         "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
                     )
-            damaged = [str(c.id) for c in listing.copies if c.repairable and c.commit is not None]
-            if damaged and listing.tier in self.stores:
-                logger.warning(
-                    "open: damaged on tier %s: %s ('tierfall verify --tier %s --repair' rewrites what has a good copy)",
-                    listing.tier, format_some(damaged), listing.tier,
-                )  # fmt: skip
             if listing.lags:
                 logger.warning(
                     "open: the listing of tier %s, or 'latest' there, contradicts what is read by key: it lags behind, "
