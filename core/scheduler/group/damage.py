@@ -81,9 +81,8 @@ class DamageReports:
                 self._record(entry, topic.tier, damage.text, damage.repairable)
 
     def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
-        cure = (
-            f" ('tierfall verify {entry.id} --tier {tier} --repair' rewrites it from a good copy)"
-        )
+        repair = f"tierfall verify {entry.id} --tier {tier} --repair"
+        cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
         text = "%s: %s is damaged, and protects nothing: %s%s"
         logger.error(text, tier, entry.id, why, cure if repairable else "")
         entry.note_damage(tier, why, repairable=repairable)
