@@ -70,18 +70,6 @@ def _selected(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     )
 
 
-def needs_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
-    """Return whether the damaged copy of a checkpoint on a tier is rewritten: another tier has it, and the tier's
-    retention would keep it."""
-    if not checkpoint.live:
-        return False
-    if not any(checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier_name):
-        return False
-    tier = view.tier(tier_name)
-    reason = _reason_not_needed(view, checkpoint, tier, view.on(tier_name))
-    return checkpoint.pinned or reason is None
-
-
 def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every live checkpoint that ``tier_name`` is owed and that is not being copied there: first those that
     are given up, the newest first, then the others in the order of copying."""

@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+)
 from tierfall.core.ranks.messages import ErrorMessage, Message, Topic, from_json, to_json
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import RanksError, TierfallError
@@ -169,27 +175,27 @@ class Agreement:
     def _rank(self) -> int:
         return self._message_tree.topology.rank
 
-    def on_gathered(self, topic: Topic, bodies: Bodies) -> None:
-        self._gathered[topic] = bodies
-        self._notify(topic)
-
-    def on_announced(self, topic: Topic, body: object) -> None:
-        """Keep an answer for the call that waits for it, or for the next one, whose number follows."""
-        with self._lock:
-            self._count = max(self._count, int(topic[1]) + 1)
-            self._answers[topic] = _Answer.from_json(body, rank=0)
-        self._message_tree.forget(topic)
-        self._notify(topic)
+    def on_message(self, message: RankMessage) -> None:
+        """Keep what all ranks have contributed, at rank 0, or an answer, for the call that waits for it; an answer also
+        for the next call, whose number follows."""
+        topic = message.topic
+        match message:
+            case MessagesGathered(passed=False):
+                self._gathered[topic] = message.bodies
+            case DecisionAnnounced():
+                with self._lock:
+                    self._count = max(self._count, int(topic[1]) + 1)
+                    self._answers[topic] = _Answer.from_json(message.body, rank=0)
+                self._message_tree.forget(topic)
+            case _:
+                return
+        if (event := self._events.get(topic)) is not None:
+            event.set()
 
     def fail_waiting(self, error: BaseException) -> None:
         """Fail the calls that wait: no rank can be reached any more."""
         self.lost = error
         for event in list(self._events.values()):
-            event.set()
-
-    def _notify(self, topic: Topic) -> None:
-        event = self._events.get(topic)
-        if event is not None:
             event.set()
 
     def _wait(self, what: str, topic: Topic, event: InterruptibleEvent, timeout_s: float) -> bool:

@@ -22,27 +22,41 @@ _RECENT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Contributions(Message):
-    """Bodies of some ranks below the sender, on their way to rank 0."""
+class MessagesGathered:
+    """All ranks have contributed to a topic (at rank 0), or all below this leader of a node (``passed``)."""
 
     topic: Topic
-    bodies: Mapping[int, object]
-    leaders_only: bool
+    bodies: Bodies
+    passed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Report(Message):
-    """What ``rank`` reports to rank 0."""
+class DecisionAnnounced(Message):
+    """Rank 0 has announced a decision."""
+
+    topic: Topic
+    body: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReported(Message):
+    """``rank`` has reported to rank 0 what only it knows."""
 
     topic: Topic
     body: object
     rank: int
 
 
+RankMessage = MessagesGathered | DecisionAnnounced | RankReported
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Announcement(Message):
+class _Contributions(Message):
+    """Bodies of some ranks below the sender, on their way to rank 0."""
+
     topic: Topic
-    body: object
+    bodies: Mapping[int, object]
+    leaders_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +74,11 @@ class _FlushRequest(Message):
     topic: Topic
 
 
-_Envelope = _Contributions | _Report | _Announcement | _FlushRequest | _Withdrawal
+_Envelope = _Contributions | RankReported | DecisionAnnounced | _FlushRequest | _Withdrawal
 _ENVELOPES: tuple[type[_Envelope], ...] = (
     _Contributions,
-    _Report,
-    _Announcement,
+    RankReported,
+    DecisionAnnounced,
     _FlushRequest,
     _Withdrawal,
 )
@@ -100,12 +114,8 @@ class _RecentTopics:
 
 
 class MessageTree:
-    """One rank's part. All methods may be called from any thread; the callbacks run on the thread that calls.
-
-    ``on_gathered(topic, bodies by rank)`` is called at rank 0 once all ranks have contributed, and ``on_passed`` at
-    every other leader of a node once all ranks below it have; ``on_announced(topic, body)`` at every rank, rank 0
-    included; ``on_reported(topic, body, rank)`` at rank 0 for a report. A callback may call the tree again.
-    """
+    """One rank's part. All methods may be called from any thread. ``on_message`` receives what the tree has for this
+    rank, on the thread that calls; it may call the tree again."""
 
     def __init__(self, topology: Topology, send: Callable[[int, bytes], None]) -> None:
         self.topology = topology
@@ -114,10 +124,7 @@ class MessageTree:
         self._gatherings: dict[Topic, _Gathering] = {}
         self._forgotten = _RecentTopics()
         self._flushed = _RecentTopics()
-        self.on_gathered: Callable[[Topic, Bodies], None] = _ignore
-        self.on_passed: Callable[[Topic, Bodies], None] = _ignore
-        self.on_announced: Callable[[Topic, object], None] = _ignore
-        self.on_reported: Callable[[Topic, object, int], None] = _ignore_report
+        self.on_message: Callable[[RankMessage], None] = lambda message: None
 
     def contribute(self, topic: Topic, body: object, *, leaders_only: bool = False) -> None:
         """Contribute this rank's ``body``, in JSON form, to a topic. ``leaders_only``: only leaders of nodes
@@ -132,21 +139,21 @@ class MessageTree:
 
     def report(self, topic: Topic, body: object) -> None:
         """Report to rank 0 what only this rank knows."""
-        self._send_up(_Report(topic=topic, body=body, rank=self.topology.rank))
+        self._send_up(RankReported(topic=topic, body=body, rank=self.topology.rank))
 
     def announce(self, topic: Topic, body: object) -> None:
         """Send to every rank; for rank 0."""
         assert self.topology.is_root
-        self._send_down(_Announcement(topic=topic, body=body))
+        self._send_down(DecisionAnnounced(topic=topic, body=body))
 
     def receive(self, data: bytes, sender: int) -> None:
         """Process a message that ``sender`` has sent to this rank. Raises RanksError where it is malformed."""
         number, body = from_json(tuple[int, object], json.loads(data), rank=sender)
         message = from_json(_ENVELOPES[number], body, rank=sender)
         match message:
-            case _Announcement():
+            case DecisionAnnounced():
                 self._send_down(message)
-            case _Report():
+            case RankReported():
                 self._send_up(message)
             case _FlushRequest():
                 self.flush_partial(message.topic)
@@ -196,8 +203,9 @@ class MessageTree:
             if complete or topic in self._flushed:
                 self._forward(topic, gathering)
         if complete and self.topology.is_leader:
-            notify = self.on_gathered if self.topology.is_root else self.on_passed
-            notify(topic, dict(sorted(gathering.bodies.items())))
+            bodies = dict(sorted(gathering.bodies.items()))
+            passed = not self.topology.is_root
+            self.on_message(MessagesGathered(topic=topic, bodies=bodies, passed=passed))
 
     def _withdraw(self, message: _Withdrawal) -> None:
         with self._lock:
@@ -225,16 +233,16 @@ class MessageTree:
         message = _Contributions(topic=topic, bodies=bodies, leaders_only=leaders_only)
         self._send_to([self.topology.parent], message)
 
-    def _send_up(self, message: _Report) -> None:
+    def _send_up(self, message: RankReported) -> None:
         if self.topology.parent is None:
-            self.on_reported(message.topic, message.body, message.rank)
+            self.on_message(message)
         else:
             self._send_to([self.topology.parent], message)
 
-    def _send_down(self, message: _Announcement) -> None:
+    def _send_down(self, message: DecisionAnnounced) -> None:
         with self._lock:  # so that all ranks receive announcements in one order
             self._send_to(self.topology.children, message)
-            self.on_announced(message.topic, message.body)
+            self.on_message(message)
 
     def _send_to(self, ranks: Collection[int], message: _Envelope) -> None:
         if not ranks:
@@ -243,11 +251,3 @@ class MessageTree:
         data = json.dumps(envelope, separators=(",", ":")).encode()
         for rank in ranks:
             self._send(rank, data)
-
-
-def _ignore(topic: Topic, body: object) -> None:
-    """Nobody listens."""
-
-
-def _ignore_report(topic: Topic, body: object, rank: int) -> None:
-    """Nobody listens."""

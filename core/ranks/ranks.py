@@ -6,13 +6,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tierfall.core.ranks.agreement import AGREE, Agreement
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
-from tierfall.core.ranks.messages import Topic
+from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.rendezvous import RankPlacement, join
 from tierfall.core.ranks.topology import ALONE, Topology
 from tierfall.core.ranks.transport import StoreTransport
@@ -23,35 +21,6 @@ logger = logging.getLogger("tierfall")
 
 LEAVE_S = 1.0
 """How long a rank that leaves after an error still serves its store to ranks that have not left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesGathered:
-    """All ranks have contributed to a topic (at rank 0), or all below this leader of a node (``passed``)."""
-
-    topic: Topic
-    bodies: Bodies
-    passed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionAnnounced:
-    """Rank 0 has announced a decision."""
-
-    topic: Topic
-    body: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReported:
-    """A rank has reported to rank 0 what only it knows."""
-
-    topic: Topic
-    body: object
-    rank: int
-
-
-RankMessage = MessagesGathered | DecisionAnnounced | RankReported
 
 
 class Ranks:
@@ -70,10 +39,7 @@ class Ranks:
         self._agreement = Agreement(self.message_tree, timeout_s=timeout_s)
         self.agree = self._agreement.agree
         self.meet = self._agreement.meet
-        self.message_tree.on_gathered = self._on_gathered
-        self.message_tree.on_passed = self._on_passed
-        self.message_tree.on_announced = self._on_announced
-        self.message_tree.on_reported = self._on_reported
+        self.message_tree.on_message = self._on_message
         if transport is not None:
             transport.start(self.message_tree.receive, self._lose)
 
@@ -135,6 +101,9 @@ class Ranks:
             self._transport.close(LEAVE_S)
 
     def _on_message(self, message: RankMessage) -> None:
+        if message.topic[0] == AGREE:
+            self._agreement.on_message(message)
+            return
         with self._lock:
             self._undelivered.append(message)
         self._deliver()
@@ -156,25 +125,6 @@ class Ranks:
         except BaseException:
             self._delivering = False
             raise
-
-    def _on_gathered(self, topic: Topic, bodies: Bodies) -> None:
-        if topic[0] == AGREE:
-            self._agreement.on_gathered(topic, bodies)
-        else:
-            self._on_message(MessagesGathered(topic=topic, bodies=bodies))
-
-    def _on_passed(self, topic: Topic, bodies: Bodies) -> None:
-        if topic[0] != AGREE:
-            self._on_message(MessagesGathered(topic=topic, bodies=bodies, passed=True))
-
-    def _on_announced(self, topic: Topic, body: object) -> None:
-        if topic[0] == AGREE:
-            self._agreement.on_announced(topic, body)
-        else:
-            self._on_message(DecisionAnnounced(topic=topic, body=body))
-
-    def _on_reported(self, topic: Topic, body: object, rank: int) -> None:
-        self._on_message(RankReported(topic=topic, body=body, rank=rank))
 
     def _lose(self, error: BaseException) -> None:
         logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)

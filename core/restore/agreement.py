@@ -376,8 +376,8 @@ def names_all_shards(commit: Commit) -> bool:
 def damaged_copies(
     listings: Sequence[Listing], *, host: str
 ) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
-    """Return, per tier, the copies that may be repaired, with their damage. Images in memory are never repaired, and
-    neither is a copy of which some nodes have no shard."""
+    """Return, per tier, the damaged copies that all ranks know and a rule may delete, with their damage: no images in
+    memory, and no copy of which some nodes have no shard."""
     found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
@@ -392,8 +392,8 @@ def not_on_all_nodes(
     listing: Listing, inventories: Mapping[int, Inventory]
 ) -> tuple[CopyMessage, ...]:
     """Return the copies on a tier that some nodes have no file of, without their files: a node was replaced by one that
-    keeps nothing yet, or another number of nodes saved them. They are whole, or may be repaired. All ranks must know of
-    them, to delete or repair them together and to owe them to no tier that has them."""
+    keeps nothing yet, or another number of nodes saved them. They are whole, or damaged. All ranks must know of them,
+    to delete them together and to owe them to no tier that has them."""
     reports = [tiers[listing.tier] for tiers in inventories.values() if listing.tier in tiers]
     nodes = Counter(copy.id for report in reports for copy in report.copies)
     return tuple(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostMemory
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.deletion.deleter import Deleter
@@ -245,6 +245,18 @@ class Components(Hooks):
             message_tree=message_tree,
             commits=self.commits,
         )
+        listening = (
+            self._commands,
+            self.verifier,
+            self.damage_reports,
+            self.external_commits,
+            self._node_marks,
+            self.commits.replicas,
+        )
+        self._listeners: dict[str, Callable[[RankMessage], None]] = {
+            kind: component.on_message for component in listening for kind in component.KINDS
+        }
+        """What receives messages of a kind; ``commits`` receives the others."""
 
     @property
     def fenced(self) -> FencedError | None:
@@ -267,7 +279,6 @@ class Components(Hooks):
         self._pins.note_written(entry, [tier])
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
-        self.damage_reports.on_committed(tier, entry)
         if self._leftovers is not None and not self.deleter.paused:
             self._leftovers.on_committed(tier, entry)
 
@@ -294,7 +305,7 @@ class Components(Hooks):
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
-                self.backlog.on_found(entry.id, tuple(entry.owed))
+                self.backlog.on_owed(entry.id, tuple(entry.owed))
 
     def _sends_image(self, entry: LedgerEntry, world_size: int) -> bool:
         """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved."""

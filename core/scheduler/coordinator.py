@@ -18,10 +18,16 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.format.commit_files import files_of
 from tierfall.core.format.records import Commit, prevents_deletion
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.components import Components
 from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.group.messages import kind_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
@@ -58,7 +64,6 @@ class Coordinator(Components):
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self.damage_reports.plan_repairs()
         self._finish_commands()
         self.deleter.plan_all_tiers()
 
@@ -176,17 +181,7 @@ class Coordinator(Components):
 
     def _on_message(self, news: RankMessage) -> None:
         """Pass a message of another rank to the component that it is for."""
-        for component in (
-            self._commands,
-            self.verifier,
-            self.damage_reports,
-            self.external_commits,
-            self._node_marks,
-        ):
-            if component.handles(news):
-                component.on_message(news)
-                return
-        self.commits.on_message(news)
+        self._listeners.get(kind_of(news), self.commits.on_message)(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
@@ -241,7 +236,7 @@ class Coordinator(Components):
 
     def _on_copied(self, lane: FlushLane, entry: LedgerEntry, done: Commit | Uploaded) -> None:
         """This rank's image is on a tier."""
-        self.emitter.flush_done(lane, entry)
+        self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
         files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
         self.commits.on_uploaded(lane.tier, entry, files)
 

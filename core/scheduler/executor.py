@@ -163,9 +163,7 @@ class TaskRunner:
         The fence is checked first: files of that name may be another process's, which must not change.
         """
         store.check_begin(self._writer())
-        if task.repairs:
-            _check_same(task, store)
-        elif (commit := _committed_before(task, store)) is not None and not task.again:
+        if (commit := _committed_before(task, store)) is not None and not task.again:
             store.sync_commit(task.id)
             return commit
         manifest = None
@@ -176,7 +174,7 @@ class TaskRunner:
         assert cut is not None
         assert pieces is not None
         # What is committed may be this image, too, as an earlier start sent it: it stays until it is replaced.
-        if task.leftover and (task.repairs or not store.is_committed(task.id)):
+        if task.leftover and not store.is_committed(task.id):
             store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 
@@ -293,7 +291,7 @@ class TaskRunner:
             )
         except BaseException as error:
             # after a retryable error the next attempt continues from what is there
-            if not (task.repairs or getattr(error, "retryable", False)):
+            if not getattr(error, "retryable", False):
                 self._retract(task, store)
             raise
         self._forget(task.tier)
@@ -301,8 +299,7 @@ class TaskRunner:
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
-        replaces = task.repairs or task.again
-        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=replaces)
+        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.again)
         try:
             if task.name_latest:
                 store.write_latest(task.id)
@@ -370,47 +367,18 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
     for id in task.relies_on:
         try:
             found = store.find_copy(id)
+            if found is not None and found.unread is not None:
+                raise found.unread
         except TierfallError as error:
             raise NotWholeError(
                 {}, f"a copy that the deletion relies on could not be checked: {error}"
             ) from error
         if found is None:
-            damaged[id] = (
-                f"{store.name}: {id} is gone: it has no commit record any more",
-                False,
-            )
-        elif found.unread is not None:
-            raise NotWholeError(
-                {}, f"a copy that the deletion relies on could not be checked: {found.unread}"
-            )
+            damaged[id] = (f"{store.name}: {id} is gone: it has no commit record any more", False)
         elif found.damage is not None:
             damaged[id] = (str(found.damage), True)
     if damaged:
         raise NotWholeError(damaged)
-
-
-def _check_same(task: OpenShard, store: TaskStore) -> None:
-    """Raise IntegrityError if the copy to be repaired is another checkpoint's, by its commit record or, if that is
-    unreadable, by its manifest."""
-    other = IntegrityError(
-        f"repair of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
-    )
-    try:
-        if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:
-            raise other
-        return
-    except TierfallError as error:
-        if error is other or not error.is_damage:
-            raise
-    try:
-        data = store.read_manifest(task.id, task.shard)
-        line = parse_manifest(data, what=f"manifest of {task.id} on {task.tier}").lineage
-    except TierfallError as error:
-        if not error.is_damage:
-            raise
-        return
-    if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
-        raise other
 
 
 _HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {

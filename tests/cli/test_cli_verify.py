@@ -11,7 +11,7 @@ import pytest
 from cli_kit import Cli, Trainer, flip, save_on_two_nodes
 
 import tierfall
-from tests.steps import state_of, wait_until
+from tests.steps import state_of, steps_on, wait_until
 from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
 
 MakeCli = Callable[..., Cli]
@@ -148,7 +148,6 @@ def marks_of_damage(root: Path) -> list[Path]:
 def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
     make_cli: MakeCli, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It still has the step in memory, and writes the copy anew."""
     cli = make_cli(disk={"retain": {"last": 2}})
     with tierfall.open(cli.config) as ckpt:
         for step in (1, 2):
@@ -156,8 +155,11 @@ def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
         flip(folder(tmp_path / "disk", 2) / IMAGE, 66_000)
         damage(cli)
         ckpt.save(3, state_of(3), block=True)
-        oldest = folder(tmp_path / "disk", 1)
-        wait_until(lambda: not (oldest / "commit.json").exists(), "the oldest goes")
-        assert "disk: 1@1 is not deleted: disk: 2@1 was found damaged" in caplog.text
-        wait_until(lambda: marks_of_damage(tmp_path) == [], "the copy is written anew")
+        refused = "disk: 1@1 is not deleted: disk: 2@1 was found damaged"
+        wait_until(lambda: refused in caplog.text, "the oldest stays")
+        assert "--tier disk --repair' rewrites it" in caplog.text
+        assert (folder(tmp_path / "disk", 1) / "commit.json").exists()
+        ckpt.save(4, state_of(4), block=True)
+        wait_until(lambda: steps_on(tmp_path / "disk") == [3, 4], "two newer ones are good")
+        wait_until(lambda: marks_of_damage(tmp_path) == [], "the damaged copy has gone")
     cli("verify")

@@ -156,8 +156,6 @@ class History:
         self.seen_drops: list[DeleteCopy] = []
         self.purges = random.Random(f"purge {seed}")
         self.purged: set[tuple[str, CheckpointId]] = set()
-        self.no_room: set[tuple[str, CheckpointId]] = set()
-        """Those of them that this start had no room to write anew at some time: the next start tries again."""
         self.rot = random.Random(f"rot {seed}")
         self.rotten: dict[tuple[str, CheckpointId], tuple[object, Commit]] = {}
         self.left_by_zombies: set[tuple[str, str]] = set()
@@ -328,7 +326,6 @@ class History:
         self.world.wall_ahead_s = self.skews.choice((0.0, 0.0, -1000.0, 1000.0, 1e9))
         self.asked.clear()
         self.captures.clear()
-        self.no_room.clear()
         self.unpinning.clear()
         self.world.handles.clear()
         for weather in self.weathers:
@@ -341,7 +338,7 @@ class History:
 
     def purge(self) -> None:
         """While no trainer lives a tier loses an image; its commit record stays. A tier that survives as much has
-        another copy, which is not to go before this one is whole again."""
+        another copy."""
         now = self.look()
         spare = self._twice(now)
         if not spare:
@@ -492,7 +489,7 @@ class History:
             commit = held.commits.get(id)
             file = None if commit is None else image_file(commit, SHARD)
             if file is None or keys.step_prefix("run", id) + file.file.name in disk._objects:
-                self.purged.discard((tier, id))  # it has gone, or is whole again
+                self.purged.discard((tier, id))  # it has gone
             else:
                 del held.commits[id]
         for id in [id for where, id in self.rotten if where == tier]:
@@ -502,7 +499,7 @@ class History:
             if disk._objects.get(keys.step_prefix("run", id) + file.file.name) is data:
                 held.commits.pop(id, None)
             else:
-                del self.rotten[tier, id]  # it has gone, or was written anew
+                del self.rotten[tier, id]  # it has gone
         return held
 
     def _is_taken_twice(self, id: CheckpointId) -> bool:
@@ -551,7 +548,6 @@ class History:
 
     def check(self) -> None:
         now = self.look()
-        self.no_room |= {copy for copy in self.purged if self._is_full(copy[0], now)}
         self._check_bytes(now)
         self._check_pins(now)
         self._check_newest(now)
@@ -817,8 +813,7 @@ class History:
             sends_all = not (rules.in_order or rules.retain or rules.capacity_bytes)
             for id in due_there:
                 due = id in wanted or not rules.retain
-                stays = self.rotten.keys() | (self.purged & self.no_room)
-                beside = there | {i for tier, i in stays if tier == rules.name}
+                beside = there | {i for tier, i in self._bad() if tier == rules.name}
                 passed = id in beside or (not sends_all and any(other > id for other in beside))
                 full = self._is_full(rules.name, now, below=rules.evict_high or 1.0)
                 evicted = f"DropCopy {id} on {rules.name}: done" in self.log

@@ -173,7 +173,7 @@ class ManyHistory:
             self.committed.add((str(tier), id))
         if what == "given_up":
             copy = str(tier), CheckpointId(int(step), int(attempt))
-            # else its repair is given up, or one that could not be seen when this start began
+            # else one is given up that could not be seen when this start began
             if copy not in self.damage.ever | self.found:
                 self.given_up.add(copy)
         if what == "save_given_up":

@@ -43,9 +43,10 @@ from tierfall.core.copies.shard_reader import PASSABLE, find_images
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
-from tierfall.core.ranks.message_tree import Bodies
-from tierfall.core.ranks.messages import Topic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    RankMessage,
+)
 from tierfall.core.restore.inventory import TierMessage, describe, unite_copies, unlisted
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -355,24 +356,12 @@ class Rank:
         self.listeners = listeners  # a zombie's are not those of the process in its place
 
         def hear(news: RankMessage) -> None:
+            is_root = self.number == 0 and message_tree is self.world.network.message_trees[0]
+            if is_root and isinstance(news, DecisionAnnounced):
+                self.world.said(news.topic, news.body)
             listeners.get(news.topic[0], post)(news)
 
-        def gathered(topic: Topic, bodies: Bodies) -> None:
-            hear(MessagesGathered(topic=topic, bodies=bodies))
-
-        def passed(topic: Topic, bodies: Bodies) -> None:
-            hear(MessagesGathered(topic=topic, bodies=bodies, passed=True))
-
-        def announced(topic: Topic, body: Any) -> None:
-            if self.number == 0 and message_tree is self.world.network.message_trees[0]:
-                self.world.said(topic, body)
-            hear(DecisionAnnounced(topic=topic, body=body))
-
-        def told(topic: Topic, body: Any, rank: int) -> None:
-            hear(RankReported(topic=topic, body=body, rank=rank))
-
-        message_tree.on_gathered, message_tree.on_passed = gathered, passed
-        message_tree.on_announced, message_tree.on_reported = announced, told
+        message_tree.on_message = hear
 
     def die(self, *, memory: bool) -> None:
         """Threads, tasks and unsealed memory are gone; with ``memory``, all of it, but for who lives on there."""

@@ -34,7 +34,6 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(347, id="two tiers that write each other's copies anew, and are full"),
         pytest.param(10482, id="a drop that had failed, and what it relied on has gone"),
         pytest.param(20543, id="a copy whose source does not answer is not set aside"),
         pytest.param(50250, id="a pin of what a tier had already, as turned out later"),
@@ -43,7 +42,6 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(80491, id="a drop that failed, and another copy was dropped for room"),
         pytest.param(70555, id="a copy whose fsync fails again and again"),
         pytest.param(20467, id="a deletion that a start finds makes room"),
-        pytest.param(70477, id="a purged copy, and no room to write it anew"),
         pytest.param(30230, id="two attempts of a number, one of which has only saved into memory"),
         pytest.param(80256, id="a rest on a full tier, of a copy that is still owed"),
         pytest.param(80393, id="a zombie saves into the memory of its own machine"),
@@ -51,7 +49,6 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(70672, id="a tier that does not answer for long takes copies late"),
         pytest.param(84176, id="the only copy is misread once, as another tier is to get it"),
         pytest.param(84295, id="the commit record of a source is misread once"),
-        pytest.param(84297, id="a commit record is misread once as it is written anew"),
         pytest.param(84597, id="a pin in memory of what a tier has that does not answer"),
         pytest.param(84459, id="an image leaves memory while its commit record is written"),
         pytest.param(85042, id="a damaged copy of a lineage that was left behind"),

@@ -35,7 +35,6 @@ def test_no_hour_of_several_ranks_whose_storage_fails_breaks_a_promise(seed: int
         pytest.param(36, id="a part of what a person deleted, while a tier cannot be read"),
         pytest.param(46, id="a part of a lost rank is on a tier alone that another cannot reach"),
         pytest.param(82, id="a copy that failed is given up, and is found on another tier"),
-        pytest.param(273, id="a deletion, while some ranks have uploaded a repair"),
         pytest.param(3036, id="a pin in memory, and a deletion that a command left on a tier"),
     ],
 )

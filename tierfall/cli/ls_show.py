@@ -150,8 +150,8 @@ class RunFacts:
             reason = "it could not be read, and what could not be read is kept"
         else:
             reason = (
-                "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where "
-                "the rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
+                "it is damaged, and nothing relies on it: 'tierfall verify --repair' rewrites it from a good copy; a "
+                "trainer deletes it where the rules do, and so does 'tierfall rm'"
             )
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 

@@ -15,9 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import Message
-from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.types.errors import CaptureError, TierfallError
 
 logger = logging.getLogger("tierfall")

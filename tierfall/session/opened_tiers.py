@@ -218,7 +218,7 @@ class OpenedTiers:
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
                     )
             for copy in listing.copies:
-                if copy.unread is not None or (copy.damage is not None and copy.commit is None):
+                if copy.damage is not None:
                     what = "could not be read, and is kept" if copy.unread else "is damaged"
                     logger.warning(
                         "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage

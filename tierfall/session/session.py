@@ -17,7 +17,7 @@ from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.cores import hash_threads
@@ -271,8 +271,8 @@ class Session:
             self.call_soon(self._note_lag)
         for listing in found:
             for copy in listing.copies if listing.tier != self.host.name else ():
-                if copy.damage is not None and copy.commit is not None:
-                    self._report_if_damaged(listing.tier, copy.id, copy.damage)
+                if copy.repairable and copy.commit is not None:
+                    self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
         return found
 
     def _note_lag(self) -> None:
@@ -293,8 +293,8 @@ class Session:
             if copy is None:
                 why = f"{name}: {id} is not there any more: its commit record has gone"
                 self._report_damage(name, id, why, repairable=False)
-            elif copy.damage is not None:
-                self._report_if_damaged(name, id, copy.damage)
+            elif copy.repairable:
+                self._report_damage(name, id, str(copy.damage), repairable=True)
             unread = None if copy is None else copy.unread
             found[name] = unread or (copy is not None and copy.damage is None)
         return found
@@ -319,10 +319,6 @@ class Session:
     def keep_unread(self, id: CheckpointId) -> None:
         """Keep what could not be read: for the rest of this start only a command deletes it. For any thread."""
         self.call_soon(lambda: self.coordinator.ledger.reading.update([id]))
-
-    def _report_if_damaged(self, tier: str, id: CheckpointId, damage: TierfallError) -> None:
-        if damage.is_damage:
-            self._report_damage(tier, id, str(damage), repairable=True)
 
     def _report_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
         found = self.coordinator.found_damage

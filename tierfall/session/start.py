@@ -55,12 +55,12 @@ class Start:
     found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another
     rank has a listing that lags. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the
     marks that any rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per
-    tier, the copies that may be repaired, with their damage; ``starts`` how the attempts began that have committed a
-    checkpoint.
+    tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts began that have
+    committed a checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
     ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
-    though they are whole there, or may be repaired.
+    though they are whole or damaged there.
     """
 
     attempt: Attempt | None = None
@@ -421,7 +421,7 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is
     another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
-    damage that may be repaired.
+    damage.
     """
     host, shard = tiers.config.host.name, tiers.ranks.shard
 

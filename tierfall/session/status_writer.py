@@ -291,7 +291,7 @@ class StatusWriter:
             kind=rules.kind,
             used_bytes=ledger.used_bytes(name),
             capacity_bytes=capacity,
-            checkpoints=ledger.count_on(name),
+            checkpoints=ledger.whole_copies_on(name),
             bytes_per_s=self._bytes_per_s(name) or 0.0,
             failing=None if failing is None else str(failing),
             last_error=str(lane.last_error) if lane is not None and is_delayed else None,

@@ -258,7 +258,7 @@ class Deleter:
         self._planner.warn_missing_metrics(view)
         busy = self._busy_on(tier)
         planned = self._planner.plan(view, tier, busy)
-        if self._ledger.has_unverified and len(planned) < len(
+        if self._ledger.has_unverified() and len(planned) < len(
             self._planner.plan(replace(view, assume_verified=True), tier, busy)
         ):
             self._hooks.verify(tier)

@@ -48,8 +48,8 @@ class DeletionPlanner:
         return [d for d in decisions if d.checkpoint not in busy]
 
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
-        """Yield damaged copies that are not under repair and that retention would delete if they were good. They do
-        not count when retention decides about good copies."""
+        """Yield damaged copies that retention would delete if they were good. They do not count when retention decides
+        about good copies."""
         damaged = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
         if not damaged:
             return
@@ -64,11 +64,11 @@ class DeletionPlanner:
         yield from (d for d in plan_drops(whole, tier) if d.checkpoint in damaged)
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
-        """Return the damaged copies on a tier that are neither under repair nor being read."""
+        """Return the damaged copies on a tier that nobody reads."""
         return [
             e
             for e in self._ledger.repairable()
-            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
+            if tier in e.repairable and e.state(tier) is CopyState.ABSENT
             if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
         ]
 
@@ -92,7 +92,7 @@ class DeletionPlanner:
             if not good or began or together or entry.pinned or entry.id in busy:
                 kept.append(entry.id)
                 continue
-            reason = "room is needed, and it is damaged and cannot be repaired"
+            reason = "room is needed, and it is damaged"
             size = entry.bytes.get(tier, 0)
             deleted.append(
                 Decision(

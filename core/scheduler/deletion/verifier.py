@@ -13,9 +13,14 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -29,7 +34,6 @@ ROOM_WAITS_S = 30.0
 """Seconds that an eviction waits for a copy on another tier to be read: that tier may be unresponsive."""
 _VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
 _VERIFIED, _READ = "verified", "restored"
-_TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,8 @@ class _RunningCheck:
 class BackgroundVerifier:
     """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while an
     eviction waits for the result."""
+
+    KINDS = frozenset((_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ))
 
     def __init__(
         self,
@@ -258,11 +264,6 @@ class BackgroundVerifier:
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether a message is for this component."""
-        return news.topic[0] in _TOPICS
 
     def on_message(self, news: RankMessage) -> None:
         """Handle a request of rank 0, the results of all ranks, or what all have restored."""

@@ -53,7 +53,6 @@ class Backlog:
         self._warned: set[str] = set()
         self._due: dict[str, dict[CheckpointId, float]] = {tier: {} for tier in self._stored}
         self._is_late: set[str] = set()
-        self._found: list[tuple[CheckpointId, tuple[str, ...]]] = []
 
     @property
     def save_every_s(self) -> float | None:
@@ -100,19 +99,15 @@ class Backlog:
         """The save has memory, or is skipped: training continues."""
         self._trained_since_s = now_s
 
-    def on_save_begun(self, id: CheckpointId, tiers: tuple[str, ...], now_s: float) -> None:
-        """These tiers are owed a copy of a checkpoint."""
+    def on_owed(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
+        """These tiers are owed a copy of a checkpoint; one of an earlier start counts as saved now."""
         for tier in tiers:
             due = self._due.get(tier)
             if due is None:
                 continue
-            due[id] = now_s
+            due[id] = self._ledger.now_s
             if len(due) > DUE_REMEMBERED:
                 del due[list(due)[1]]  # the age of the oldest is reported: keep it
-
-    def on_found(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
-        """These tiers are owed a copy of a checkpoint of an earlier start: it counts as saved now."""
-        self._found.append((id, tiers))
 
     def on_committed(self, tier: str, id: CheckpointId) -> None:
         """A checkpoint was committed: only newer ones are still due on the tier."""
@@ -127,8 +122,6 @@ class Backlog:
 
     def tick(self, now_s: float) -> None:
         """Log each tier that is too far behind, once until it has caught up."""
-        while self._found:
-            self.on_save_begun(*self._found.pop(0), now_s)
         for tier, rules in self._stored.items():
             if rules.within_s is None:
                 continue

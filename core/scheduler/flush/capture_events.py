@@ -66,7 +66,7 @@ class CaptureEvents:
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
         self._emitter.save_begun(entry)
-        self._backlog.on_save_begun(entry.id, event.tiers, self._ledger.now_s)
+        self._backlog.on_owed(entry.id, event.tiers)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         self._flusher.save_begun(entry)

@@ -28,9 +28,7 @@ from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
     FlushError,
-    IntegrityError,
     LostWriteError,
-    NotSupportedError,
     StorageFullError,
 )
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -41,8 +39,6 @@ ARRIVALS_BEFORE_SET_ASIDE = 8
 OLDER_OWED_MAX = 64
 """A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
-_NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
-"""Errors that end a repair at once: it has no source or no room, or the copy is another checkpoint's."""
 
 
 class Flusher:
@@ -125,7 +121,7 @@ class Flusher:
     def _begin(self, lane: FlushLane, entry: LedgerEntry, part: LedgerEntry | None) -> None:
         """Begin a copy that has room. ``part`` is None where this rank has no image of a checkpoint of other ranks."""
         if part is not None:
-            self._emitter.flush_begun(lane, part)
+            self._emitter.flush_begun(lane.tier, part, lane.edge_bytes, tries=lane.tries)
             leftover = (lane.tier, entry.id) in self._ledger.unfinished
             again = self._ledger.is_of_earlier_start(lane.tier, entry)
             lane.begin(part, leftover=leftover, again=again)
@@ -201,10 +197,8 @@ class Flusher:
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
-        marks = entry.marks.get(tier, frozenset()) if tier in entry.damage else frozenset()
-        entry.forget_damage(lane.tier)
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.marks[lane.tier] = marks.union(mark.name for mark in self.pin_marks(entry))
+        entry.marks[lane.tier] = frozenset(mark.name for mark in self.pin_marks(entry))
         entry.verified.add(lane.tier)
         if entry.handle is not None:
             self._ledger.set_knows_good()
@@ -237,8 +231,7 @@ class Flusher:
         assert error is not None
         self._emitter.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
-        repairs = lane.tier in entry.damage  # the damaged copy is still there
-        if transfer.published and not repairs:
+        if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
             entry.commit_unknown_on.add(lane.tier)
         if lane.tier not in entry.owed:
@@ -249,9 +242,6 @@ class Flusher:
         if isinstance(error, PreemptedError):
             logger.info("%s", error)
             return
-        if repairs and isinstance(error, _NO_REPAIR):
-            self.give_up_for_all(entry, lane.tier, error)
-            return
         if isinstance(error, StorageFullError):
             self._room.on_disk_full(lane, error)
             return
@@ -261,8 +251,8 @@ class Flusher:
             self._report_failure(lane, entry, error, now_s)
 
     def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
-        """Give up a repair that fails for good; set aside a copy that fails while the tier receives others, unless its
-        source could not be read. Return whether either was done."""
+        """Set aside a copy that fails while the tier receives others, unless its source could not be read; return
+        whether that was done."""
         entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, CopyFailures())
         is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
@@ -270,11 +260,6 @@ class Flusher:
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
         alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
-        if lane.tier in entry.damage:
-            if alone or (tried and failures.lasts):
-                self.give_up_for_all(entry, lane.tier, error)
-                return True
-            return False
         entry.overtaken.add(lane.tier)
         if alone:
             self._set_aside(entry, lane.tier, error)
@@ -420,10 +405,6 @@ class Flusher:
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
-        if tier in entry.damage:
-            logger.warning("%s: %s stays damaged: %s", tier, entry.id, error)
-            self.stop_copy(entry, tier, error)
-            return
         self._emitter.counters.given_up_copies += 1
         self._emitter.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)

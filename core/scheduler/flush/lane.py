@@ -117,7 +117,6 @@ class FlushLane:
                 pieces=entry.pieces,
                 leftover=leftover,
                 source=source if needs_reading else None,
-                repairs=self.tier in entry.damage,
                 again=again,
             )
         )
@@ -371,7 +370,6 @@ class FlushLane:
                 writer=transfer.writer,
                 manifest=entry.manifest,
                 commit=entry.commit,
-                repairs=self.tier in entry.damage,
             )
         )
 

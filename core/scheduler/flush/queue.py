@@ -52,8 +52,8 @@ class FlushQueue:
             )
         elif self._drain_schedule.active:
             yield from self._drain_schedule.in_order(tier, waiting)
-        elif tier in self._in_order or not waiting:  # repairs come last
-            yield from sorted(waiting, key=lambda entry: tier in entry.damage)
+        elif tier in self._in_order or not waiting:
+            yield from waiting
         else:
             yield from self._planned(tier, {entry.id: entry for entry in waiting})
 

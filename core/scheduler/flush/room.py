@@ -71,7 +71,6 @@ class TierRoom:
         self._deleter = deleter
         self._queue = queue
         self._hooks = hooks
-        self._source_of_repairs: set[str] = set()
         self._full: dict[str, FullDisk] = {}
 
     def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
@@ -97,13 +96,11 @@ class TierRoom:
         """Decide whether a copy may begin; start the evictions that it needs."""
         if self._deleter.paused or self._deleter.busy(lane.tier):
             return WAIT
-        if not self._hooks.group.decides and (not lane.disk_full or lane.tier in entry.damage):
+        if not self._hooks.group.decides and not lane.disk_full:
             return ADMIT  # rank 0 has made room already
         rules = self._ledger.rules_of(lane.tier)
         capacity = rules.capacity_bytes
         need, free = self._need_and_free(lane, entry, capacity)
-        if lane.tier in entry.damage:
-            return self._admit_repair(lane, entry, need=need, free=free)
         if capacity is not None and need > capacity:
             return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
@@ -153,22 +150,6 @@ class TierRoom:
             short_bytes -= decision.bytes
         return chosen
 
-    def _admit_repair(
-        self, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
-    ) -> RoomDecision:
-        """A repair may use the room of the damaged copy and free room; it evicts nothing."""
-        free += entry.bytes.get(lane.tier, 0)  # it is overwritten
-        if free >= need:
-            return ADMIT
-        return RoomDecision(
-            False,
-            CapacityError(
-                f"repair of {entry.id} on {lane.tier}: it needs {format_size(need)}, there is room for "
-                f"{format_size(max(free, 0))}, and no other copy is deleted for it"
-            ),
-            never=True,
-        )
-
     def _apply(
         self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
     ) -> RoomDecision:
@@ -184,15 +165,14 @@ class TierRoom:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
-        if decides and (self._hooks.verify(tier, hurry=True) or self._is_source_of_repairs(tier)):
-            return WAIT  # once that is verified or repaired, others may be evicted
+        if decides and self._hooks.verify(tier, hurry=True):
+            return WAIT  # once that is verified, others may be evicted
         if decides and self._relieve(lane, plan.missing_bytes):
             return WAIT
         return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
 
     def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
-        """Start the evictions; return False where they have to wait. A copy that is damaged on another tier is
-        repaired from this one first."""
+        """Start the evictions; return False where they have to wait."""
         ids = [decision.checkpoint for decision in plan.deletions]
         if not self._deleter.is_due(lane.tier) or self._hooks.verify_elsewhere(lane.tier, ids):
             return False
@@ -220,19 +200,6 @@ class TierRoom:
             "disk. The write that failed: %s",
             tier, decision.checkpoint, decision.reason, format_some(kept) or "none", full.error,
         )  # fmt: skip
-
-    def _is_source_of_repairs(self, tier: str) -> bool:
-        """Return whether a copy on this tier is the source of a repair in progress. The repaired tier must take copies.
-        Tiers that wait by this rule already do not count, so that no two wait for each other."""
-        self._source_of_repairs.discard(tier)
-        idle = self._ledger.failing.keys() | self._source_of_repairs
-        if any(
-            entry.owed.intersection(entry.damage) - idle
-            for entry in self._ledger.open()
-            if entry.state(tier) is CopyState.COMMITTED
-        ):
-            self._source_of_repairs.add(tier)
-        return tier in self._source_of_repairs
 
     def _need_and_free(
         self, lane: FlushLane, entry: LedgerEntry, capacity: int | None

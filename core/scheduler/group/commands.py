@@ -22,9 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.admission import Admissions
@@ -36,7 +41,6 @@ from tierfall.core.scheduler.group.messages import (
     EndedCommand,
     GroupMessages,
     MessageKind,
-    kind_of,
     read_all,
 )
 from tierfall.core.scheduler.group.pins import Pins
@@ -60,16 +64,6 @@ DELETED = "deleted by a person"
 RETRY_S = 30.0
 ALL_RANKS = "other ranks"
 """Listed among the tiers that a command waits for, until rank 0 has announced that all ranks have done their part."""
-_KINDS = frozenset(
-    (
-        MessageKind.COMMAND,
-        MessageKind.MARKED,
-        MessageKind.DELETE,
-        MessageKind.DELETED,
-        MessageKind.COMMAND_ENDED,
-        MessageKind.TOMBSTONE_FOUND,
-    )
-)
 
 
 @dataclass(slots=True)
@@ -84,6 +78,17 @@ class _OwnPart:
 
 class Commands:
     """The commands that were submitted and are not answered yet."""
+
+    KINDS = frozenset(
+        (
+            MessageKind.COMMAND,
+            MessageKind.MARKED,
+            MessageKind.DELETE,
+            MessageKind.DELETED,
+            MessageKind.COMMAND_ENDED,
+            MessageKind.TOMBSTONE_FOUND,
+        )
+    )
 
     def __init__(
         self,
@@ -115,11 +120,6 @@ class Commands:
         self._count = 0
         self._now_s = 0.0
         self._conditions = Conditions()
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in _KINDS
 
     def submit(self, command: Command) -> None:
         self._open.append(command)
@@ -228,9 +228,7 @@ class Commands:
             command.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry):
             return
-        elif command.kind is CommandKind.PIN and not (
-            self._ledger.has_whole_copy(entry) or entry.damage
-        ):
+        elif command.kind is CommandKind.PIN and not (entry.is_whole or entry.damage):
             command.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
         else:
             self._begin(command, entry)
@@ -280,7 +278,7 @@ class Commands:
         self._begin_part(self._count, command, entry)
         if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
-                # some ranks may have uploaded images, also for a repair
+                # some ranks may have uploaded images
                 if entry is None or entry.state(lane.tier) is not CopyState.COMMITTED:
                     self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 

@@ -12,9 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.capture_events import CaptureEvents
 from tierfall.core.scheduler.flush.drain_schedule import DrainSchedule
@@ -179,9 +184,6 @@ class Commits(Group):
     # Messages --------------------------------------------------------------------------------------
 
     def on_message(self, news: RankMessage) -> None:
-        if self.replicas.is_about(news):
-            self.replicas.on_message(news)
-            return
         match news:
             case RankReported() if kind_of(news) in _RUN_KINDS:
                 self._on_run_report(news)

@@ -30,15 +30,20 @@ from tierfall.core.image.dedup import (
     digests_agree,
     find_difference,
 )
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.messages import CheckpointTopic
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,
     ImageShare,
     MessageKind,
     SaveFailure,
-    kind_of,
     read_all,
 )
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
@@ -50,16 +55,6 @@ V = TypeVar("V")
 
 ASK_AGAIN_S = 1.0
 """After how long rank 0 is asked whether some rank has begun the save without a table."""
-_KINDS = frozenset(
-    (
-        MessageKind.TABLE,
-        MessageKind.ASK_TABLES,
-        MessageKind.ASSIGNED,
-        MessageKind.UNASSIGNED,
-        MessageKind.UNLIKE,
-        MessageKind.DIGESTS,
-    )
-)
 _REMEMBERED = 64
 _NOT_COMPARED = "replicated state was not compared; the next save compares it"
 
@@ -84,6 +79,17 @@ class _MadeAssignment:
 class ReplicaAssigner:
     """One rank's part; see the module. ``refuse`` is called at rank 0 for a save that is no checkpoint, once the reason
     is known."""
+
+    KINDS = frozenset(
+        (
+            MessageKind.TABLE,
+            MessageKind.ASK_TABLES,
+            MessageKind.ASSIGNED,
+            MessageKind.UNASSIGNED,
+            MessageKind.UNLIKE,
+            MessageKind.DIGESTS,
+        )
+    )
 
     def __init__(
         self,
@@ -173,11 +179,6 @@ class ReplicaAssigner:
         return min((when for when in due if when > now_s), default=None)
 
     # Messages --------------------------------------------------------------------------------------
-
-    @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in _KINDS
 
     def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)

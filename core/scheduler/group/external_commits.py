@@ -11,8 +11,7 @@ import logging
 from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.message_tree import MessageTree
-from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
+from tierfall.core.ranks.message_tree import DecisionAnnounced, MessageTree, RankMessage
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.group.messages import ExternalCommit, MessageKind, kind_of
@@ -32,6 +31,8 @@ class ExternalCommits:
     ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
     ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
     """
+
+    KINDS = frozenset((MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS))
 
     def __init__(
         self,
@@ -89,11 +90,6 @@ class ExternalCommits:
                 task.tier, task.id, outcome.error,
             )  # fmt: skip
         self._end_if_idle()
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
     def on_message(self, news: RankMessage) -> None:
         """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""

@@ -8,9 +8,8 @@ from enum import StrEnum
 from typing import TypeVar
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, RankMessage
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage, Message, Topic
-from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
@@ -57,7 +56,6 @@ class MessageKind(StrEnum):
 
     # Damage: see ``damage``.
     DAMAGE_FOUND = "damage_found"  # reported, then announced
-    REPAIR = "repair"  # announced
 
     # Checkpoints that another process writes: see ``external_commits``.
     EXTERNAL_COMMIT = "external_commit"  # announced

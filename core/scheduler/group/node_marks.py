@@ -11,16 +11,19 @@ from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+)
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,
     MarksRequest,
     MessageKind,
     NodeMarksFound,
-    kind_of,
     read_all,
 )
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -35,6 +38,8 @@ _NO_ID = CheckpointId(0, 0)
 
 class NodeMarks:
     """See the module."""
+
+    KINDS = frozenset((MessageKind.READ_MARKS, MessageKind.MARKS))
 
     def __init__(
         self,
@@ -55,11 +60,6 @@ class NodeMarks:
         self._asked: dict[int, ReadMarks] = {}
         self._changed: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
         self._going: dict[int, DeleteCopy] = {}
-
-    @staticmethod
-    def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message."""
-        return kind_of(news) in (MessageKind.READ_MARKS, MessageKind.MARKS)
 
     def read(self, task: ReadMarks) -> None:
         """Have marks read, on this node or on all."""

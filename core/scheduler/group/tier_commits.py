@@ -12,7 +12,6 @@ of its own. It belongs to the coordinator's thread and does no I/O: workers writ
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -42,8 +41,6 @@ from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError, LostWriteError
 from tierfall.core.types.values import CheckpointId, CopyState
-
-logger = logging.getLogger("tierfall")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -162,8 +159,7 @@ class TierCommits:
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
         elif tier in entry.owed:
-            if tier not in entry.damage:  # only in this start: the next one may still copy it
-                entry.overtaken.add(tier)
+            entry.overtaken.add(tier)  # only in this start: the next one may still copy it
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 
@@ -197,8 +193,6 @@ class TierCommits:
         if uploaded is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
-        if tier in entry.damage:
-            return  # a repair has failed: the good files of the damaged copy are kept
         if not complete:
             if uploaded:
                 self._deleter.collect_unfinished(tier, entry.id, reason)
@@ -242,9 +236,8 @@ class TierCommits:
         """Record an uploaded image; after the last one that this rank writes to a tier, contribute the files of all."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
-            if tier not in entry.damage:  # else the copy keeps what its repair has written
-                shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
-                self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=shard)
+            shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
+            self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=shard)
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to.add(tier)
@@ -308,7 +301,6 @@ class TierCommits:
             commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
             marks=self._flusher.pin_marks(entry),
             name_latest=self._flusher.is_newest(tier, entry),
-            repairs=tier in entry.damage,
             again=self._ledger.is_of_earlier_start(tier, entry),
         )
         self._pending.begin(task)
@@ -320,10 +312,8 @@ class TierCommits:
             self._schedule_retry(task, outcome.error)
             return
         self._pending.end(task.tier, task.id)
-        if not expected and not task.repairs:
+        if not expected:
             self._retract(task.tier, task.id, "it was given up meanwhile, by all")
-        elif not expected:
-            logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
         elif outcome.error is not None and not self._ledger.many_ranks:
             entry = self._ledger.entries[task.id]
             self._forget(entry, task.tier)

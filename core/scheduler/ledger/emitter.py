@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy
@@ -32,19 +31,6 @@ class Counters:
     set_aside_copies: int = 0
     deleted_copies: int = 0
     commits: Counter[str] = field(default_factory=Counter)
-
-
-class FlushInFlight(Protocol):
-    """A copy in progress: how often it was tried, and the bytes read from each source so far."""
-
-    @property
-    def tier(self) -> str: ...
-
-    @property
-    def edge_bytes(self) -> Mapping[str, int]: ...
-
-    @property
-    def tries(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +96,34 @@ class EventEmitter:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def flush_begun(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
-        self._copies[flush.tier] = _Copying(entry.id, self.now_s, dict(flush.edge_bytes))
+    def flush_begun(
+        self, tier: str, entry: LedgerEntry, read: Mapping[str, int], *, tries: int
+    ) -> None:
+        """A copy begins, after ``tries`` failures of its tier; ``read`` has the bytes read from each source so far."""
+        self._copies[tier] = _Copying(entry.id, self.now_s, dict(read))
         self._notify(
             events.FlushBegun(
                 at_s=self.now_s,
                 id=entry.id,
-                tier=flush.tier,
+                tier=tier,
                 bytes=image_bytes_of(entry),
-                tries=flush.tries,
+                tries=tries,
             )
         )
 
-    def flush_done(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
-        begun = self._copies.pop(flush.tier, _Copying(entry.id, self.now_s, {}))
+    def flush_done(self, tier: str, entry: LedgerEntry, read: Mapping[str, int]) -> None:
+        """A copy is uploaded; ``read`` is as in ``flush_begun``."""
+        begun = self._copies.pop(tier, _Copying(entry.id, self.now_s, {}))
         sources = {
-            source: read - begun.read.get(source, 0)
-            for source, read in flush.edge_bytes.items()
-            if read > begun.read.get(source, 0)
+            source: count - begun.read.get(source, 0)
+            for source, count in read.items()
+            if count > begun.read.get(source, 0)
         }
         self._notify(
             events.FlushDone(
                 at_s=self.now_s,
                 id=entry.id,
-                tier=flush.tier,
+                tier=tier,
                 bytes=image_bytes_of(entry),
                 seconds=self.now_s - begun.since_s,
                 sources=sources,

@@ -22,7 +22,7 @@ class LedgerEntry:
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
     ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
-    occupies ``bytes`` and bears ``marks``; a ``repairable`` one is rewritten from a good copy, any other one is kept.
+    occupies ``bytes`` and bears ``marks``; a rule may delete a ``repairable`` one, any other one is kept.
     ``leases`` counts the tasks that read a copy. ``pin_written_to``: the tiers that the pin in memory was written to.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
@@ -228,7 +228,7 @@ class LedgerEntry:
         self.damage[tier] = why
 
     def forget_damage(self, tier: str) -> None:
-        """The damaged copy on a tier was repaired or deleted."""
+        """The damaged copy on a tier was deleted."""
         self.changed.add(self.id)
         self.damage.pop(tier, None)
         self.repairable.discard(tier)

@@ -6,13 +6,13 @@ It contains facts and answers queries; the coordinator and the policies decide w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
-from tierfall.core.scheduler.ledger.overview import LedgerEntries, Overview
+from tierfall.core.scheduler.ledger.overview import Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
 from tierfall.core.types.policy import Rule
@@ -22,7 +22,7 @@ from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 ALONE = Shard(0, 1)
 
 
-class Ledger:
+class Ledger(Overview):
     """See the module. ``view`` is what policies see of it."""
 
     def __init__(
@@ -45,12 +45,11 @@ class Ledger:
         tiers; what could not be read counts to the end. ``failing`` tells why tiers accept no copies at present, and
         why host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
         training step of the last evaluation: earlier checkpoints may lack its metrics."""
+        super().__init__()
         self.shard = shard
         self.rules = rules
         self.host = host
         self.peer_tiers = frozenset(rule.name for rule in rules if rule.kind is TierKind.PEER)
-        self.entries = LedgerEntries()
-        self._overview = Overview(self.entries, self._view)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered = scattered
@@ -107,7 +106,7 @@ class Ledger:
             entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
         listings = tuple(listings)
-        self._overview.lineage.set_starts({start.key: start for start in starts_in(listings)})
+        self.lineage.set_starts({start.key: start for start in starts_in(listings)})
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
@@ -150,7 +149,7 @@ class Ledger:
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number, this one counts from now on
-            self._overview.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
+            self.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
 
     def set_knows_good(self) -> None:
         """Permit deletions by rule from now on."""
@@ -164,27 +163,6 @@ class Ledger:
         if not (entry.states or entry.owed or entry.damage or entry.snapshot):
             self.entries.pop(entry.id)
 
-    def has_whole_copy(self, entry: LedgerEntry) -> bool:
-        """Return whether some tier has all of the checkpoint."""
-        return entry.is_whole
-
-    def refresh(self) -> None:
-        """Begin a step: no component refers any more to entries that it looked up before."""
-        self._overview.refresh()
-
-    def open(self) -> list[LedgerEntry]:
-        """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
-        return self._overview.open()
-
-    def count_on(self, tier: str) -> int:
-        """Return the number of whole copies on a tier."""
-        return self._overview.whole_copies_on(tier)
-
-    def abandoned(self) -> Set[CheckpointId]:
-        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
-        something counts also when all of that is deleted."""
-        return self._overview.abandoned()
-
     def view(
         self,
         held: Collection[CheckpointId] = (),
@@ -196,7 +174,7 @@ class Ledger:
         in ``View``."""
         return View(
             tiers=self._tiers(),
-            checkpoints=self._views(held, settling),
+            checkpoints=self._checkpoints(held, settling),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
             attempt=self.attempt,
@@ -221,10 +199,10 @@ class Ledger:
             for rules in self.rules
         )
 
-    def _views(
+    def _checkpoints(
         self, held: Collection[CheckpointId], settling: Collection[CheckpointId]
     ) -> tuple[CheckpointView, ...]:
-        views = self._overview.views()
+        views = self.views()
         reading = {id for id, count in self.reading.items() if count > 0}
         special = reading.union(held, settling)
         if not special:
@@ -248,7 +226,7 @@ class Ledger:
         }
         return replace(view, copies=copies, changing=view.id in settling)
 
-    def _view(self, entry: LedgerEntry, abandoned: bool) -> CheckpointView:
+    def _view(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointView:
         commit = entry.commit
         return CheckpointView(
             id=entry.id,
@@ -277,20 +255,7 @@ class Ledger:
     @property
     def all_live(self) -> bool:
         """Whether no checkpoint is abandoned or bears a tombstone."""
-        return not self.abandoned() and not self._overview.has_tombstoned()
-
-    def overtaken(self) -> list[LedgerEntry]:
-        """Return the entries of which a copy to some tier failed."""
-        return self._overview.overtaken()
-
-    def repairable(self) -> list[LedgerEntry]:
-        """Return the entries with a damaged copy that may be repaired or deleted."""
-        return self._overview.repairable()
-
-    @property
-    def has_unverified(self) -> bool:
-        """Whether a tier has a committed copy that is not verified."""
-        return self._overview.has_unverified()
+        return not self.abandoned() and not self.has_tombstoned()
 
     def unverified(self, tier: str) -> list[LedgerEntry]:
         """Return the committed unverified copies on a tier, newest first, without abandoned and deleted ones: no
@@ -338,10 +303,6 @@ class Ledger:
 
     def used_bytes(self, tier: str) -> int:
         """Return the bytes of this run on a tier, unfinished copies included."""
-        return self._overview.used_bytes(tier) + sum(
+        return super().used_bytes(tier) + sum(
             size for (name, _), size in self.unfinished.items() if name == tier
         )
-
-    def bytes_being_deleted(self, tier: str) -> int:
-        """Return the bytes of copies whose deletion is in progress or is retried."""
-        return self._overview.bytes_being_deleted(tier)

@@ -6,6 +6,7 @@ so a lookup counts as a change. Entries on which saves, copies or commands work 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -43,11 +44,6 @@ class LedgerEntries(dict[CheckpointId, LedgerEntry]):
         entry.changed = self.changed
         self.changed.add(id)
         super().__setitem__(id, entry)
-
-    def setdefault(self, id: CheckpointId, entry: LedgerEntry) -> LedgerEntry:
-        if id not in self:
-            self[id] = entry
-        return self[id]
 
     def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
         """Remove an entry, if it is there."""
@@ -148,14 +144,11 @@ class AbandonedLines:
         return flipped
 
 
-class Overview:
-    """Summaries of all entries. ``look`` returns the view of an entry, given whether it is abandoned."""
+class Overview(ABC):
+    """All entries, and summaries of them."""
 
-    def __init__(
-        self, entries: LedgerEntries, look: Callable[[LedgerEntry, bool], CheckpointView]
-    ) -> None:
-        self._entries = entries
-        self._look = look
+    def __init__(self) -> None:
+        self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
         self._recent: set[CheckpointId] = set()
         self._past: set[CheckpointId] = set()
@@ -170,8 +163,13 @@ class Overview:
         self._leaving: Counter[str] = Counter()
         self._whole: Counter[str] = Counter()
 
+    @abstractmethod
+    def _view(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointView:
+        """Return the view of an entry."""
+
     def refresh(self) -> None:
-        """Entries that were looked up until now do not change any more; update the summaries once more for them."""
+        """Begin a step: entries that were looked up until now do not change any more; update the summaries once more
+        for them."""
         self._past |= self._recent
         self._recent.clear()
 
@@ -181,15 +179,18 @@ class Overview:
         return list(self._open.values())
 
     def abandoned(self) -> Set[CheckpointId]:
-        """Return the abandoned checkpoints: a live set."""
+        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
+        something counts also when all of that is deleted."""
         self._refresh()
         return self.lineage.abandoned()
 
     def used_bytes(self, tier: str) -> int:
+        """Return the bytes of all copies on a tier."""
         self._refresh()
         return self._used[tier]
 
     def bytes_being_deleted(self, tier: str) -> int:
+        """Return the bytes of copies whose deletion is in progress or is retried."""
         self._refresh()
         return self._leaving[tier]
 
@@ -201,12 +202,12 @@ class Overview:
     def overtaken(self) -> list[LedgerEntry]:
         """Return the entries of which a copy failed, so that newer ones may be committed before it."""
         self._refresh()
-        return [self._entries[id] for id in self._overtaken]
+        return [self.entries[id] for id in self._overtaken]
 
     def repairable(self) -> list[LedgerEntry]:
-        """Return the entries with a damaged copy. This is a lookup, as a repair may be owed to them."""
+        """Return the entries with a damaged copy that a rule may delete."""
         self._refresh()
-        return [self._entries[id] for id in sorted(self._repairable, key=_key)]
+        return [self.entries.peek(id) for id in sorted(self._repairable, key=_key)]
 
     def has_tombstoned(self) -> bool:
         """Return whether some entry bears a tombstone."""
@@ -228,24 +229,24 @@ class Overview:
             if entry.is_settled:
                 del self._open[id]
         found = []
-        for id in self._entries.ids():
+        for id in self.entries.ids():
             view = self._views.get(id)
             if view is None:
-                view = self._look(self._entries.peek(id), id in abandoned)
+                view = self._view(self.entries.peek(id), abandoned=id in abandoned)
                 if id not in self._open and id not in self._recent:
                     self._views[id] = view
             found.append(view)
         return tuple(found)
 
     def _refresh(self) -> None:
-        changed = self._entries.changed
+        changed = self.entries.changed
         self._recent |= changed
         changed.clear()
         if not self._recent and not self._past:
             return
         for id in self._recent | self._past:
             self._views.pop(id, None)
-            entry = self._entries.peek(id) if id in self._entries else None
+            entry = self.entries.peek(id) if id in self.entries else None
             if entry is None or entry.is_settled:
                 self._open.pop(id, None)
             else:

@@ -21,7 +21,7 @@ from tierfall.core.copies.images import Image
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, NamedFile
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
-from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -40,9 +40,8 @@ class OpenShard:
 
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
-    which are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another
-    checkpoint's. ``again``: so is one of an earlier start in peer memory, whose record may be on some of its nodes
-    only.
+    which are deleted first. ``again``: an earlier start committed the copy in peer memory, and it is rewritten, since
+    its record may be on some of its nodes only.
     """
 
     tier: str
@@ -53,7 +52,6 @@ class OpenShard:
     pieces: Spliced | None
     source: CopySource | None
     leftover: bool = False
-    repairs: bool = False
     again: bool = False
 
 
@@ -81,7 +79,7 @@ class CopyRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
     """Publish the image and write its manifest, unless a newer attempt exists. The outcome's value is ``Uploaded``.
-    ``commit`` names the image's files. ``repairs``: it replaces a damaged copy."""
+    ``commit`` names the image's files."""
 
     tier: str
     id: CheckpointId
@@ -89,7 +87,6 @@ class FinishCopy:
     writer: ImageUpload
     manifest: Manifest
     commit: Commit
-    repairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +99,13 @@ class Uploaded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCopy:
     """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
-    written. ``repairs`` and ``again`` are as in ``OpenShard``."""
+    written. ``again`` is as in ``OpenShard``."""
 
     tier: str
     id: CheckpointId
     commit: Commit
     marks: tuple[Mark, ...]
     name_latest: bool
-    repairs: bool = False
     again: bool = False
 
 

@@ -16,8 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
-from tierfall.core.ranks.messages import Topic
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
 from tierfall.core.ranks.topology import FAN_OUT, Topology
 
 Pair = tuple[int, int]
@@ -95,20 +100,18 @@ class Network:
         message_tree = MessageTree(topology, self._sender(topology.rank))
         heard = self.heard[topology.rank]
 
-        def gathered(topic: Topic, bodies: Bodies) -> None:
-            heard.append(("gathered", topic, bodies))
+        def hear(message: RankMessage) -> None:
+            topic = message.topic
+            match message:
+                case MessagesGathered():
+                    what = "passed" if message.passed else "gathered"
+                    heard.append((what, topic, message.bodies))
+                case DecisionAnnounced():
+                    heard.append(("announced", topic, message.body))
+                case RankReported():
+                    heard.append(("told", topic, message.body, message.rank))
 
-        def passed(topic: Topic, bodies: Bodies) -> None:
-            heard.append(("passed", topic, bodies))
-
-        def announced(topic: Topic, body: Any) -> None:
-            heard.append(("announced", topic, body))
-
-        def told(topic: Topic, body: Any, rank: int) -> None:
-            heard.append(("told", topic, body, rank))
-
-        message_tree.on_gathered, message_tree.on_passed = gathered, passed
-        message_tree.on_announced, message_tree.on_reported = announced, told
+        message_tree.on_message = hear
         return message_tree
 
     def _sender(self, source: int) -> Callable[[int, bytes], None]:

@@ -38,8 +38,7 @@ class Rank:
             topology, lambda to, data: ranks[to].inbox.put((data, rank))
         )
         self.together = Agreement(self.message_tree, timeout_s=PATIENCE_S)
-        self.message_tree.on_gathered = self.together.on_gathered
-        self.message_tree.on_announced = self.together.on_announced
+        self.message_tree.on_message = self.together.on_message
         self._taking = threading.Thread(target=self._take)
         self._taking.start()
 

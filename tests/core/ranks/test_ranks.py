@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from tierfall.core.ranks.ranks import (
+from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessagesGathered,
     RankMessage,
     RankReported,
-    Ranks,
 )
+from tierfall.core.ranks.ranks import Ranks
 
 PATIENCE_S = 20.0
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tierfall.core.format.records import Commit, Lineage, NamedFile
-from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.message_tree import MessagesGathered, MessageTree, RankMessage
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.types import keys
@@ -88,11 +88,12 @@ def test_a_commit_of_ten_thousand_ranks_is_decided_and_received_within_a_second(
     root = clocks.message_trees[0]
     records: list[bytes] = []
 
-    def commit(topic: Topic, bodies: dict[int, Any]) -> None:
-        records.append(_record(bodies))
-        root.announce(("there", 400, 7, "store"), {"0": 1})
+    def commit(message: RankMessage) -> None:
+        if isinstance(message, MessagesGathered):
+            records.append(_record(message.bodies))
+            root.announce(("there", 400, 7, "store"), {"0": 1})
 
-    root.on_gathered = commit
+    root.on_message = commit
     for rank, message_tree in enumerate(clocks.message_trees):
         shard = Shard(rank, ranks)
         body = [

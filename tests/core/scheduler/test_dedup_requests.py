@@ -14,7 +14,6 @@ from tests.core.ranks.network import Network
 from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankReported
 from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.scheduler.group.messages import ImageShare, SaveFailure
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
@@ -44,16 +43,7 @@ class Job:
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
         for divider, message_tree in zip(self.dividers, self.network.message_trees, strict=True):
-            hear = divider.on_message
-            message_tree.on_gathered = lambda t, b, hear=hear: hear(
-                MessagesGathered(topic=t, bodies=b)
-            )  # type: ignore[misc]
-            message_tree.on_announced = lambda t, b, hear=hear: hear(
-                DecisionAnnounced(topic=t, body=b)
-            )  # type: ignore[misc]
-            message_tree.on_reported = lambda t, b, r, hear=hear: hear(
-                RankReported(topic=t, body=b, rank=r)
-            )  # type: ignore[misc]
+            message_tree.on_message = divider.on_message
 
     def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
         def answer(division: ReplicaAssignment | None) -> None:
