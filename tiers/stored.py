@@ -338,10 +338,6 @@ class StoredTier:
         """Let the backend continue with a folder that is mounted anew if its tier record has this id."""
         self._marker.expect(id)
 
-    def is_same_place(self, other: StoredTier) -> bool:
-        """Check with a probe whether ``other`` is the same place. Equal ids do not prove it: one may be a copy."""
-        return self._marker.is_visible_to(other.backend)
-
     # Attempts and the fence ----------------------------------------------------------------------
 
     def attempts(self) -> tuple[int, ...]:

@@ -52,9 +52,9 @@ from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
-    ask_within_bound,
     bounded_reads,
     bounds_s,
+    call_tiers,
     check_written,
     close_stores,
     has_files,
@@ -151,9 +151,8 @@ class OpenedTiers:
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
             self.listings = self.list_now()
-            ask = ask_within_bound(config, self.stores, self._calls)
             self.identities = TierIdentities(
-                self.config, self.stores, self.folder, self.listings, ask=ask
+                self.config, self.stores, self.folder, self.listings, self._calls
             )
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
@@ -192,12 +191,11 @@ class OpenedTiers:
             )
 
     def _check_identities(self) -> None:
-        """Refuse two tiers that are one folder or have changed places; exclude tiers that are not mounted."""
-        self.make_read_only(self.identities.refuse_aliases())
+        """Refuse two tiers that are one folder; exclude tiers that are not mounted."""
+        self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)
             _log_excluded(name, error)
-        self.identities.refuse_swapped()
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Close a tier, and continue without it."""
@@ -411,14 +409,7 @@ class OpenedTiers:
         call: Callable[[StoredTier], T],
     ) -> dict[str, CallResult[T]]:
         """Call these tiers concurrently. A tier that does not answer within its bound has an UnreachableError."""
-        called = list(stores)
-        bounds = bounds_s(self.config)
-        return self._calls.call_all(
-            {store.name: partial(call, store) for store in called},
-            {store.name: bounds[store.name] for store in called},
-            doing="ask",
-            last_answer_s=lambda name: self.stores[name].last_answer_s(),
-        )
+        return call_tiers(stores, call, self.config, self._calls)
 
     # Reading -----------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
@@ -23,7 +23,7 @@ from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls, NotAskedError
+from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, NotAskedError
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.threads import run_in_parallel
@@ -499,30 +499,22 @@ def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, Buf
     }
 
 
-class AskTier(Protocol):
-    """Makes a call to the tier of that name, and returns its value or raises its error."""
-
-    def __call__(self, tier: str, call: Callable[[], T], /) -> T: ...
-
-
-def ask_without_bound(tier: str, call: Callable[[], T]) -> T:
-    return call()
-
-
-def ask_within_bound(
-    config: Config, stores: Mapping[str, StoredTier], calls: BoundedCalls
-) -> AskTier:
-    """Return what makes calls that raise UnreachableError where the tier does not answer within its bound."""
-
-    def ask(tier: str, call: Callable[[], T]) -> T:
-        return calls.call_all(
-            {tier: call},
-            bounds_s(config),
-            doing="ask",
-            last_answer_s=lambda name: stores[name].last_answer_s(),
-        )[tier].get()
-
-    return ask
+def call_tiers(
+    stores: Iterable[StoredTier],
+    call: Callable[[StoredTier], T],
+    config: Config,
+    calls: BoundedCalls,
+    *,
+    doing: str = "ask",
+) -> dict[str, CallResult[T]]:
+    """Call tiers, side by side. One that does not answer within its bound has an UnreachableError."""
+    called = {store.name: store for store in stores}
+    return calls.call_all(
+        {name: partial(call, store) for name, store in called.items()},
+        bounds_s(config),
+        doing=doing,
+        last_answer_s=lambda name: called[name].last_answer_s(),
+    )
 
 
 def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
