@@ -225,7 +225,7 @@ class Rank:
         return describe(self.listings, mine=mine)
 
     def next_number(self) -> int:
-        return next_number(self.listings, self.stores, run="run")
+        return next_number(self.listings, run="run")
 
     def adopt(self, attempt: Attempt) -> bool:
         """Save as this attempt from now on; False where a tier knows another one by its number."""

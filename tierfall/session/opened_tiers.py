@@ -305,7 +305,7 @@ class OpenedTiers:
 
     def next_number(self) -> int:
         """Return an attempt number above all others, including those on tiers that cannot be listed."""
-        return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
+        return next_number(self.listings, run=self.run, own=self.attempt)
 
     def claim_from(self, number: int) -> Attempt:
         """Claim the attempt of that number, or of the next free one: no two starts have the same number."""
