@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
+from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
-from tierfall.core.types.view import Decision
+from tierfall.core.types.view import ArrivalOutlook, Decision, DrainDecision
+from tierfall.policies.drain import describe_drain
 from tierfall.policies.retention import plan_retention
-from tierfall.session.drain_forecast import end_drain, start_drain
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.statistics import checkpoint_infos
 from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
+_ARRIVES = {
+    ArrivalOutlook.ARRIVES: True,
+    ArrivalOutlook.TOO_LATE: False,
+    ArrivalOutlook.UNKNOWN: None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +188,13 @@ def drain_here(
     asker = object()
     try:
         if deadline_s is not None and owed:
-            forecast = start_drain(
-                session, asker, began + deadline_s, doing=doing, left_s=deadline_s
-            )
+            plan = partial(coordinator.begin_drain, asker, began + deadline_s)
+            forecast = _log_forecast(session.call(plan), doing, deadline_s)
         with session.waiting_for_copies(doing):
             session.wait_idle(deadline_s, copies_only=copies_only)
     finally:
         if continues:
-            end_drain(session, asker)
+            session.call_soon(partial(coordinator.drain_schedule.end, asker))
     left = set(session.call(coordinator.owed_copies))
     left |= set(owed) & set(session.call(coordinator.set_aside_copies))
     durable = session.call(lambda: set(coordinator.durable))
@@ -198,6 +204,27 @@ def drain_here(
         lost=_triples(copy for copy in owed if copy not in left | durable),
         seconds=time.monotonic() - began,
         forecast=forecast,
+    )
+
+
+def _log_forecast(
+    decisions: Sequence[DrainDecision], doing: str, deadline_s: float
+) -> tuple[DrainForecast, ...]:
+    """Log what arrives before the deadline, and return it, in the order in which copies are written."""
+    lost = any(decision.outlook is ArrivalOutlook.TOO_LATE for decision in decisions)
+    for line in describe_drain(decisions):
+        level = logging.WARNING if lost else logging.INFO
+        logger.log(level, "%s: in at most %s %s", doing, format_duration(deadline_s), line)
+    return tuple(
+        DrainForecast(
+            step=decision.checkpoint.step,
+            attempt=decision.checkpoint.attempt,
+            tier=decision.tier,
+            arrives=_ARRIVES[decision.outlook],
+            left_bytes=decision.left_bytes,
+            reason=decision.reason,
+        )
+        for decision in decisions
     )
 
 
