@@ -318,7 +318,7 @@ class OpenedTiers:
                 node=self.node,
                 pid=os.getpid(),
                 wall_time_s=time.time(),
-                node_losses=self._peers.node_losses if self._peers else None,
+                node_losses=self._peers.placement.node_losses if self._peers else None,
             )
             if self.claim(attempt):
                 return attempt

@@ -292,11 +292,11 @@ def _find_shared(tiers: OpenedTiers) -> None:
     """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
     if tiers.attempt is not None or not shared_folders.tiers_to_probe(tiers):
         return
-    with shared_folders.files_of_probe(tiers) as files:
+    with shared_folders.files_of_probe(tiers) as write_files:
 
         def write(messages: dict[int, StartMessage]) -> ProbeFiles:
             _check_started(messages)
-            return files.write()
+            return write_files()
 
         timeout_s = _patience_s(tiers)
         written = tiers.ranks.agree(_OPEN, StartMessage(), write, ProbeFiles, timeout_s=timeout_s)

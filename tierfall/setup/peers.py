@@ -35,7 +35,6 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.view import NodeLosses
 from tierfall.setup.nodes.kept import keeps_any, kept_folders
 from tierfall.setup.nodes.placement import (
     HELPS,
@@ -126,11 +125,6 @@ class PeerMemory:
             storage=self._open_kept_for,
             listener=listener,
         )
-
-    @property
-    def node_losses(self) -> NodeLosses:
-        """The chances that what is saved in this start survives the loss of nodes."""
-        return self.placement.node_losses
 
     def _rank_of(self, node: int) -> PeerAddress:
         """Return the rank of a node that has this rank's place there."""
@@ -268,7 +262,6 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
     try:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
-        lacks_bytes = _lacking_bytes(tier)
         memory_id = _memory_id(tier.path)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
@@ -278,21 +271,8 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         node=node_name(),
         domain=found.name,
         source=found.source,
-        lacks_bytes=lacks_bytes,
         memory_id=memory_id,
     )
-
-
-def _lacking_bytes(tier: PeerTierConfig) -> int:
-    """Return how many bytes of the tier's capacity would not fit; 0 where it has none."""
-    if tier.capacity_bytes is None:
-        return 0
-    found = [path for path in tier.path.rglob("*") if path.is_file()]
-    files = [path.stat() for path in found if path.name != _ID_NAME]
-    # After a kill a file may have two names.
-    kept = {status.st_ino: status.st_size for status in files}
-    there = room_for_arena(tier.path).free_bytes + sum(kept.values())
-    return max(0, tier.capacity_bytes * tier.copies - there)
 
 
 def _open_kept(path: Path) -> Backend:

@@ -118,10 +118,10 @@ def _survives(tier: Tier) -> LossClass:
 
 def is_shared(tier: StoredSection) -> bool:
     """Return whether all nodes see the same files there."""
-    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+    return bool(shared_setting(tier))
 
 
-def shared_setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
+def shared_setting(tier: StoredSection) -> bool | None:
     """Return whether all nodes see a tier's files; None where that is neither configured nor probed."""
     return True if isinstance(tier, ObjectTierConfig) else tier.shared
 

@@ -1,5 +1,5 @@
-"""Placing copies on the nodes of a start, by what each node reports, its address included; and what cannot be placed,
-or lacks memory."""
+"""Placing copies on the nodes of a start, by what each node reports, its address included; and what cannot be
+placed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tierfall.core.ranks.messages import Message
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
 from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.tiers.arena.folder import sized
 
 logger = logging.getLogger("tierfall")
 
@@ -32,15 +31,13 @@ HELPS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress(Message):
     """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
-    how much of the tier's ``capacity`` has no room there, in bytes; and the id of the node's memory. Or the ``error``
-    that keeps it from serving."""
+    the id of the node's memory. Or the ``error`` that keeps it from serving."""
 
     host: str = ""
     port: int = 0
     node: str = ""
     domain: str = ""
     source: str = ""
-    lacks_bytes: int = 0
     memory_id: str = ""
     error: str = ""
 
@@ -100,7 +97,7 @@ def warn_of_placement(
     leaders: Sequence[PeerAddress],
     placement: CopyPlacement,
 ) -> None:
-    """Log what the placement does not give, and where memory is short."""
+    """Log what the placement does not give."""
     unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
     if unused and tier.spread == NODE_SPREAD:
         logger.warning(
@@ -115,14 +112,6 @@ def warn_of_placement(
             tier.name, _named(placement.crowded, leaders), tier.spread, count, len(leaders), largest, tier.copies,
             tier.spread, len(leaders) // (tier.copies + 1),
         )  # fmt: skip
-    for node, leader in enumerate(leaders):
-        if leader.lacks_bytes and tier.capacity_bytes is not None:
-            logger.warning(
-                "open: tier %s: %s lacks memory: its capacity needs %s there (copies: %d), of which %s are not free: "
-                "saves go on, but copies may be refused: %s",
-                tier.name, _named([node], leaders), sized(tier.capacity_bytes * tier.copies), tier.copies,
-                sized(leader.lacks_bytes), HELPS,
-            )  # fmt: skip
 
 
 def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
