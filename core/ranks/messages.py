@@ -172,7 +172,7 @@ def _reader(hint: Any) -> _Reader:
     if origin in (tuple, frozenset):
         return partial(_sequence, origin, _reader(args[0]))
     if origin is not None and issubclass(origin, Mapping):
-        return partial(_mapping, args[0] is int, _reader(args[1]))
+        return partial(_mapping, args[0], _reader(args[1]))
     if origin is np.ndarray:
         return partial(_column, np.dtype(get_args(args[1])[0]))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -243,16 +243,23 @@ def _items(values: Sequence[object], readers: Iterable[_Reader]) -> list[object]
     return found
 
 
-def _mapping(int_keys: bool, read: _Reader, body: object) -> object:
+def _key(kind: type, text: str) -> object:
+    if kind is CheckpointId:
+        step, attempt = text.split("@")
+        return CheckpointId(int(step), int(attempt))
+    return int(text) if kind is int else text
+
+
+def _mapping(kind: type, read: _Reader, body: object) -> object:
     if not isinstance(body, Mapping):
         raise _MalformedError("an object", body)
-    found: dict[str | int, object] = {}
+    found: dict[object, object] = {}
     for key, value in body.items():
         try:
-            name = int(key) if int_keys else str(key)
-            found[name] = read(value)
+            found[_key(kind, str(key))] = read(value)
         except ValueError:
-            raise _MalformedError("a whole number as a key", key) from None
+            expected = "a whole number" if kind is int else "a checkpoint"
+            raise _MalformedError(f"{expected} as a key", key) from None
         except _MalformedError as error:
             error.place = f"[{key}]{error.place}"
             raise

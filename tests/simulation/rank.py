@@ -312,7 +312,7 @@ class Rank:
         ledger.load(merge(held), held)
         ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.wall_s)
         ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.inherited)
+        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.commits)
         ledger.note_marks(start.marks)
         note_overtaken(ledger, start.overtaken)
         attempt = self.attempt

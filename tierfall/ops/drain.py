@@ -336,11 +336,11 @@ def _drain_once(
         shards = MachineShards(tiers, slots) if tiers.agrees else None
         if shards is None:  # else other machines may be writing
             tiers.discard_unfinished()
-            session = Session(tiers, Start(listings=tiers.listings))
+            session = Session(tiers, Start())
         else:
             inherited = shards.prepare({owed.tier for owed in planned})
             planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
-            start = Start(listings=tiers.listings, inherited=inherited)
+            start = Start(inherited=tuple(commit.encode().decode() for commit in inherited))
             session = Session(tiers, start, complete=shards.complete)
         undo.callback(session.abandon)
         if shards is not None:
