@@ -73,7 +73,12 @@ def run_command(
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
-        failed = _submit(session, kind, id)
+        try:
+            failed = submit(session, kind, id)
+        except (
+            TierfallError
+        ) as error:  # the coordinator has stopped: no other rank must wait for it
+            failed = {"tierfall": error}
 
     def end(calls: dict[int, None]) -> None:
         check(kind, id, failed)
@@ -99,15 +104,6 @@ def find_checkpoint(session: Session, doing: str, step: int, attempt: int | None
     return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
 
-def _submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
-    try:
-        return submit(session, kind, id)
-    except (
-        TierfallError
-    ) as error:  # the coordinator has stopped: the other ranks must not wait for it
-        return {"tierfall": error}
-
-
 def _patience_s(session: Session) -> float:
     """Return how long ranks wait for rank 0, which may itself wait for its tiers for ``max_wait``."""
     return 2 * session.config.max_wait_s
@@ -125,31 +121,25 @@ def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseExceptio
 # prune -----------------------------------------------------------------------------------------------
 
 
-def plan(session: Session) -> list[Decision]:
-    """Return what retention decides for every copy on every tier."""
-    coordinator = session.coordinator
-
-    def ask() -> list[Decision]:
-        view = replace(coordinator.ledger.view(), assume_verified=True)
-        return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
-
-    return session.call(ask)
-
-
 def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
+    coordinator = session.coordinator
     session.find_external_commits()
+
+    def plan() -> tuple[Decision, ...]:
+        view = replace(coordinator.ledger.view(), assume_verified=True)
+        return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
     def decide(calls: dict[int, _CommandCall]) -> _Decisions:
         check_same_arguments("prune", {rank: call.named for rank, call in calls.items()})
-        return _Decisions(decisions=tuple(plan(session)))
+        return _Decisions(decisions=session.call(plan))
 
     call = _CommandCall(named={"dry_run": dry_run})
     decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
         if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
-            session.call(session.coordinator.deleter.trust)
+            session.call(coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))
         if not ranks.topology.is_root:

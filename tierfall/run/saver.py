@@ -212,7 +212,13 @@ class Saver:
         if not self.counts.begun:
             self._check_capacities(layout)
             self._session.host.release_damaged()  # not before: a restore reports it
-        records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
+        records = records_bytes_max(
+            pieces_bytes=len(layout.pieces),
+            chunks=layout.geometry(self._config.chunk_bytes).chunk_count,
+            metrics=call.metrics,
+            tags=call.tags,
+            run=place.run,
+        )
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,
@@ -359,22 +365,18 @@ class Saver:
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
-            _report_begun(snapshot, began_s, lazy=lazy)
+            snapshot.handle.on_begun(
+                bytes=snapshot.geometry.image_bytes,
+                lazy=lazy,
+                blocked_s=time.monotonic() - began_s,
+                lazy_bytes=snapshot.lazy_bytes,
+            )
 
     def _help_capture(self, id: CheckpointId, saver: int, timeout: float | None) -> None:
         """Help the capture to end where the thread that saved waits on its handle: this is a barrier, since that thread
         changes nothing meanwhile."""
         if threading.get_ident() == saver:
             self._capturer.help_capture(id, timeout)
-
-
-def _report_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-    snapshot.handle.on_begun(
-        bytes=snapshot.geometry.image_bytes,
-        lazy=lazy,
-        blocked_s=time.monotonic() - began_s,
-        lazy_bytes=snapshot.lazy_bytes,
-    )
 
 
 @contextmanager
@@ -447,20 +449,3 @@ def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not are_texts(tags):
         raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
-
-
-def records_bytes(
-    layout: Layout,
-    chunk_bytes: int,
-    metrics: Mapping[str, Any],
-    tags: Sequence[str],
-    line: Lineage,
-) -> int:
-    """Return an upper bound of the bytes of an image's manifest and commit record together."""
-    return records_bytes_max(
-        pieces_bytes=len(layout.pieces),
-        chunks=layout.geometry(chunk_bytes).chunk_count,
-        metrics=metrics,
-        tags=tags,
-        run=line.run,
-    )

@@ -53,7 +53,6 @@ from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
     bounded_reads,
-    bounds_s,
     call_tiers,
     check_written,
     close_stores,
@@ -431,11 +430,13 @@ class OpenedTiers:
     ) -> dict[str, CallResult[FoundCopy | None]]:
         """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None if it has no commit record
         there."""
-        return self._calls.call_all(
-            {name: partial(self.stores[name].find_copy, id) for name in names},
-            {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
+        return call_tiers(
+            (self.stores[name] for name in names),
+            lambda store: store.find_copy(id),
+            self.config,
+            self._calls,
             doing="look",
-            last_answer_s=lambda name: self.stores[name].last_answer_s(),
+            timeout_s=timeout_s,
         )
 
     def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:

@@ -506,12 +506,14 @@ def call_tiers(
     calls: BoundedCalls,
     *,
     doing: str = "ask",
+    timeout_s: float = math.inf,
 ) -> dict[str, CallResult[T]]:
-    """Call tiers, side by side. One that does not answer within its bound has an UnreachableError."""
+    """Call tiers, side by side. One that does not answer within its bound, and ``timeout_s`` at most, has an
+    UnreachableError."""
     called = {store.name: store for store in stores}
     return calls.call_all(
         {name: partial(call, store) for name, store in called.items()},
-        bounds_s(config),
+        {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(config).items()},
         doing=doing,
         last_answer_s=lambda name: called[name].last_answer_s(),
     )
