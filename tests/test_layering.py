@@ -51,7 +51,6 @@ FOLDERS = (
     "tierfall.tiers.arena",
     "tierfall.tiers",
     "tierfall.config",
-    "tierfall.setup.nodes",
     "tierfall.setup",
     "tierfall.telemetry",
     "tierfall.session",

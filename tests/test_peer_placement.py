@@ -16,7 +16,6 @@ from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.nodes import placement
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.tiers.arena.folder import RoomReport
 
@@ -115,7 +114,7 @@ def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
         return "10.0.0.1"
 
     monkeypatch.setattr(peers, "own_address", lambda: next(own))
-    monkeypatch.setattr(placement, "_address_towards", towards)
+    monkeypatch.setattr(peers, "_address_towards", towards)
     with met(tmp_path, 3) as found:
         served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
     assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3

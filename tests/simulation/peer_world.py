@@ -23,7 +23,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
 from tierfall.session.adopt import is_ours
 from tierfall.session.start import Start
-from tierfall.setup.nodes.recover import recover_image
+from tierfall.setup.peers import recover_image
 from tierfall.tiers.stored import StoredTier
 
 PEER_TIER = "peers"

@@ -46,7 +46,7 @@ from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
-from tierfall.setup.nodes.kept import discard_kept, kept_folders, view_kept
+from tierfall.setup.peers import discard_kept, kept_folders, view_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (

@@ -46,8 +46,7 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
-from tierfall.setup.nodes.kept import discard_kept
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, discard_kept
 from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (

@@ -42,8 +42,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.setup.nodes.kept import view_kept
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
