@@ -21,7 +21,7 @@ from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
-from tierfall.session.adopt import is_ours
+from tierfall.session.leftovers import is_ours
 from tierfall.session.start import Start
 from tierfall.setup.peers import recover_image
 from tierfall.tiers.stored import StoredTier

@@ -65,7 +65,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.adopt import adopt_images, note_overtaken
+from tierfall.session.leftovers import adopt_images, note_overtaken
 from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities

@@ -37,10 +37,11 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory, is_ours
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
+    check_memory,
+    is_ours,
     list_slots,
     opened_slots_of_others,
     regions_in,

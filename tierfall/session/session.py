@@ -34,8 +34,7 @@ from tierfall.core.types.errors import BackendError, FlushError, TierfallError
 from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.policies.forecast import loss_bounds, peer_survival
-from tierfall.session.adopt import adopt_images, note_overtaken
-from tierfall.session.leftovers import Leftovers, images_in
+from tierfall.session.leftovers import Leftovers, adopt_images, images_in, note_overtaken
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt, on_all_ranks
