@@ -153,7 +153,11 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
             restored(config)
     forget(tmp_path, config, "pfs")
     assert restored(config) == 2
-    assert restored(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True), memory="third")) == 3
+    back = chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True), memory="third")
+    with pytest.raises(RestoreError, match=r"has another id in run/tier\.json"):
+        restored(back)
+    forget(tmp_path, back, "pfs")
+    assert restored(back) == 3
 
 
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
