@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
@@ -154,12 +154,6 @@ class PeerMemory:
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
         return PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
 
-    def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
-        """Open, to read it until ``until_s``, what each node that keeps copies of this node's images sees of the
-        tier."""
-        for keeper in self._keepers:
-            yield PeerView([self._connect(keeper, self._sender, until_s)], ())
-
     def recover_image(
         self,
         host: HostTier,
@@ -171,7 +165,9 @@ class PeerMemory:
         whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
         if not host.is_empty():
             return
-        for seen in self._open_on_keepers(time.monotonic() + timeout_s):
+        until_s = time.monotonic() + timeout_s
+        for other in self._keepers:
+            seen = PeerView([self._connect(other, self._sender, until_s)], ())
             tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
             with closing(tier) as keeper:
                 if recover_image(host, keeper, self._shard, listings, is_ours) is not None:

@@ -197,7 +197,10 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only, creates=creates)
         try:
-            backend = _open_here(tier, peers, read_only=bool(only))
+            if peers is not None and isinstance(tier, PeerTierConfig):
+                backend: Backend = peers.open_backend()
+            else:
+                backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -350,14 +353,6 @@ def _store(
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
     )
-
-
-def _open_here(
-    tier: FileTierConfig | ObjectTierConfig, peers: PeerMemory | None, *, read_only: bool
-) -> Backend:
-    if peers is not None and isinstance(tier, PeerTierConfig):
-        return peers.open_backend()
-    return _open_backend(tier, read_only=read_only)
 
 
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
