@@ -370,9 +370,8 @@ def check_memory(
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
     """Return whether a tier that answered has the record of the attempt that a checkpoint was saved by."""
     answered = [x for x in listings if x.tier in stores and x.error is None]
-    line = commit.lineage
-    why = _why_foreign(line.checkpoint.attempt, line.attempt_id, stores, answered, is_known=True)
-    return why is None
+    number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
+    return _why_foreign(number, id, stores, answered, is_known=True) is None
 
 
 def _why_foreign(

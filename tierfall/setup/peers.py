@@ -162,7 +162,7 @@ class PeerMemory:
         timeout_s: float,
     ) -> None:
         """Bring this rank's image back into ``host`` if that has none, from the first node that has it, and has it
-        whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
+        whole; see the function ``recover_image``. ``timeout_s``: for all reads."""
         if not host.is_empty():
             return
         until_s = time.monotonic() + timeout_s
