@@ -16,9 +16,7 @@ from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.nodes import placement
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
-from tierfall.setup.places import run_folder
 from tierfall.tiers.arena.folder import RoomReport
 
 
@@ -116,36 +114,12 @@ def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
         return "10.0.0.1"
 
     monkeypatch.setattr(peers, "own_address", lambda: next(own))
-    monkeypatch.setattr(placement, "_address_towards", towards)
+    monkeypatch.setattr(peers, "_address_towards", towards)
     with met(tmp_path, 3) as found:
         served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
     assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3
     assert len(asked) == 1
     assert asked[0] in {"10.0.0.2", "10.0.0.3"}
-
-
-def test_memory_that_the_capacity_exceeds_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What is kept there already is part of the capacity."""
-    kept = tmp_path / "peers-1" / run_folder(config_of(tmp_path, 1), "run").name
-    kept.mkdir(parents=True, mode=0o700)
-    (kept / "kept").write_bytes(bytes(1 << 20))
-
-    def room(folder: Path) -> RoomReport:
-        free = 1 << 20 if folder == kept else 1 << 30
-        return RoomReport(
-            folder=folder, file_system_free_bytes=free, memory_free_bytes=None, in_memory=True
-        )
-
-    monkeypatch.setattr(peers, "room_for_arena", room)
-    placed(tmp_path, 3, capacity="1MiB", copies=2)
-    assert not [text for text in caplog.messages if "lacks memory" in text]
-    placed(tmp_path, 3, capacity="2MiB", copies=2)
-    (said,) = [text for text in caplog.messages if "lacks memory" in text]
-    assert f"node 1 ({node_name()}) lacks memory" in said
-    assert "needs 4 MiB (4194304 bytes) there (copies: 2)" in said
-    assert "2 MiB (2097152 bytes) are not free" in said
 
 
 def test_memory_that_is_used_again_need_not_be_free(

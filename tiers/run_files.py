@@ -4,15 +4,12 @@ which names the newest checkpoint."""
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
     IntegrityError,
@@ -121,19 +118,6 @@ class TierMarker:
             self._set_identity_check(
                 self._key, lambda data: parse_tier_record(data, what=what).id == id
             )
-
-    def is_visible_to(self, other: Backend) -> bool:
-        """Write a probe, and check whether another backend sees it. Equal ids do not prove one place: one may be a copy
-        of the other."""
-        key = f"{self._documents.run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
-        self._documents.replace(key, b"\n")
-        try:
-            other.stat(key)
-        except KeyNotFoundError:
-            return False
-        finally:
-            self._documents.backend.delete(key)
-        return True
 
 
 class LatestHint:

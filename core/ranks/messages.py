@@ -162,7 +162,7 @@ def _reader(hint: Any) -> _Reader:
     hint = _without_alias(hint)
     origin, args = get_origin(hint), get_args(hint)
     if hint in (object, Any):
-        return _as_it_is
+        return lambda body: body
     if hint in (bool, int, float, str, NoneType):
         return partial(_scalar, hint)
     if origin in (Union, UnionType):
@@ -172,7 +172,8 @@ def _reader(hint: Any) -> _Reader:
     if origin in (tuple, frozenset):
         return partial(_sequence, origin, _reader(args[0]))
     if origin is not None and issubclass(origin, Mapping):
-        return partial(_mapping, args[0] is int, _reader(args[1]))
+        keys: dict[Any, Callable[[str], object]] = {int: int, CheckpointId: _checkpoint_of}
+        return partial(_mapping, keys.get(args[0], str), _reader(args[1]))
     if origin is np.ndarray:
         return partial(_column, np.dtype(get_args(args[1])[0]))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -189,10 +190,6 @@ def _without_alias(hint: Any) -> Any:
     return hint if value is None else value[get_args(hint)]
 
 
-def _as_it_is(body: object) -> object:
-    return body
-
-
 def _scalar(kind: type, body: object) -> object:
     if kind is float and isinstance(body, int | float) and not isinstance(body, bool):
         return float(body)
@@ -204,12 +201,11 @@ def _scalar(kind: type, body: object) -> object:
 def _union(args: Sequence[Any]) -> _Reader:
     """Read ``X | None``, or one of several scalars."""
     kinds = [arg for arg in args if arg is not NoneType]
-    is_optional = len(kinds) < len(args)
     if len(kinds) == 1:
         read = _reader(kinds[0])
         return lambda body: None if body is None else read(body)
     expected = " or ".join(kind.__name__ for kind in kinds)
-    return partial(_one_of, tuple(kinds), expected, is_optional)
+    return partial(_one_of, tuple(kinds), expected, len(kinds) < len(args))
 
 
 def _one_of(kinds: tuple[type, ...], expected: str, is_optional: bool, body: object) -> object:
@@ -243,14 +239,18 @@ def _items(values: Sequence[object], readers: Iterable[_Reader]) -> list[object]
     return found
 
 
-def _mapping(int_keys: bool, read: _Reader, body: object) -> object:
+def _checkpoint_of(text: str) -> CheckpointId:
+    step, attempt = text.split("@")
+    return CheckpointId(int(step), int(attempt))
+
+
+def _mapping(read_key: Callable[[str], object], read: _Reader, body: object) -> object:
     if not isinstance(body, Mapping):
         raise _MalformedError("an object", body)
-    found: dict[str | int, object] = {}
+    found: dict[object, object] = {}
     for key, value in body.items():
         try:
-            name = int(key) if int_keys else str(key)
-            found[name] = read(value)
+            found[read_key(str(key))] = read(value)
         except ValueError:
             raise _MalformedError("a whole number as a key", key) from None
         except _MalformedError as error:

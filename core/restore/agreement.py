@@ -373,18 +373,16 @@ def names_all_shards(commit: Commit) -> bool:
     return not _absent([commit])
 
 
-def damaged_copies(
-    listings: Sequence[Listing], *, host: str
-) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
+def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, dict[CheckpointId, str]]:
     """Return, per tier, the damaged copies that all ranks know and a rule may delete, with their damage: no images in
     memory, and no copy of which some nodes have no shard."""
-    found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
+    found: dict[str, dict[CheckpointId, str]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
             if copy.commit is not None and not names_all_shards(copy.commit):
                 continue
             if copy.repairable and tier != host:
-                found[tier] = (*found.get(tier, ()), (checkpoint.id, str(copy.damage)))
+                found.setdefault(tier, {})[checkpoint.id] = str(copy.damage)
     return found
 
 

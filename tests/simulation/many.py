@@ -29,7 +29,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.start import Start, decide, fill_in, on_all_ranks, read_start
+from tierfall.session.start import Start, decide, fill_in, on_all_ranks
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -166,18 +166,18 @@ class Many:
             numbers = [max(number, rank.next_number()) for rank in self.ranks]
             bodies = {r.number: r.found(n) for r, n in zip(self.ranks, numbers, strict=True)}
             order = [rules.name for rules in self.rules]
-            found = decide(cast(Any, session), bodies, order)
-            without = {t: UnreachableError(why) for t, why in found.unreachable.items()}
+            start = decide(cast(Any, session), bodies, order)
+            without = {t: UnreachableError(why) for t, why in start.unreachable.items()}
             for rank in self.ranks:
                 rank.go_without(without)
-            self.attempt = found.attempt
+            assert start.attempt is not None
+            self.attempt = start.attempt
             if all([rank.adopt(self.attempt) for rank in self.ranks]):
                 break
             number = self.attempt.number + 1
         self.unread = {x.tier for rank in self.ranks for x in rank.listings if x.error is not None}
         if self.unread:
             self.blind.add(root.attempt.id)
-        start = read_start(found)
         for rank in self.ranks:
             rank.listings = fill_in(rank.listings, start, rank.reporters())
         return start

@@ -21,9 +21,9 @@ from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
-from tierfall.session.adopt import is_ours
+from tierfall.session.leftovers import is_ours
 from tierfall.session.start import Start
-from tierfall.setup.nodes.recover import recover_image
+from tierfall.setup.peers import recover_image
 from tierfall.tiers.stored import StoredTier
 
 PEER_TIER = "peers"

@@ -66,7 +66,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.adopt import adopt_images, note_overtaken
+from tierfall.session.leftovers import adopt_images, note_overtaken
 from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
@@ -226,7 +226,7 @@ class Rank:
         return describe(self.listings, mine=mine)
 
     def next_number(self) -> int:
-        return next_number(self.listings, self.stores, run="run")
+        return next_number(self.listings, run="run")
 
     def adopt(self, attempt: Attempt) -> bool:
         """Save as this attempt from now on; False where a tier knows another one by its number."""
@@ -313,7 +313,7 @@ class Rank:
         ledger.load(merge(held), held)
         ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.wall_s)
         ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.inherited)
+        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.commits)
         ledger.note_marks(start.marks)
         note_overtaken(ledger, start.overtaken)
         attempt = self.attempt

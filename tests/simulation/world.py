@@ -62,7 +62,7 @@ from tierfall.core.types.values import (
 )
 from tierfall.core.types.view import TierRules
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.adopt import adopt_images
+from tierfall.session.leftovers import adopt_images
 from tierfall.setup.tiers import make_durable
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier

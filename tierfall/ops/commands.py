@@ -46,14 +46,14 @@ from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
-from tierfall.setup.nodes.kept import discard_kept, kept_folders, view_kept
+from tierfall.setup.peers import discard_kept, kept_folders, view_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
     SLOT,
-    ask_within_bound,
     bounds_s,
+    call_tiers,
     close_stores,
     missing_folders,
     open_stores,
@@ -472,8 +472,7 @@ def _forget(
             name=peers.name, run=config.run, backend=kept, has_latest=False
         )
     try:
-        ask = ask_within_bound(config, stores, BoundedCalls())
-        identities = TierIdentities(config, stores, folder, ask=ask)
+        identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
         forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
     finally:
         close_stores(stores, ANSWER_S)
@@ -501,15 +500,11 @@ class DeletedRun:
 def foreign_files(config: Config, stores: dict[str, StoredTier]) -> dict[str, tuple[str, ...]]:
     """Return, by tier, the files in the run's folder that tierfall did not write."""
     folders = {tier.name: tier.folder for tier in config.stored}
-    answers = BoundedCalls().call_all(
-        {
-            name: partial(_foreign_on, store, folders[name], config.run)
-            for name, store in stores.items()
-        },
-        bounds_s(config),
-        doing="list",
-        last_answer_s=lambda name: stores[name].last_answer_s(),
-    )
+
+    def find(store: StoredTier) -> tuple[str, ...]:
+        return _foreign_on(store, folders[store.name], config.run)
+
+    answers = call_tiers(stores.values(), find, config, BoundedCalls(), doing="list")
     return {name: answer.get() for name, answer in answers.items()}
 
 
@@ -587,12 +582,8 @@ def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallEr
             discard_kept(peers.path, config.run)
         except BackendError as error:
             failed[peers.name] = error
-    answers = BoundedCalls().call_all(
-        {name: store.delete_run for name, store in stores.items()},
-        bounds_s(config),
-        doing="delete",
-        last_answer_s=lambda name: stores[name].last_answer_s(),
-    )
+    delete = StoredTier.delete_run
+    answers = call_tiers(stores.values(), delete, config, BoundedCalls(), doing="delete")
     for name, answer in answers.items():
         if isinstance(answer.error, TierfallError):
             failed[name] = answer.error

@@ -27,8 +27,9 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
+from tierfall.core.types.view import ArrivalOutlook
 from tierfall.ops.commands import POLL_S, Watch, unread, view_of
-from tierfall.session.drain_forecast import ForecastLog
+from tierfall.policies.drain import describe_drain
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
@@ -335,11 +336,11 @@ def _drain_once(
         shards = MachineShards(tiers, slots) if tiers.agrees else None
         if shards is None:  # else other machines may be writing
             tiers.discard_unfinished()
-            session = Session(tiers, Start(listings=tiers.listings))
+            session = Session(tiers, Start())
         else:
             inherited = shards.prepare({owed.tier for owed in planned})
             planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
-            start = Start(listings=tiers.listings, inherited=inherited)
+            start = Start(inherited=tuple(commit.encode().decode() for commit in inherited))
             session = Session(tiers, start, complete=shards.complete)
         undo.callback(session.abandon)
         if shards is not None:
@@ -441,17 +442,19 @@ def _wait(
 ) -> None:
     """Wait until nothing is owed, or the deadline ``until_s`` of the monotonic clock."""
     total = sum(owed.bytes for owed in planned)
-    forecast = ForecastLog(on_forecast)
-    if until_s is not None:
-        forecast.report(session.call(lambda: session.coordinator.drain_schedule.plan), first=True)
+    is_known, is_first = until_s is None, True
     while True:
+        if not is_known:  # the forecast is reported at first, and once every arrival in it is known
+            plan = session.call(lambda: session.coordinator.drain_schedule.plan)
+            is_known = all(each.outlook is not ArrivalOutlook.UNKNOWN for each in plan)
+            for line in describe_drain(plan) if is_first or is_known else ():
+                on_forecast(line)
+            is_first = False
         left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
         ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
         watch(session.call(lambda: _copied_bytes(session)), total)
         if ended:
             return
-        if until_s is not None:
-            forecast.report(session.call(lambda: session.coordinator.drain_schedule.plan))
 
 
 def _copied_bytes(session: Session) -> int:

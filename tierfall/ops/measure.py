@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from tierfall.backends.open import place_of
 from tierfall.config import Config, HostTierConfig, Tier
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import READ_THREADS
-from tierfall.core.format.catalog import Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.runtime.threads import run_in_threads
@@ -42,10 +42,11 @@ from tierfall.ops.commands import check_room
 from tierfall.ops.reader import RunReader, known_slots
 from tierfall.ops.sync import open_writable
 from tierfall.setup.places import memory_root, run_folder
-from tierfall.setup.tiers import ANSWER_S, ask_within_bound, close_stores, lane_limits, open_stores
+from tierfall.setup.tiers import ANSWER_S, call_tiers, close_stores, lane_limits, open_stores
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.stored import StoredTier
 
+T = TypeVar("T")
 PROBE_PREFIX = "tierfall-check-"
 SIZE_MAX_BYTES = 4 << 30
 TRIPS = 5
@@ -145,9 +146,7 @@ def _measure_stored(
                 durable=traits.durable,
                 fenced=traits.conditional_create,
                 direct_io=traits.direct_io,
-                free_bytes=ask_within_bound(config, {store.name: store}, BoundedCalls())(
-                    store.name, lambda: _free_bytes(section.folder)
-                ),
+                free_bytes=_ask(config, store, lambda _: _free_bytes(section.folder)),
             )
             limits = lane_limits(store, config)
             _remove_leftovers(store)
@@ -166,13 +165,13 @@ def _read_error(config: Config, tier: str) -> TierfallError | None:
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
     stores, errors = open_stores(only, config.run, read_only=True, is_bounded=True)
     try:
-        return errors[tier] if tier in errors else _list(config, stores[tier]).error
+        return errors[tier] if tier in errors else _ask(config, stores[tier], StoredTier.list).error
     finally:
         close_stores(stores, ANSWER_S)
 
 
-def _list(config: Config, store: StoredTier) -> Listing:
-    return ask_within_bound(config, {store.name: store}, BoundedCalls())(store.name, store.list)
+def _ask(config: Config, store: StoredTier, call: Callable[[StoredTier], T]) -> T:
+    return call_tiers([store], call, config, BoundedCalls())[store.name].get()
 
 
 def _free_bytes(folder: Path | None) -> int | None:
@@ -230,7 +229,7 @@ def _folder() -> str:
 
 def _check_capacity(config: Config, store: StoredTier, size_bytes: int) -> None:
     """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
-    listing = _list(config, store)
+    listing = _ask(config, store, StoredTier.list)
     if listing.error is not None:
         raise listing.error
     advice = "measure with a smaller --size"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -33,8 +32,7 @@ from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
     SLOT,
-    ask_within_bound,
-    bounds_s,
+    call_tiers,
     close_stores,
     list_all,
     may_create,
@@ -141,13 +139,12 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
         names = _runs_in_memory(config)
     except TierfallError as error:
         errors[config.host.name] = error
+
+    def find(store: StoredTier) -> set[str]:
+        return _runs_on(store, folders[store.name])
+
     try:
-        answers = BoundedCalls().call_all(
-            {name: partial(_runs_on, store, folders[name]) for name, store in stores.items()},
-            bounds_s(config),
-            doing="list",
-            last_answer_s=lambda name: stores[name].last_answer_s(),
-        )
+        answers = call_tiers(stores.values(), find, config, BoundedCalls(), doing="list")
     finally:
         close_stores(stores, ANSWER_S)
     for name, answer in answers.items():
@@ -280,8 +277,7 @@ class RunReader:
         with the error; and those that ``open`` creates: their folder is missing, and nothing remembers them."""
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         listings = (self.memory(), *listings[1:])
-        ask = ask_within_bound(self.config, self.stores, self._calls)
-        identities = TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
+        identities = TierIdentities(self.config, self.stores, self._folder, listings, self._calls)
         creatable = {tier.name for tier in self.config.written if may_create(tier)}
         absent = (x.tier for x in listings if isinstance(x.error, NoFolderError))
         new = [t for t in absent if t in creatable and not identities.is_remembered(t)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from tierfall.config import Config, IntervalSection
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.types.values import LOSS_CLASSES, LossClass
+from tierfall.core.types.values import LOSS_CLASSES
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
     CadenceRules,
@@ -39,19 +39,15 @@ PATIENCE_STEPS = 100
 def rules_of(interval: IntervalSection, tiers: tuple[TierRules, ...]) -> CadenceRules:
     """Return ``interval`` as the policies see it."""
     mtbf = interval.mtbf
-    by_class = {} if mtbf is None else _by_class(mtbf.process_s, mtbf.node_s, mtbf.site_s)
+    times = () if mtbf is None else (mtbf.process_s, mtbf.node_s, mtbf.site_s)
     return CadenceRules(
         every_steps=interval.every_steps,
         every_s=interval.every_s,
         overhead=interval.budget,
-        mtbf_s=by_class,
+        mtbf_s={loss: s for loss, s in zip(LOSS_CLASSES, times, strict=False) if s is not None},
         tiers=tiers,
         own=interval.rule(),
     )
-
-
-def _by_class(*times: float | None) -> dict[LossClass, float]:
-    return {loss: s for loss, s in zip(LOSS_CLASSES, times, strict=True) if s is not None}
 
 
 def flush_cycle(tiers: Sequence[TierRules]) -> int:

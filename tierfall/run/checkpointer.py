@@ -151,9 +151,12 @@ class Checkpointer:
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
             handle = self._save(step, state, metrics, tags, block=block)
         if handle is not None:
-            self._session.status.training = statistics.cadence_metrics(
-                self._cadence.report(), self._cadence.ettr()
-            )
+            report = self._cadence.report()
+            self._session.status.training = {
+                "interval_steps": report.interval_steps,
+                "save_cost_seconds": report.cost_s,
+                "ettr": self._cadence.ettr(),
+            }
         if self._config.interval.at_end:
             self._opened.note_last(step, state, metrics, tags)
         return handle
@@ -314,10 +317,12 @@ class Checkpointer:
         return restored
 
     def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
-        report = statistics.restore_report(restored, time.monotonic() - began_s)
-        self._session.call_soon(
-            partial(statistics.record_reads, self._session.coordinator.rates, report)
-        )
+        seconds, rates = time.monotonic() - began_s, self._session.coordinator.rates
+        report = statistics.restore_report(restored, seconds)
+        for source in report.sources:
+            if source.rank is None:  # a lower bound: measured over the whole restore
+                read = partial(rates.note_read, source.tier, source.bytes, seconds)
+                self._session.call_soon(read)
         return self._journal.restored(report)
 
     def begin(self) -> None:

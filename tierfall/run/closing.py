@@ -22,7 +22,6 @@ from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.run import group_commands
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import images_needed
 from tierfall.session.session import Session
@@ -192,18 +191,6 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
         why = f"step {step}: {format_ranks(unsaved)} left it out, others saved it"
         return ClosingDecision(reason=why)
     return ClosingDecision(plan=ClosingPlan.SAVE)
-
-
-def drain(session: Session, timeout_s: float, *, meets_s: float) -> DrainReport:
-    """Wait until every copy that this rank owes is durable, and until deletions have ended. Deletions may need other
-    ranks: where the training has failed on one of several, they are not waited for."""
-    return group_commands.drain_here(
-        session,
-        timeout_s,
-        doing="close",
-        continues=False,
-        copies_only=session.ranks.many and meets_s <= FAILED_S,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,13 +104,8 @@ class DrainOnSignal:
 
     def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
         """Wait for the save that the signal requests; False where it has not begun in time, or the run was closed."""
-        while not self._has_saved_since(number):
+        # None: the main thread has not handled the signal yet
+        while (before := self._saves_before.get(number)) is None or self._saves() <= before:
             if time.monotonic() >= ends_s or self._closed.wait(POLL_S):
                 return False
         return True
-
-    def _has_saved_since(self, number: Signals) -> bool:
-        before = self._saves_before.get(
-            number
-        )  # None: the main thread has not handled the signal yet
-        return before is not None and self._saves() > before

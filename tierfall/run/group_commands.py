@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
+from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
-from tierfall.core.types.view import Decision
+from tierfall.core.types.view import ArrivalOutlook, Decision, DrainDecision
+from tierfall.policies.drain import describe_drain
 from tierfall.policies.retention import plan_retention
-from tierfall.session.drain_forecast import end_drain, start_drain
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.statistics import checkpoint_infos
 from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
+_ARRIVES = {
+    ArrivalOutlook.ARRIVES: True,
+    ArrivalOutlook.TOO_LATE: False,
+    ArrivalOutlook.UNKNOWN: None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,12 @@ def run_command(
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
-        failed = _submit(session, kind, id)
+        try:
+            failed = submit(session, kind, id)
+        except (
+            TierfallError
+        ) as error:  # the coordinator has stopped: no other rank must wait for it
+            failed = {"tierfall": error}
 
     def end(calls: dict[int, None]) -> None:
         check(kind, id, failed)
@@ -92,15 +104,6 @@ def find_checkpoint(session: Session, doing: str, step: int, attempt: int | None
     return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
 
-def _submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
-    try:
-        return submit(session, kind, id)
-    except (
-        TierfallError
-    ) as error:  # the coordinator has stopped: the other ranks must not wait for it
-        return {"tierfall": error}
-
-
 def _patience_s(session: Session) -> float:
     """Return how long ranks wait for rank 0, which may itself wait for its tiers for ``max_wait``."""
     return 2 * session.config.max_wait_s
@@ -118,31 +121,25 @@ def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseExceptio
 # prune -----------------------------------------------------------------------------------------------
 
 
-def plan(session: Session) -> list[Decision]:
-    """Return what retention decides for every copy on every tier."""
-    coordinator = session.coordinator
-
-    def ask() -> list[Decision]:
-        view = replace(coordinator.ledger.view(), assume_verified=True)
-        return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
-
-    return session.call(ask)
-
-
 def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
+    coordinator = session.coordinator
     session.find_external_commits()
+
+    def plan() -> tuple[Decision, ...]:
+        view = replace(coordinator.ledger.view(), assume_verified=True)
+        return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
     def decide(calls: dict[int, _CommandCall]) -> _Decisions:
         check_same_arguments("prune", {rank: call.named for rank, call in calls.items()})
-        return _Decisions(decisions=tuple(plan(session)))
+        return _Decisions(decisions=session.call(plan))
 
     call = _CommandCall(named={"dry_run": dry_run})
     decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
         if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
-            session.call(session.coordinator.deleter.trust)
+            session.call(coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))
         if not ranks.topology.is_root:
@@ -181,14 +178,13 @@ def drain_here(
     asker = object()
     try:
         if deadline_s is not None and owed:
-            forecast = start_drain(
-                session, asker, began + deadline_s, doing=doing, left_s=deadline_s
-            )
+            plan = partial(coordinator.begin_drain, asker, began + deadline_s)
+            forecast = _log_forecast(session.call(plan), doing, deadline_s)
         with session.waiting_for_copies(doing):
             session.wait_idle(deadline_s, copies_only=copies_only)
     finally:
         if continues:
-            end_drain(session, asker)
+            session.call_soon(partial(coordinator.drain_schedule.end, asker))
     left = set(session.call(coordinator.owed_copies))
     left |= set(owed) & set(session.call(coordinator.set_aside_copies))
     durable = session.call(lambda: set(coordinator.durable))
@@ -198,6 +194,27 @@ def drain_here(
         lost=_triples(copy for copy in owed if copy not in left | durable),
         seconds=time.monotonic() - began,
         forecast=forecast,
+    )
+
+
+def _log_forecast(
+    decisions: Sequence[DrainDecision], doing: str, deadline_s: float
+) -> tuple[DrainForecast, ...]:
+    """Log what arrives before the deadline, and return it, in the order in which copies are written."""
+    lost = any(decision.outlook is ArrivalOutlook.TOO_LATE for decision in decisions)
+    for line in describe_drain(decisions):
+        level = logging.WARNING if lost else logging.INFO
+        logger.log(level, "%s: in at most %s %s", doing, format_duration(deadline_s), line)
+    return tuple(
+        DrainForecast(
+            step=decision.checkpoint.step,
+            attempt=decision.checkpoint.attempt,
+            tier=decision.tier,
+            arrives=_ARRIVES[decision.outlook],
+            left_bytes=decision.left_bytes,
+            reason=decision.reason,
+        )
+        for decision in decisions
     )
 
 

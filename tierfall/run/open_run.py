@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tierfall.config import Config
+from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.chunk_reader import FoundDamage
@@ -44,7 +45,6 @@ from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.peers import close_peers, meet_peers
 from tierfall.setup.places import run_folder
-from tierfall.setup.signal_hub import SignalWatch
 from tierfall.setup.tiers import patience_s
 from tierfall.telemetry.step_timer import StepClock
 
@@ -138,8 +138,12 @@ class OpenRun:
                     connect=connect,
                     on_continued=self._on_continued,
                 )
-                self._saves_on = SignalWatch(config.interval.on_signal, self.cadence.request)
-                undo.callback(self._saves_on.close)
+                self._saves_on = signal_hub.add_listener(
+                    signals_named(config.interval.on_signal),
+                    what="open: interval.on_signal",
+                    flag=lambda number: self.cadence.request(number.name),
+                )
+                undo.callback(signal_hub.stop, self._saves_on)
             if fresh:
                 log_abandoned(run, self.session.known(), None)
                 self.session.coordinator.ledger.set_knows_good()
@@ -356,7 +360,14 @@ class OpenRun:
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
                 looked_at = closing.confirm_copies(session, left_s() / 2)
-                report = closing.drain(session, left_s(), meets_s=self._meets_s)
+                report = group_commands.drain_here(
+                    session,
+                    left_s(),
+                    doing="close",
+                    continues=False,
+                    # deletions may need other ranks, and one of these may have failed
+                    copies_only=session.ranks.many and self._meets_s <= closing.FAILED_S,
+                )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
                 what = f"run {session.run} is closed", closing.LookedAt({})
@@ -373,7 +384,7 @@ class OpenRun:
             self.closed = True
             OPEN.discard(self)
             self._last = None
-            self._saves_on.close()
+            signal_hub.stop(self._saves_on)
             self.saver.close()
             try:
                 session.close(keep_memory=keep, timeout_s=left_s(LAST_S))

@@ -37,24 +37,23 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory, is_ours
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
+    check_memory,
+    is_ours,
     list_slots,
     opened_slots_of_others,
     regions_in,
 )
 from tierfall.setup.attempts import next_number
-from tierfall.setup.nodes.kept import discard_kept
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, discard_kept
 from tierfall.setup.places import run_folder, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
-    ask_within_bound,
     bounded_reads,
-    bounds_s,
+    call_tiers,
     check_written,
     close_stores,
     has_files,
@@ -151,9 +150,8 @@ class OpenedTiers:
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
             self.listings = self.list_now()
-            ask = ask_within_bound(config, self.stores, self._calls)
             self.identities = TierIdentities(
-                self.config, self.stores, self.folder, self.listings, ask=ask
+                self.config, self.stores, self.folder, self.listings, self._calls
             )
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
@@ -192,12 +190,11 @@ class OpenedTiers:
             )
 
     def _check_identities(self) -> None:
-        """Refuse two tiers that are one folder or have changed places; exclude tiers that are not mounted."""
-        self.make_read_only(self.identities.refuse_aliases())
+        """Refuse two tiers that are one folder; exclude tiers that are not mounted."""
+        self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)
             _log_excluded(name, error)
-        self.identities.refuse_swapped()
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Close a tier, and continue without it."""
@@ -307,7 +304,7 @@ class OpenedTiers:
 
     def next_number(self) -> int:
         """Return an attempt number above all others, including those on tiers that cannot be listed."""
-        return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
+        return next_number(self.listings, run=self.run, own=self.attempt)
 
     def claim_from(self, number: int) -> Attempt:
         """Claim the attempt of that number, or of the next free one: no two starts have the same number."""
@@ -320,7 +317,7 @@ class OpenedTiers:
                 node=self.node,
                 pid=os.getpid(),
                 wall_time_s=time.time(),
-                node_losses=self._peers.node_losses if self._peers else None,
+                node_losses=self._peers.placement.node_losses if self._peers else None,
             )
             if self.claim(attempt):
                 return attempt
@@ -411,14 +408,7 @@ class OpenedTiers:
         call: Callable[[StoredTier], T],
     ) -> dict[str, CallResult[T]]:
         """Call these tiers concurrently. A tier that does not answer within its bound has an UnreachableError."""
-        called = list(stores)
-        bounds = bounds_s(self.config)
-        return self._calls.call_all(
-            {store.name: partial(call, store) for store in called},
-            {store.name: bounds[store.name] for store in called},
-            doing="ask",
-            last_answer_s=lambda name: self.stores[name].last_answer_s(),
-        )
+        return call_tiers(stores, call, self.config, self._calls)
 
     # Reading -----------------------------------------------------------------------------------------
 
@@ -440,11 +430,13 @@ class OpenedTiers:
     ) -> dict[str, CallResult[FoundCopy | None]]:
         """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None if it has no commit record
         there."""
-        return self._calls.call_all(
-            {name: partial(self.stores[name].find_copy, id) for name in names},
-            {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
+        return call_tiers(
+            (self.stores[name] for name in names),
+            lambda store: store.find_copy(id),
+            self.config,
+            self._calls,
             doing="look",
-            last_answer_s=lambda name: self.stores[name].last_answer_s(),
+            timeout_s=timeout_s,
         )
 
     def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:

@@ -34,11 +34,10 @@ from tierfall.core.types.errors import BackendError, FlushError, TierfallError
 from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.policies.forecast import loss_bounds, peer_survival
-from tierfall.session.adopt import adopt_images, note_overtaken
-from tierfall.session.leftovers import Leftovers, images_in
+from tierfall.session.leftovers import Leftovers, adopt_images, images_in, note_overtaken
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.start import Start, begin_attempt
+from tierfall.session.start import Start, begin_attempt, on_all_ranks
 from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
@@ -76,7 +75,7 @@ class Session:
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.host, self.stores, self.errors = tiers.host, tiers.stores, tiers.errors
-        self._start = start
+        self._held = on_all_ranks(tiers, start)
         self._closed = False
         self.listeners: dict[str | int, Listener] = {}
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -93,7 +92,7 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
-        ledger, self.leftovers = _load_ledger(tiers, start, written)
+        ledger, self.leftovers = _load_ledger(tiers, start, self._held, written)
         self.workers = Workers(
             TaskRunner(
                 self.stores,
@@ -330,7 +329,7 @@ class Session:
 
     def known_by_all(self) -> tuple[KnownCheckpoint, ...]:
         """Return the checkpoints that this start found, without those of which other ranks lack their images."""
-        return merge(self._start.listings)
+        return merge(self._held)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
@@ -411,7 +410,9 @@ class Session:
             self.ring.release()
 
 
-def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[Ledger, Leftovers]:
+def _load_ledger(
+    tiers: OpenedTiers, start: Start, listings: Iterable[Listing], written: set[str]
+) -> tuple[Ledger, Leftovers]:
     """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
     ledger = Ledger(
         tier_rules(tiers.config),
@@ -422,7 +423,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
         deleted=start.deleted,
     )
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
-    held = [listing for listing in start.listings if listing.tier in written]
+    held = [listing for listing in listings if listing.tier in written]
     ledger.load(merge(held), held)
     for entry in ledger.entries.values():
         entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
@@ -430,7 +431,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
     ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
     images = images_in(tiers.hosts())
-    leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)
+    leftovers = adopt_images(ledger, images, tiers.adopted, start.commits)
     ledger.note_marks(start.marks)
     note_overtaken(ledger, start.overtaken)
     return ledger, leftovers

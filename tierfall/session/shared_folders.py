@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -90,7 +90,7 @@ class SharedDecision(Message):
 def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
     """Set ``shared`` of the opened tiers by the result of all ranks; return, by tier, why some rank could not read it.
 
-    ``files`` is what ``FolderProbe.write`` returned on rank 0. Raises ConfigError, on all ranks, if some nodes see a
+    ``files`` is what rank 0 has written. Raises ConfigError, on all ranks, if some nodes see a
     tier's files and others do not, or if the result contradicts a configured value.
     """
     topology = opened.ranks.topology
@@ -122,37 +122,29 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
 
 
 @contextmanager
-def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
-    """Return a ``FolderProbe``, whose files are removed at the end of the context."""
-    written = FolderProbe(opened)
-    try:
-        yield written
-    finally:
-        written.remove()
+def files_of_probe(opened: OpenedTiers) -> Iterator[Callable[[], ProbeFiles]]:
+    """Return a function that writes a file to each folder; the files are removed at the end of the context.
 
+    A full tier is not probed: the configured value is used, or else its records. The function raises the errors of a
+    tier that are not retryable.
+    """
+    token = f"{int(time.time())}-{secrets.token_hex(8)}"
+    key = f"{_prefix(opened.run)}{token}"
+    written: list[StoredTier] = []
 
-class FolderProbe:
-    """The files that rank 0 writes."""
-
-    def __init__(self, opened: OpenedTiers) -> None:
-        self._opened = opened
-        self._written: list[StoredTier] = []
-        self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
-
-    def write(self) -> ProbeFiles:
-        """Write a file to each folder.
-
-        A full tier is not probed: the configured value is used, or else its records. Raises the errors of a tier that
-        are not retryable.
-        """
+    def write() -> ProbeFiles:
         failed: dict[str, str] = {}
         full: list[str] = []
-        for tier in tiers_to_probe(self._opened):
-            store = self._opened.stores.get(tier.name)
+        for tier in tiers_to_probe(opened):
+            store = opened.stores.get(tier.name)
             if store is None:
                 continue
             try:
-                self._write(store)
+                for stale in [
+                    s.key for s in store.backend.scan(_prefix(opened.run)) if _is_stale(s.key)
+                ]:
+                    store.backend.delete(stale)
+                put_object(store.backend, key, b"\n")
             except StorageFullError as error:
                 full.append(store.name)
                 logger.warning(
@@ -165,35 +157,22 @@ class FolderProbe:
             except UnreachableError as error:
                 failed[tier.name] = f"rank 0: {error}"
             else:
-                self._written.append(store)
-        return ProbeFiles(
-            token=self.token,
-            written=tuple(store.name for store in self._written),
-            full=tuple(full),
-            failed=failed,
-        )
+                written.append(store)
+        names = tuple(store.name for store in written)
+        return ProbeFiles(token=token, written=names, full=tuple(full), failed=failed)
 
-    def _write(self, store: StoredTier) -> None:
-        prefix = _prefix(self._opened.run)
-        for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
-            store.backend.delete(stale)
-        key = _key(self._opened.run, self.token)
-        put_object(store.backend, key, b"\n")
-
-    def remove(self) -> None:
-        for store in self._written:
+    try:
+        yield write
+    finally:
+        for store in written:
             try:
-                store.backend.delete(_key(self._opened.run, self.token))
+                store.backend.delete(key)
             except BackendError as error:
                 logger.warning("open: tier %s: a file of the probe stays: %s", store.name, error)
 
 
 def _prefix(run: str) -> str:
     return f"{run}/{keys.PROBE_FOLDER}/"
-
-
-def _key(run: str, token: str) -> str:
-    return f"{_prefix(run)}{token}"
 
 
 def _is_stale(key: str) -> bool:
@@ -323,7 +302,7 @@ def find_probe_files(
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()
-    key = _key(opened.run, token)
+    key = f"{_prefix(opened.run)}{token}"
     waiting = [tier for tier in tiers if tier.name in opened.stores]
     while waiting:
         for tier in list(waiting):

@@ -28,7 +28,7 @@ from tierfall.core.restore.inventory import (
     merge_ranks,
     unlisted,
 )
-from tierfall.core.restore.redundancy import OnFewNodes, on_few_nodes, whole_on_each
+from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import format_ranks
@@ -46,45 +46,60 @@ _LEFTOVERS = "open: leftovers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a session begins with: what the tiers hold, as far as it counts for all ranks.
+class TierReport(Message):
+    """What ``rank`` has found on a tier, for the ranks that could not list it."""
 
-    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
-    that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
-    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank
-    found a checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another
-    rank has a listing that lags. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the
-    marks that any rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per
-    tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts began that have
-    committed a checkpoint.
-    ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
-    where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
-    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
-    though they are whole or damaged there.
+    tier: str
+    rank: int
+    found: TierMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Message):
+    """What a session begins with: what rank 0 has decided, by what all ranks have found on the tiers.
+
+    ``unreachable`` and ``read_only`` have, per tier, the reason of some rank. ``whole`` has, per tier that all ranks
+    reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier;
+    ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
+    checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
+    that lags. ``inherited`` are texts of commit records: see ``leftovers.committed_in_memory``. ``marks`` has, per
+    tier, the marks that any rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin;
+    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
+    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
+    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
+    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
+    they are whole or damaged there.
     """
 
     attempt: Attempt | None = None
-    listings: tuple[Listing, ...] = ()
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+    read_only: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
-    on_few_nodes: Mapping[str, OnFewNodes] = field(default_factory=dict)
+    on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
     first: bool = False
     image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     lags: bool = False
-    inherited: tuple[Commit, ...] = ()
+    inherited: tuple[str, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
     overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
-    reported: Mapping[tuple[str, int], Listing] = field(default_factory=dict)
-    elsewhere: Mapping[str, tuple[FoundCopy, ...]] = field(default_factory=dict)
+    reported: tuple[TierReport, ...] = ()
+    elsewhere: Mapping[str, tuple[CopyMessage, ...]] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
         """The checkpoints whose images are all on some tier, but on none together that all ranks reach."""
         return self.complete - frozenset().union(*self.whole.values())
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """The records that are ``inherited``."""
+        what = "commit record of an adopted checkpoint"
+        return tuple(parse_commit(text.encode(), what=what) for text in self.inherited)
 
 
 def begin_attempt(tiers: OpenedTiers) -> Start:
@@ -92,16 +107,15 @@ def begin_attempt(tiers: OpenedTiers) -> Start:
     earlier starts left half written."""
     if tiers.agrees:
         start = agree_on_start(tiers)
-        start = replace(start, listings=on_all_ranks(tiers, start))
     else:
         tiers.make_durable()
         is_first = tiers.attempt is None
         attempt = tiers.claim_from(tiers.next_number())
         if is_first:
             tiers.discard_unfinished()
-        start = Start(attempt=attempt, listings=tiers.listings, first=tiers.finds_nothing())
+        start = Start(attempt=attempt, first=tiers.finds_nothing())
     if tiers.ranks.topology.is_root:
-        held = start.listings
+        held = on_all_ranks(tiers, start)
         warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
     return start
 
@@ -133,39 +147,6 @@ class StartMessage(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierReport(Message):
-    """What ``rank`` has found on a tier, for the ranks that could not list it."""
-
-    tier: str
-    rank: int
-    found: TierMessage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartDecision(Message):
-    """What rank 0 decides on a start; see ``Start``. ``inherited`` are the texts of commit records."""
-
-    unreachable: Mapping[str, str]
-    read_only: Mapping[str, str]
-    attempt: Attempt
-    whole: Mapping[str, frozenset[CheckpointId]]
-    complete: frozenset[CheckpointId]
-    on_few_nodes: Mapping[str, tuple[tuple[CheckpointId, bool], ...]]
-    seen: frozenset[str]
-    inherited: tuple[str, ...]
-    marks: Mapping[str, tuple[tuple[CheckpointId, frozenset[str]], ...]]
-    damaged: Mapping[str, tuple[tuple[CheckpointId, str], ...]]
-    deleted: frozenset[CheckpointId]
-    starts: tuple[AttemptStart, ...]
-    overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
-    first: bool
-    image_bytes: tuple[tuple[CheckpointId, int], ...]
-    lags: bool
-    reported: tuple[TierReport, ...]
-    elsewhere: Mapping[str, tuple[CopyMessage, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDecision(Message):
     """The ranks at which a tier ``refused`` the attempt, and the tiers that a rank may not write to, with why."""
 
@@ -181,10 +162,7 @@ def tend(tiers: OpenedTiers) -> Start:
     tiers.make_durable()
     memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
     commits = (copy.commit for copy in memory.copies)
-    return Start(
-        listings=tiers.listings,
-        inherited=tuple(c for c in commits if c and c.world_size > 1),
-    )
+    return Start(inherited=tuple(c.encode().decode() for c in commits if c and c.world_size > 1))
 
 
 def agree_on_start(tiers: OpenedTiers) -> Start:
@@ -209,25 +187,25 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
             unlisted=unlisted(tiers.listings, reported_by),
             nothing=tiers.finds_nothing(),
         )
-        decision = ranks.agree(
+        start = ranks.agree(
             _OPEN,
             StartMessage(found=found),
             lambda messages: decide(tiers, _found_by_all(messages), order),
-            StartDecision,
+            Start,
             timeout_s=_patience_s(tiers),
         )
-        tiers.exclude_all(decision.unreachable)
-        tiers.make_read_only(decision.read_only)
+        assert start.attempt is not None
+        tiers.exclude_all(start.unreachable)
+        tiers.make_read_only(start.read_only)
         with _report_error(ranks, _ATTEMPT):
-            taken = tiers.claim(decision.attempt)
+            taken = tiers.claim(start.attempt)
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
         if not answer.refused and (not is_first or _discard_unfinished(tiers)):
-            start = read_start(decision)
             tiers.listings = fill_in(tiers.listings, start, reported_by)
             return start
-        number = decision.attempt.number + 1
+        number = start.attempt.number + 1
     raise RanksError(
         f"open: {format_ranks(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
         "another job of this run's name is starting at the same time"
@@ -249,54 +227,28 @@ def _none_silent(messages: Mapping[int, StartMessage]) -> bool:
     return not any(message.silent for message in messages.values())
 
 
-def read_start(decision: StartDecision) -> Start:
-    """Return what all ranks know, from the decision of rank 0."""
-    what = "commit record of an adopted checkpoint"
-    return Start(
-        attempt=decision.attempt,
-        whole=decision.whole,
-        complete=decision.complete,
-        on_few_nodes={tier: dict(pairs) for tier, pairs in decision.on_few_nodes.items()},
-        seen=decision.seen,
-        first=decision.first,
-        image_bytes=dict(decision.image_bytes),
-        lags=decision.lags,
-        inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
-        marks={tier: dict(pairs) for tier, pairs in decision.marks.items()},
-        deleted=decision.deleted,
-        damaged={tier: dict(pairs) for tier, pairs in decision.damaged.items()},
-        starts=decision.starts,
-        overtaken=dict(decision.overtaken),
-        reported={
-            (report.tier, report.rank): merge_ranks(
-                {report.rank: {report.tier: report.found}}, [report.tier]
-            )[0]
-            for report in decision.reported
-        },
-        elsewhere={t: tuple(c.copy_of(0, t) for c in x) for t, x in decision.elsewhere.items()},
-    )
-
-
 def fill_in(
     listings: Iterable[Listing], start: Start, reported_by: Mapping[str, int]
 ) -> tuple[Listing, ...]:
     """Replace the listings that failed on this rank by those of the ranks that report the tiers, where these could list
     them. Without them, this rank would owe copies that exist, and wait for the other ranks to upload their images."""
-    return tuple(
-        x if x.error is None else start.reported.get((x.tier, reported_by.get(x.tier, -1)), x)
-        for x in listings
-    )
+    reported = {
+        report.tier: merge_ranks({report.rank: {report.tier: report.found}}, [report.tier])[0]
+        for report in start.reported
+        if report.rank == reported_by.get(report.tier)
+    }
+    return tuple(x if x.error is None else reported.get(x.tier, x) for x in listings)
 
 
 def _find_shared(tiers: OpenedTiers) -> None:
     """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
     if tiers.attempt is not None or not shared_folders.tiers_to_probe(tiers):
         return
-    with shared_folders.files_of_probe(tiers) as files:
+    with shared_folders.files_of_probe(tiers) as write_files:
 
         def write(messages: dict[int, StartMessage]) -> ProbeFiles:
             _check_started(messages)
-            return files.write()
+            return write_files()
 
         timeout_s = _patience_s(tiers)
         written = tiers.ranks.agree(_OPEN, StartMessage(), write, ProbeFiles, timeout_s=timeout_s)
@@ -351,9 +303,7 @@ def _found_by_all(messages: Mapping[int, StartMessage]) -> dict[int, FoundAtStar
     return {rank: message.found for rank, message in messages.items() if message.found is not None}
 
 
-def decide(
-    tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[str]
-) -> StartDecision:
+def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[str]) -> Start:
     """Decide, on rank 0, which attempt all ranks take and which checkpoints of the tiers count for all of them.
 
     ``found`` are the reports of the ranks, ``order`` are the tiers' names.
@@ -367,27 +317,26 @@ def decide(
     reachable = [listing for listing in listings if listing.tier not in unreachable]
     host, copies = tiers.config.host.name, tiers.config.peer_copies
     few = on_few_nodes(reachable, inventories, copies=copies, whole=whole_somewhere, host=host)
-    return StartDecision(
+    return Start(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
-        on_few_nodes={tier: tuple(sorted(ids.items())) for tier, ids in few.items()},
+        on_few_nodes=few,
         seen=frozenset(x.tier for x in listings if x.unread is None),
         inherited=committed_in_memory(
             listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
         ),
         marks={
-            listing.tier: tuple((c.id, c.marks) for c in listing.copies if c.marks)
-            for listing in listings
+            listing.tier: {c.id: c.marks for c in listing.copies if c.marks} for listing in listings
         },
         damaged=damaged_copies(listings, host=host),
         deleted=frozenset(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         starts=tuple(starts_in(listings, whole_somewhere)),
-        overtaken=tuple(sorted(overtaken(merge(map(only_whole, listings))).items())),
+        overtaken=overtaken(merge(map(only_whole, listings))),
         first=all(one.nothing for one in found.values()),
-        image_bytes=tuple((c.id, c.bytes) for c in merge(listings)),
+        image_bytes={c.id: c.bytes for c in merge(listings)},
         lags=any(listing.lags for listing in listings),
         reported=tuple(
             TierReport(tier=tier, rank=rank, found=inventories[rank][tier])
@@ -417,12 +366,15 @@ def _first_reasons(reasons: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str
 
 
 def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
-    """Return this rank's listings, without the checkpoints of which other ranks lack their images.
+    """Return this rank's listings, without the checkpoints of which other ranks lack their images, if ranks have
+    agreed on the ``start``.
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is
     another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
-    damage.
+    damage that may be repaired.
     """
+    if start.overtaken is None:
+        return tiers.listings
     host, shard = tiers.config.host.name, tiers.ranks.shard
 
     def counts(tier: str, copy: FoundCopy) -> bool:
@@ -437,7 +389,7 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
 
     def beside(listing: Listing) -> Iterable[FoundCopy]:
         found = start.elsewhere.get(listing.tier, ()) if listing.error is None else ()
-        return (copy for copy in found if listing.copy(copy.id) is None)
+        return (one.copy_of(0, listing.tier) for one in found if listing.copy(one.id) is None)
 
     return tuple(
         replace(

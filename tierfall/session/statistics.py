@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.restore.restore import RestoreResult
-from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types.values import LossClass, SaveOutcome
 from tierfall.core.types.view import LossBound, newest_surviving
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import (
-    CadenceReport,
     CheckpointInfo,
     Compression,
     RestoreReport,
@@ -78,13 +74,6 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
     )
 
 
-def record_reads(rates: TierThroughput, report: RestoreReport) -> None:
-    """Record this rank's read rate of each tier, measured over the whole restore: a lower bound."""
-    for source in report.sources:
-        if source.rank is None:
-            rates.note_read(source.tier, source.bytes, report.seconds)
-
-
 def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
     """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
     left = ledger.abandoned()
@@ -123,17 +112,28 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def read() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
-        edges = {
-            f"{source}->{lane.tier}": count
-            for lane in coordinator.lanes.values()
-            for source, count in lane.edge_bytes.items()
+    def read() -> tuple[dict[LossClass, LossBound], dict[str, Any]]:
+        rates, backlog, ledger = coordinator.rates, coordinator.backlog, coordinator.ledger
+        tiers = [rules.name for rules in ledger.rules]
+        stored = [tier for tier in tiers if tier != ledger.host]
+        written = {tier: rates.write_bytes_per_s(tier) for tier in tiers}
+        now_s = time.monotonic()
+        return session.loss_bounds(), {
+            "edge_bytes": {
+                f"{source}->{lane.tier}": count
+                for lane in coordinator.lanes.values()
+                for source, count in lane.edge_bytes.items()
+            },
+            "peer_survival": session.peer_survival(),
+            "write_bytes_per_s": {tier: rate for tier, rate in written.items() if rate is not None},
+            "read_bytes_per_s": rates.read_rates(),
+            "behind": dict(backlog.behind),
+            "behind_s": {tier: backlog.behind_s(tier, now_s) for tier in stored},
+            "flush_shares": dict(coordinator.throttle.shares),
+            "late": {tier: backlog.late.get(tier, 0) for tier in stored},
         }
-        flow = _flow(coordinator, time.monotonic())
-        flow["peer_survival"] = session.peer_survival()
-        return edges, session.loss_bounds(), flow
 
-    edges, bounds, flow = session.call(read)
+    bounds, flow = session.call(read)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -147,7 +147,6 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),
         durable_s={tier: _mean(values) for tier, values in durable.items()},
         commits=dict(counters.commits),
-        edge_bytes=edges,
         flush_failures=counters.flush_failures,
         given_up_copies=counters.given_up_copies + sum(coordinator.flush_queue.given_up.values()),
         set_aside_copies=counters.set_aside_copies,
@@ -166,36 +165,6 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         },
         **flow,
     )
-
-
-def cadence_metrics(report: CadenceReport, ettr: float | None) -> dict[str, float | None]:
-    """Return the metrics of the cadence, by name."""
-    return {
-        "interval_steps": report.interval_steps,
-        "save_cost_seconds": report.cost_s,
-        "ettr": ettr,
-    }
-
-
-def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
-    """Return the measured rate of each tier, and how far it is behind."""
-    rates, pressure = coordinator.rates, coordinator.backlog
-    stored = [
-        rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
-    ]
-
-    def known(rate_of: Callable[[str], float | None]) -> dict[str, float]:
-        tiers = [rules.name for rules in coordinator.ledger.rules]
-        return {tier: rate for tier in tiers if (rate := rate_of(tier)) is not None}
-
-    return {
-        "write_bytes_per_s": known(rates.write_bytes_per_s),
-        "read_bytes_per_s": rates.read_rates(),
-        "behind": dict(pressure.behind),
-        "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
-        "flush_shares": dict(coordinator.throttle.shares),
-        "late": {tier: pressure.late.get(tier, 0) for tier in stored},
-    }
 
 
 def _mean(values: list[float]) -> float:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from tierfall.core.format.catalog import (
     UNSEEN_ATTEMPTS,
@@ -25,41 +24,20 @@ from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
-FAR = 1000
-"""Attempts have consecutive numbers: a record so far above all others is checked."""
 
 
-def next_number(
-    listings: Sequence[Listing],
-    stores: Mapping[str, StoredTier],
-    *,
-    run: str,
-    own: Attempt | None = None,
-) -> int:
-    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does, without strays.
+def next_number(listings: Sequence[Listing], *, run: str, own: Attempt | None = None) -> int:
+    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does.
 
     Raises ConfigError, which names the tiers, where the last number is taken.
     """
-    saved = {number for x in listings for number in _saved_by(x)}
-    mine = own.number if own else 0
-    numbers = sorted({0, mine, *saved, *(number for x in listings for number in x.attempts)})
-    strays = set()
-    while len(numbers) > 1 and numbers[-1] - numbers[-2] > FAR and numbers[-1] not in saved:
-        if not _is_stray(numbers[-1], listings, stores):
-            break
-        strays.add(numbers.pop())
-    if numbers[-1] >= ATTEMPT_MAX:
-        last = numbers[-1]
-        where = [x.tier for x in listings if last in x.attempts or last in _saved_by(x)]
+    where = [x.tier for x in listings if ATTEMPT_MAX in {*x.attempts, *_saved_by(x)}]
+    if where:
         raise ConfigError(
-            f"open: run {run!r} has an attempt {last} on {', '.join(where)}, above which there is no number: if no "
-            "start took it, remove its record, or the folders of its steps; or choose another run name"
+            f"open: run {run!r} has an attempt {ATTEMPT_MAX} on {', '.join(where)}, above which there is no number: if "
+            "no start took it, remove its record, or the folders of its steps; or choose another run name"
         )
-    counted = [
-        replace(x, attempts=tuple(number for number in x.attempts if number not in strays))
-        for x in listings
-    ]
-    number: int = min(next_attempt(counted, own), ATTEMPT_MAX)
+    number: int = min(next_attempt(listings, own), ATTEMPT_MAX)
     return number
 
 
@@ -78,22 +56,6 @@ def attempt_of(line: Lineage) -> Attempt:
 def _saved_by(listing: Listing) -> set[int]:
     """Return the attempts that have step folders on a tier, committed or not."""
     return {id.attempt for id in (*(copy.id for copy in listing.copies), *listing.unfinished)}
-
-
-def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, StoredTier]) -> bool:
-    """Return whether the record of a number is, on every tier that has one, a valid record of another attempt."""
-    for listing in listings:
-        if number not in listing.attempts:
-            continue
-        try:
-            stores[listing.tier].fence.read(number)
-        except StrayAttemptError as error:
-            logger.warning("open: %s; until then it is ignored", error)
-        except TierfallError:
-            return False  # it may be an attempt's: the next number is above it
-        else:
-            return False
-    return True
 
 
 def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:

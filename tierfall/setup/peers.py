@@ -1,15 +1,29 @@
-"""Peer memory of a start: each rank serves this node's memory to others, and learns who keeps what it saves."""
+"""Peer memory of a start: each rank serves this node's memory to others, and learns who keeps what it saves; which
+nodes keep the copies of which; a rank's image that other nodes keep, back in its host memory; and what one node keeps,
+as a process sees it that does not meet the other nodes.
+
+A node that was replaced has an empty host memory. With its ranks' images in it again, the newest checkpoint is in the
+memory of all ranks, as after a start that lost no node: it is restored from there, and flushed to the nodes that keep
+copies now.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
+
+import numpy as np
 
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
@@ -21,9 +35,14 @@ from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.model import NODE_SPREAD
-from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import Commit
-from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.images import StoredImage, checked_manifest, unpacked
+from tierfall.core.copies.shard_reader import ShardReader
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.commit_files import files_of, image_file, plain
+from tierfall.core.format.records import Commit, records_bytes_max
+from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
@@ -35,20 +54,10 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.view import NodeLosses
-from tierfall.setup.nodes.kept import keeps_any, kept_folders
-from tierfall.setup.nodes.placement import (
-    HELPS,
-    PeerAddress,
-    PeerMeeting,
-    address_to_probe,
-    check_apart,
-    own_address,
-    place_on_nodes,
-    reachable,
-    warn_of_placement,
-)
-from tierfall.setup.nodes.recover import recover_image
+from tierfall.core.types.text import format_some
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup.places import with_own_peers
 from tierfall.tiers.arena.folder import (
     is_in_memory,
@@ -127,11 +136,6 @@ class PeerMemory:
             listener=listener,
         )
 
-    @property
-    def node_losses(self) -> NodeLosses:
-        """The chances that what is saved in this start survives the loss of nodes."""
-        return self.placement.node_losses
-
     def _rank_of(self, node: int) -> PeerAddress:
         """Return the rank of a node that has this rank's place there."""
         ranks = self._nodes[node]
@@ -150,12 +154,6 @@ class PeerMemory:
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
         return PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
 
-    def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
-        """Open, to read it until ``until_s``, what each node that keeps copies of this node's images sees of the
-        tier."""
-        for keeper in self._keepers:
-            yield PeerView([self._connect(keeper, self._sender, until_s)], ())
-
     def recover_image(
         self,
         host: HostTier,
@@ -164,10 +162,12 @@ class PeerMemory:
         timeout_s: float,
     ) -> None:
         """Bring this rank's image back into ``host`` if that has none, from the first node that has it, and has it
-        whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
+        whole; see the function ``recover_image``. ``timeout_s``: for all reads."""
         if not host.is_empty():
             return
-        for seen in self._open_on_keepers(time.monotonic() + timeout_s):
+        until_s = time.monotonic() + timeout_s
+        for other in self._keepers:
+            seen = PeerView([self._connect(other, self._sender, until_s)], ())
             tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
             with closing(tier) as keeper:
                 if recover_image(host, keeper, self._shard, listings, is_ours) is not None:
@@ -268,7 +268,6 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
     try:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
-        lacks_bytes = _lacking_bytes(tier)
         memory_id = _memory_id(tier.path)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
@@ -278,21 +277,8 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         node=node_name(),
         domain=found.name,
         source=found.source,
-        lacks_bytes=lacks_bytes,
         memory_id=memory_id,
     )
-
-
-def _lacking_bytes(tier: PeerTierConfig) -> int:
-    """Return how many bytes of the tier's capacity would not fit; 0 where it has none."""
-    if tier.capacity_bytes is None:
-        return 0
-    found = [path for path in tier.path.rglob("*") if path.is_file()]
-    files = [path.stat() for path in found if path.name != _ID_NAME]
-    # After a kill a file may have two names.
-    kept = {status.st_ino: status.st_size for status in files}
-    there = room_for_arena(tier.path).free_bytes + sum(kept.values())
-    return max(0, tier.capacity_bytes * tier.copies - there)
 
 
 def _open_kept(path: Path) -> Backend:
@@ -323,3 +309,280 @@ def _memory_id(folder: Path) -> str:
 
 def _sender(node: int) -> str:
     return f"node-{node}"
+
+
+# Placement, by what each node reports -------------------------------------------------------------
+
+HELPS = (
+    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
+    "larger file system in memory, or have fewer copies"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress(Message):
+    """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
+    the id of the node's memory. Or the ``error`` that keeps it from serving."""
+
+    host: str = ""
+    port: int = 0
+    node: str = ""
+    domain: str = ""
+    source: str = ""
+    memory_id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMeeting(Message):
+    """The addresses of all ranks, by rank, and the secret that only ranks of this start know."""
+
+    addresses: tuple[PeerAddress, ...]
+    secret: str = field(repr=False)
+
+
+def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:
+    """Raise ConfigError, the same on all ranks, where nodes keep what others send in one folder."""
+    memories = Counter(leader.memory_id for leader in leaders)
+    if max(memories.values()) > 1:
+        same = [n for n, leader in enumerate(leaders) if memories[leader.memory_id] > 1]
+        raise ConfigError(
+            f"open: tier {tier.name}: {_named(same, leaders)} have one folder for what they keep, {tier.path}: set the "
+            "tier's path to a folder in the memory of each node, such as one below /dev/shm"
+        )
+
+
+def place_on_nodes(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> CopyPlacement:
+    """Place the copies, by the first rank of each node. Raises ConfigError, the same on all ranks."""
+    domains = _domains(tier, leaders)
+    if len(set(domains)) <= tier.copies:
+        raise ConfigError(
+            f"open: tier {tier.name}: spread is {tier.spread}, copies is {tier.copies}, and {len(domains)} nodes are "
+            f"in {len(set(domains))} ({format_some(sorted(set(domains)))}): no two of {tier.copies + 1} nodes with an "
+            f"image may be in the same. Start in more, set copies to less, or spread to node"
+        )
+    return place_copies(domains, tier.copies)
+
+
+def _domains(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> list[str]:
+    """Return the failure domain of each node. Raises ConfigError where one is not known."""
+    if tier.spread == NODE_SPREAD:
+        return [str(node) for node in range(len(leaders))]
+    of = f"open: tier {tier.name}: spread is {tier.spread}"
+    unknown = [node for node, leader in enumerate(leaders) if not leader.domain]
+    if unknown:
+        raise ConfigError(
+            f"{of}, and the {tier.spread} of {_named(unknown, leaders)} is not known: set {VARIABLE} on each node, or "
+            f"domains to a file with a line 'HOSTNAME {tier.spread.upper()}' for each; Slurm tells it only where it "
+            "knows the network's topology"
+        )
+    sources = {leader.source: node for node, leader in enumerate(leaders)}
+    if len(sources) > 1:
+        by = " and ".join(f"{source} on {_named([n], leaders)}" for source, n in sources.items())
+        raise ConfigError(f"{of}, and it is given by {by}: names are compared, so give all by one")
+    return [leader.domain for leader in leaders]
+
+
+def warn_of_placement(
+    tier: PeerTierConfig,
+    leaders: Sequence[PeerAddress],
+    placement: CopyPlacement,
+) -> None:
+    """Log what the placement does not give."""
+    unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
+    if unused and tier.spread == NODE_SPREAD:
+        logger.warning(
+            "open: tier %s: %s is set, and spread is node, so that all copies may be in one domain: set spread to what "
+            "it names, such as rack", tier.name, unused,
+        )  # fmt: skip
+    if placement.crowded:
+        largest, count = Counter(leader.domain for leader in leaders).most_common(1)[0]
+        logger.warning(
+            "open: tier %s: copies of %s share a %s with another, so that its loss may cost more than one: %d of %d "
+            "nodes are in %s, and with copies: %d no %s may have more than %d for all to be apart",
+            tier.name, _named(placement.crowded, leaders), tier.spread, count, len(leaders), largest, tier.copies,
+            tier.spread, len(leaders) // (tier.copies + 1),
+        )  # fmt: skip
+
+
+def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
+    return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
+
+
+def own_address() -> str:
+    """Return the address of this machine on the network that leads to rank 0."""
+    return _address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+
+
+def address_to_probe(addresses: Sequence[PeerAddress]) -> str | None:
+    """Return the address of another machine if some ranks know only one of their own that no other machine reaches.
+
+    On the machine of rank 0 its own name often leads there: /etc/hosts of many distributions has 127.0.1.1 for it.
+    None where all ranks know only such addresses: they are on one machine.
+    """
+    others = [address.host for address in addresses if not _is_loopback(address.host)]
+    return others[0] if 0 < len(others) < len(addresses) else None
+
+
+def reachable(mine: PeerAddress, other: str) -> PeerAddress:
+    """Return ``mine``; if other machines cannot reach it, with the address on the network that leads to ``other``."""
+    return replace(mine, host=_address_towards(other)) if _is_loopback(mine.host) else mine
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host).is_loopback
+
+
+def _address_towards(other: str) -> str:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing
+        host: str = probe.getsockname()[0]
+        return host
+    return "127.0.0.1"
+
+
+# An image that other nodes keep -------------------------------------------------------------------
+
+
+def recover_image(
+    host: HostTier,
+    keeper: StoredTier,
+    shard: Shard,
+    listings: Sequence[Listing],
+    is_ours: Callable[[Commit], bool],
+) -> CheckpointId | None:
+    """Copy the image of ``shard`` of the newest checkpoint from ``keeper``, which is the tier as another node sees it,
+    into ``host``, which has no image; return the checkpoint.
+
+    ``listings`` are what this rank has found on all tiers. None where the newest live checkpoint has no image of this
+    shard there, or is not ``is_ours``; and where it is not read, or is damaged: that is logged.
+    """
+    try:
+        found = _newest(keeper, shard, listings, is_ours)
+        if found is not None:
+            _copy(found, host, keeper, shard)
+    except TierfallError as error:
+        logger.warning(
+            "open: this rank's image is not brought back into host memory from another node's: %s",
+            error,
+        )
+        return None
+    return None if found is None else found.id
+
+
+def _newest(
+    keeper: StoredTier,
+    shard: Shard,
+    listings: Sequence[Listing],
+    is_ours: Callable[[Commit], bool],
+) -> FoundCopy | None:
+    """Return the keeper's copy of the newest live checkpoint of this run of which any tier has an image of this shard;
+    None where the keeper has none, or has only one of an older checkpoint."""
+    there = keeper.list()
+    copies = tuple(c for c in there.copies if c.commit is not None and is_ours(c.commit))
+    there = replace(there, tier=f"{there.tier} of another node", copies=copies)
+    live = (
+        known.copies
+        for known in reversed(merge((*listings, there)))
+        if not (known.tombstoned or known.abandoned)
+    )
+    good = ({tier: c for tier, c in copies.items() if _has_image(c, shard)} for copies in live)
+    return next(filter(None, good), {}).get(there.tier)
+
+
+def _has_image(copy: FoundCopy, shard: Shard) -> bool:
+    if copy.state is not CopyState.COMMITTED or copy.damage is not None or copy.commit is None:
+        return False
+    return image_file(copy.commit, shard) is not None
+
+
+def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) -> None:
+    assert found.commit is not None
+    began_s = time.monotonic()
+    stored = StoredImage(keeper, found.id, shard)
+    manifest = checked_manifest(stored, found.commit, shard)
+    image = unpacked(stored, found.commit, manifest)
+    # As the rank's own record was: of its image alone.
+    commit = plain(replace(found.commit, files=files_of(found.commit, shard)))
+    records = manifest.encode(), commit.encode()
+    reserved_bytes = records_bytes_max(
+        pieces_bytes=len(manifest.pieces),
+        chunks=len(manifest.digests),
+        metrics=commit.metrics,
+        tags=commit.tags,
+        run=commit.lineage.run,
+    )
+    records_bytes = max(reserved_bytes, sum(map(len, records)))
+    needed = {"image_bytes": manifest.image_bytes, "records_bytes": records_bytes}
+    host.ensure_capacity(**needed)
+    region = host.allocate(**needed)
+    assert region is not None, "it is empty"
+    try:
+        filled = np.frombuffer(region.image, np.uint8)
+
+        def use(index: int, view: memoryview) -> None:
+            start, end = manifest.chunk_range(index)
+            np.copyto(filled[start:end], np.frombuffer(view, np.uint8))
+
+        with ShardReader([image], manifest, ReadTally(), None, None) as reader:
+            reader.read_chunks(range(len(manifest.digests)), use)
+        region.seal(manifest=records[0], commit=records[1])
+    except BaseException:
+        region.release()
+        raise
+    logger.info(
+        "open: this rank's image of %s, %s, is brought back into host memory from %s in %.1f s",
+        found.id,
+        format_size(manifest.image_bytes),
+        keeper.name,
+        time.monotonic() - began_s,
+    )
+
+
+# What one node keeps ------------------------------------------------------------------------------
+
+
+def kept_folders(path: Path) -> list[Path]:
+    """Return the folders of what this node keeps: ``0`` with what it has written itself of earlier attempts, and one
+    for each number of a copy, of earlier starts, too, which may have had more."""
+    names = [child.name for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+    return [
+        path / str(number) for number in sorted(int(name) for name in names if name.isdecimal())
+    ]
+
+
+def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView:
+    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
+    to write documents of no checkpoint, too."""
+    folders = kept_folders(tier.path) or [tier.path]
+    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
+    return PeerView(kept, (), place=str(tier.path), tends=tends)
+
+
+def keeps_any(tier: PeerTierConfig, run: str) -> bool:
+    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
+    why."""
+    if not tier.path.exists():
+        return False
+    try:
+        backend = view_kept(tier)
+        with closing(
+            StoredTier(name=tier.name, run=run, backend=backend, has_latest=False)
+        ) as kept:
+            return bool(kept.list().copies)
+    except BackendError:
+        return True
+
+
+def kept_of_run(path: Path, run: str) -> list[Path]:
+    """Return the folders of what this node keeps of a run; ``path`` is that of the peer tier."""
+    return [folder for folder in path.glob(f"*/{run}") if folder.is_dir()]
+
+
+def discard_kept(path: Path, run: str) -> None:
+    """Delete what this node keeps of a run for other nodes. Raises BackendError where a file cannot be deleted."""
+    for folder in kept_of_run(path, run):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error

@@ -1,5 +1,5 @@
-"""The places of tiers: whether two are one, one is a copy of the other, which have lost the files of a run, and which
-folder of this machine's memory belongs to them."""
+"""The places of tiers: whether two are equal, which have lost the files of a run, and which folder of this machine's
+memory belongs to them."""
 
 from __future__ import annotations
 
@@ -145,14 +145,6 @@ def same_place(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def is_same_folder(one: str, other: str) -> bool:
-    """Return whether two places are the same folder of this machine, by device and inode."""
-    try:
-        return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
-    except OSError:
-        return False
-
-
 def device_of(folder: Path | None) -> int | None:
     """Return the number of the device of a folder; None where there is no such folder."""
     try:
@@ -180,30 +172,3 @@ def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     is_mounted = device is not None and device == device_of(there)
     return is_mounted and not (folder / run / keys.TIER_NAME).exists()
-
-
-def warn_of_copy(run: str, tier: str, known: KnownTier, place: str) -> None:
-    """Warn where a tier's folder was copied: the place where it was before still has the run's files, with its id."""
-    if known.place == place or not (os.path.isabs(known.place) and os.path.isabs(place)):
-        return
-    old, new = (Path(p) / run / keys.TIER_NAME for p in (known.place, place))
-
-    def is_copy() -> bool:
-        if parse_tier_record(old.read_bytes(), what=str(old)).id != known.id:
-            return False
-        return not old.samefile(new)  # one folder, by two mounts
-
-    try:
-        copied = BoundedCalls().call_all({tier: is_copy}, {tier: LOOK_S}, doing="look")[tier].get()
-    except (OSError, TierfallError) as error:
-        logger.debug("tier %s: its earlier place %s was not read: %s", tier, known.place, error)
-        return
-    if copied:
-        logger.warning(
-            "tier %s: %s and %s are copies of one another, of run %s: a job there does not see what one here saves, "
-            "and each continues its own. Train in one of the two alone",
-            tier,
-            place,
-            known.place,
-            run,
-        )

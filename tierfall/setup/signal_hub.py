@@ -59,16 +59,17 @@ def add_listener(
     work: OnSignal | None = None,
     before_end: Callable[[], None] | None = None,
 ) -> Listener:
-    """Listen to signals until ``stop``. With a flag and no work function, a signal that would end the process does not;
-    a previous handler is called after the flag.
+    """Listen to ``signals``, if there are any, until ``stop``. With a flag and no work function, a signal that would
+    end the process does not; a previous handler is called after the flag.
 
     ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. ``before_end`` is called, on
     any thread, if the default action of the signal ends the process now. Raises ConfigError, which names the setting
     ``what``, on another than the main thread: Python installs handlers on that one only.
     """
-    check_thread(what)
     listener = Listener(signals=frozenset(signals), flag=flag, work=work, before_end=before_end)
-    _hub.add(listener)
+    if signals:
+        check_thread(what)
+        _hub.add(listener)
     return listener
 
 
@@ -88,27 +89,6 @@ def stop(listener: Listener) -> None:
     The last listener restores the previous handler, unless another handler was installed meanwhile.
     """
     _hub.remove(listener)
-
-
-class SignalWatch:
-    """Calls ``asked`` with a signal's name, on the main thread, until it is closed: a flag of ``listen``.
-
-    Without names it does nothing.
-    """
-
-    def __init__(self, names: Collection[str], asked: Callable[[str], None]) -> None:
-        self._listener: Listener | None = None
-        if names:
-            self._listener = add_listener(
-                [Signals[name] for name in names],
-                what="open: interval.on_signal",
-                flag=lambda number: asked(number.name),
-            )
-
-    def close(self) -> None:
-        """Stop; may be called twice."""
-        if self._listener is not None:
-            stop(self._listener)
 
 
 class _SignalHub:

@@ -1,27 +1,27 @@
 """The identity of tiers: each tier of a run has an id, which the other tiers and this machine remember.
 
-An empty folder is new, or was emptied, or is a mount point whose file system is missing. A shared tier whose id another
-tier or this machine remembers counts as not mounted: it could not be read. A tier of one node may be empty at any
-start, unless this machine remembers that its folder was on another device.
+A tier that is empty where the run was before, or has another id, counts as one that could not be looked at: a file
+system may not be mounted there. A tier of one node may be empty, or another one, at any start, unless this machine
+remembers that its folder was on another device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Attempt, KnownTier, TierRecord
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     AccessDeniedError,
-    BackendError,
     ConfigError,
     IntegrityError,
     LostWriteError,
@@ -29,19 +29,12 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.setup.places import (
-    MEMORY_NAME,
-    device_of,
-    find_emptied,
-    is_same_folder,
-    read_memory,
-    same_place,
-    warn_of_copy,
-)
-from tierfall.setup.tiers import AskTier, ask_without_bound, holds_any, shared_setting
+from tierfall.setup.places import MEMORY_NAME, device_of, find_emptied, read_memory, same_place
+from tierfall.setup.tiers import call_tiers, holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 
 class TierIdentities:
@@ -53,26 +46,26 @@ class TierIdentities:
         stores: Mapping[str, StoredTier],
         folder: Path,
         listings: Iterable[Listing] = (),
-        ask: AskTier = ask_without_bound,
+        calls: BoundedCalls | None = None,
     ) -> None:
         """Read the records of ``stores``, except those with an error in ``listings``: these may never answer.
-        ``folder`` is that of the run's host memory. ``ask`` makes every call to a tier."""
+        ``folder`` is that of the run's host memory. With ``calls``, each call to a tier ends within its bound."""
         self._config = config
-        self._ask = ask
+        self._calls = calls
         self._opened = stores
         self.places = {name: store.place for name, store in stores.items()}
         self._silent = {listing.tier for listing in listings if listing.error is not None}
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
-        self._anew: set[str] = set()
+        self._damaged: set[str] = set()
         self._unread: dict[str, TierfallError] = {}
-        for name, store in self._stores.items():
+        for name in self._stores:
             try:
-                if (record := ask(name, store.marker.read)) is not None:
+                if (record := self._ask(name, lambda store: store.marker.read())) is not None:
                     self.records[name] = record
             except IntegrityError as error:
                 logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
-                self._anew.add(name)
+                self._damaged.add(name)
             except TierfallError as error:  # the listing has the same error, and that is logged
                 logger.debug("tier %s: which tier it is was not read: %s", name, error)
                 self._unread[name] = error
@@ -83,40 +76,33 @@ class TierIdentities:
     def _stores(self) -> dict[str, StoredTier]:
         return {name: x for name, x in self._opened.items() if name not in self._silent}
 
-    def _remembers(self, name: str) -> KnownTier | None:
-        """Return the newest memory of a tier by its name, or else of its place by a name that is configured no more."""
-        known = self._newest_of(name)
-        if known is None and name in self.places:
-            known = self._newest_at(self.places[name])
-        return known
+    def _ask(self, tier: str, call: Callable[[StoredTier], T]) -> T:
+        store = self._opened[tier]
+        if self._calls is None:
+            return call(store)
+        return call_tiers([store], call, self._config, self._calls)[tier].get()
 
-    def _newest_of(self, name: str) -> KnownTier | None:
-        naming = [r for r in self._witnesses(but=name) if name in r.others and r.others[name].id]
-        newest = max(naming, key=lambda record: record.wall_time_s, default=None)
-        if newest is None:
+    def _entries(self, *, but: str = "") -> list[tuple[float, str, KnownTier]]:
+        """Return what the records, without that of the tier ``but``, say of other tiers: the time of the record, a
+        tier's name, and what is known of it. This machine's come first."""
+        found = [record for tier, record in self.records.items() if tier != but]
+        records = found if self.remembered is None else [self.remembered, *found]
+        return [(r.wall_time_s, name, known) for r in records for name, known in r.others.items()]
+
+    def _remembers(self, name: str) -> KnownTier | None:
+        """Return the newest memory of a tier by its name, or else of its place."""
+        entries = [entry for entry in self._entries(but=name) if entry[2].id]
+        found = [entry for entry in entries if entry[1] == name]
+        if not found and (place := self.places.get(name)) is not None:
+            found = [entry for entry in entries if same_place(entry[2].place, place)]
+        if not found:
             return None
-        known = newest.others[name]
+        _, named, known = max(found, key=lambda entry: entry[0])
         # only this machine remembers the device
-        here = self.remembered.others.get(name) if self.remembered is not None else None
+        here = self.remembered.others.get(named) if self.remembered is not None else None
         if here is not None and same_place(here.place, known.place):
             return replace(known, device=here.device)
         return known
-
-    def _newest_at(self, place: str) -> KnownTier | None:
-        """Return the newest memory of a place, by names that the configuration no longer has."""
-        names = [name for name, known in self._renamed().items() if same_place(known.place, place)]
-        return next((known for name in names if (known := self._newest_of(name))), None)
-
-    def _renamed(self) -> dict[str, KnownTier]:
-        """Return what is remembered of names that the configuration does not have."""
-        now = {tier.name for tier in self._config.stored}
-        found = {name: known for w in self._witnesses() for name, known in w.others.items()}
-        return {name: known for name, known in found.items() if name not in now}
-
-    def _witnesses(self, *, but: str = "") -> list[TierRecord]:
-        """Return all records that remember other tiers, this machine's too, without that of the tier ``but``."""
-        found = [record for tier, record in self.records.items() if tier != but]
-        return found if self.remembered is None else [*found, self.remembered]
 
     def is_remembered(self, name: str) -> bool:
         """Return whether another tier, or this machine, remembers a tier; this machine also one without an id, whose
@@ -131,42 +117,51 @@ class TierIdentities:
         found = {listing.tier: listing for listing in listings}
         missing: dict[str, UnreachableError] = {}
         for tier in self._config.stored:
+            if tier.name not in self._stores or found[tier.name].error is not None:
+                continue
             try:
                 why = self._why_missing(tier, found[tier.name])
             except UnreachableError as error:
                 why = error
             if why is not None:
                 missing[tier.name] = why
-                self.records.pop(tier.name, None)  # that of another tier
+        for name in missing:
+            self.records.pop(name, None)  # that of another tier
         return missing
 
     def _why_missing(
         self, tier: FileTierConfig | ObjectTierConfig, listing: Listing
     ) -> UnreachableError | None:
-        if tier.name not in self._stores or listing.error is not None:
+        name, place, run = tier.name, self._stores[tier.name].place, self._config.run
+        record, known = self.records.get(name), self._remembers(name)
+        if record is not None and (other := self._known_as(record.id)) not in (None, name):
+            what = f"has the id of tier {other} in {run}/{keys.TIER_NAME}"
+        elif known is None or (holds_any(listing) if record is None else record.id == known.id):
             return None
-        known, place = self._remembers(tier.name), self._stores[tier.name].place
-        if tier.name in self.records:
-            return self._why_another(tier, place)
-        if holds_any(listing) or known is None:
-            return None
-        if not same_place(known.place, place):
-            return self._why_moved(tier.name, place, known) if known.shared else None
-        if not known.shared and known.device in (None, self._device(tier)):
-            logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
-            return None
+        else:
+            is_moved = not same_place(known.place, place)
+            if not known.shared and (is_moved or known.device in (None, self._device(tier))):
+                if record is None and not is_moved:
+                    text = "open: tier %s is empty, and was not before: is it mounted?"
+                    logger.warning(text, name)
+                return None
+            found = (
+                f"no file of run {run!r}"
+                if record is None
+                else f"another id in {run}/{keys.TIER_NAME}"
+            )
+            what = f"has {found}, and the tier was {f'in {known.place}' if is_moved else 'there'} before"
         return UnreachableError(
-            f"{tier.name}: no file of run {self._config.run!r} is in {place}, where its files were before. To begin "
-            f"anew there: 'tierfall forget {tier.name}'. Otherwise: is a file system not mounted there? Mount it, and "
-            "open again"
+            f"{name}: {place} {what}. Is a file system not mounted there, or the path wrong? Mount it, or correct the "
+            f"path, and open again. If what is there now is meant: 'tierfall forget {name}'"
         )
 
-    def _why_moved(self, name: str, place: str, known: KnownTier) -> UnreachableError:
-        return UnreachableError(
-            f"{name}: no file of run {self._config.run!r} is in {place}; this tier was in {known.place}. To begin "
-            f"anew there: 'tierfall forget {name}', or another run name. Otherwise: is a file system not mounted, or "
-            "the path or address wrong? Mount it, or correct that, and open again"
-        )
+    def _known_as(self, id: str) -> str | None:
+        """Return the configured name that the tier of an id was remembered by last."""
+        names = {tier.name for tier in self._config.stored}
+        found = [(at_s, name) for at_s, name, known in self._entries() if known.id == id]
+        name = max(found)[1] if found else None
+        return name if name in names else None
 
     def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
         """Return whether the tiers are those that this machine remembers, apart from new empty ones.
@@ -175,35 +170,16 @@ class TierIdentities:
         """
         found = {listing.tier: listing for listing in listings}
         remembered = {} if self.remembered is None else self.remembered.others
-        for tier in self._config.stored:
-            known, record = remembered.get(tier.name), self.records.get(tier.name)
-            if tier.name not in self._stores:
-                return False
-            if known is None or not same_place(known.place, self._stores[tier.name].place):
-                if record is not None or holds_any(found[tier.name]):
-                    return False
-                remembered = {n: k for n, k in remembered.items() if n != tier.name}
-            elif known.id != (record.id if record is not None else ""):
-                return False
-        return any(tier.name in remembered for tier in self._config.stored)
+        names = [tier.name for tier in self._config.stored]
 
-    def _why_another(
-        self, tier: FileTierConfig | ObjectTierConfig, place: str
-    ) -> UnreachableError | None:
-        """Return why a tier with another id has not replaced the remembered one on purpose: that one was shared, or on
-        another device of this machine. None where it may have."""
-        name, known = tier.name, self._remembers(tier.name)
-        if known is None or known.id in ("", self.records[name].id):
-            if known is not None and known.id:
-                warn_of_copy(self._config.run, name, known, place)
-            return None
-        same_device = known.device in (None, self._device(tier))
-        if not same_place(known.place, place) or (not known.shared and same_device):
-            return None
-        return UnreachableError(
-            f"{name}: {place} is not the tier that was there before: it has another id in {self._config.run}/"
-            f"{keys.TIER_NAME}. Is another file system mounted there, or none, or was its path changed? Mount the "
-            f"right one, and open again. If it was replaced on purpose, run 'tierfall forget {name}'"
+        def is_as_remembered(name: str) -> bool:
+            id = self.id_of(name) or ""
+            if name in remembered:
+                return remembered[name].id == id
+            return not (id or holds_any(found[name]))
+
+        return any(name in remembered for name in names) and all(
+            name in self._stores and is_as_remembered(name) for name in names
         )
 
     def id_of(self, name: str) -> str | None:
@@ -216,84 +192,19 @@ class TierIdentities:
         record, known = self.records.get(name), self._remembers(name)
         return bool(record and record.shared) or bool(known and known.shared)
 
-    # Aliases and swapped tiers -----------------------------------------------------------------------
-
-    def refuse_swapped(self) -> None:
-        """Raise ConfigError where two configured tiers have changed places: the rules of one would apply to the
-        checkpoints of the other."""
-        was = {name: self._was_called(record) for name, record in self.records.items()}
-        swapped = {
-            name: of
-            for name, of in was.items()
-            if of not in (None, name) and of in self._stores and name in self._stores
-            if was.get(of, "nothing") not in (None, of)  # else it is a copy of that tier's folder
-        }
-        if not swapped:
-            return
-        where = ", ".join(
-            f"{name} is now in {self._stores[name].place}, which is tier {was}"
-            for name, was in sorted(swapped.items())
-        )
-        both = " and ".join(f"'tierfall forget {n}'" for n in sorted({*swapped, *swapped.values()}))
-        raise ConfigError(
-            f"open: tiers have changed places: {where}, by the ids in {self._config.run}/{keys.TIER_NAME}. Rules of "
-            f"one would delete checkpoints of the other: correct names, paths or addresses. If it is meant, run {both}"
-        )
-
-    def _was_called(self, record: TierRecord) -> str | None:
-        """Return the name by which a tier of this id was remembered last."""
-        found = [
-            (witness.wall_time_s, name)
-            for witness in self._witnesses()
-            for name, known in witness.others.items()
-            if known.id == record.id
-        ]
-        return max(found)[1] if found else None
-
-    def refuse_aliases(self) -> dict[str, str]:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers where that
-        is not known, since neither accepts a file, with why: if they were written to, one copy might count as two."""
+    def refuse_aliases(self) -> None:
+        """Raise ConfigError where two tiers that are written have one id: they are one folder, by two mounts or two
+        addresses, or one is a copy of the other. One copy would count as two."""
         seen: dict[str, str] = {}
-        doubtful: dict[str, str] = {}
-        for name, record in list(self.records.items()):
-            other = seen.setdefault(record.id, name)
-            if other == name:
+        for name, record in self.records.items():
+            if self._stores[name].read_only or (other := seen.setdefault(record.id, name)) == name:
                 continue
-            one, two = self._stores[other], self._stores[name]
-            try:
-                is_one = self._are_one(one, two)
-            except BackendError as error:
-                doubtful[name] = (
-                    f"it has the same id as {other}, and may be the same folder: {error}"
-                )
-                continue
-            if is_one:
-                raise ConfigError(
-                    f"open: tiers {other} ({one.place}) and {name} ({two.place}) are one folder, and one copy would "
-                    "count as two: give each a folder of its own, or leave one of them out"
-                )
-            if two.read_only:
-                continue  # it keeps that id, since it is not written to
-            del self.records[name]  # a copy of that folder gets an id of its own
-            self._anew.add(name)
-        return doubtful
-
-    def _are_one(self, one: StoredTier, two: StoredTier) -> bool:
-        """Return whether a file written through one tier is seen through the other. Raises BackendError where neither
-        accepts a file, as on a full disk, and the paths do not settle it."""
-        if is_same_folder(one.place, two.place):
-            return True
-        failure: BackendError | None = None
-        for writer, reader in ((one, two), (two, one)):
-            if writer.read_only:
-                continue
-            try:
-                return self._ask(writer.name, partial(writer.marker.is_visible_to, reader.backend))
-            except BackendError as error:
-                failure = error
-        if failure is None:
-            raise AccessDeniedError("both are read-only")
-        raise failure
+            one, two = self._stores[other].place, self._stores[name].place
+            raise ConfigError(
+                f"open: tiers {other} ({one}) and {name} ({two}) have one id, and one copy would count as two: they "
+                "are one folder, or one is a copy of the other. Give each a folder of its own, or leave one of them "
+                f"out; of a copy, delete {self._config.run}/{keys.TIER_NAME}"
+            )
 
     # Remembering -----------------------------------------------------------------------------------
 
@@ -354,10 +265,12 @@ class TierIdentities:
             wall_time_s=attempt.wall_time_s,
         )
         with _logging_refusal(tier.name):
-            self.records[tier.name] = self._write(tier.name, record, again=tier.name in self._anew)
+            self.records[tier.name] = self._write(
+                tier.name, record, again=tier.name in self._damaged
+            )
 
     def _write(self, tier: str, record: TierRecord, *, again: bool) -> TierRecord:
-        return self._ask(tier, partial(self._stores[tier].marker.write, record, again=again))
+        return self._ask(tier, lambda store: store.marker.write(record, again=again))
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
         """Return what to remember of a tier; where it does not answer, what was remembered before."""
@@ -371,7 +284,7 @@ class TierIdentities:
         return KnownTier(id=id, place=place, shared=shared_setting(tier), device=device)
 
     def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
-        return self._ask(tier.name, partial(device_of, tier.folder))
+        return self._ask(tier.name, lambda _: device_of(tier.folder))
 
     def _remember(
         self,
@@ -416,13 +329,16 @@ class TierIdentities:
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-        """Delete a tier from all records, also by earlier names of its place; return where, and the error of each tier
-        where that failed."""
+        """Delete a tier from all records, also by other names of its place or its id; return where, and the error of
+        each tier where that failed."""
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
-        names = {name}
-        if (place := self.places.get(name)) is not None:
-            names |= {n for n, known in self._renamed().items() if same_place(known.place, place)}
+        place, id = self.places.get(name), self.id_of(name)
+        names = {name} | {
+            other
+            for _, other, known in self._entries()
+            if known.id == id or (place is not None and same_place(known.place, place))
+        }
         for tier, record in self.records.items():
             if not names & record.others.keys():
                 continue

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
@@ -23,7 +23,7 @@ from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls, NotAskedError
+from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, NotAskedError
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.threads import run_in_parallel
@@ -42,8 +42,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.setup.nodes.kept import view_kept
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
@@ -118,10 +117,10 @@ def _survives(tier: Tier) -> LossClass:
 
 def is_shared(tier: StoredSection) -> bool:
     """Return whether all nodes see the same files there."""
-    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+    return bool(shared_setting(tier))
 
 
-def shared_setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
+def shared_setting(tier: StoredSection) -> bool | None:
     """Return whether all nodes see a tier's files; None where that is neither configured nor probed."""
     return True if isinstance(tier, ObjectTierConfig) else tier.shared
 
@@ -198,7 +197,10 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only, creates=creates)
         try:
-            backend = _open_here(tier, peers, read_only=bool(only))
+            if peers is not None and isinstance(tier, PeerTierConfig):
+                backend: Backend = peers.open_backend()
+            else:
+                backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -353,14 +355,6 @@ def _store(
     )
 
 
-def _open_here(
-    tier: FileTierConfig | ObjectTierConfig, peers: PeerMemory | None, *, read_only: bool
-) -> Backend:
-    if peers is not None and isinstance(tier, PeerTierConfig):
-        return peers.open_backend()
-    return _open_backend(tier, read_only=read_only)
-
-
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
     if isinstance(tier, PeerTierConfig):
         return view_kept(tier)
@@ -499,30 +493,24 @@ def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, Buf
     }
 
 
-class AskTier(Protocol):
-    """Makes a call to the tier of that name, and returns its value or raises its error."""
-
-    def __call__(self, tier: str, call: Callable[[], T], /) -> T: ...
-
-
-def ask_without_bound(tier: str, call: Callable[[], T]) -> T:
-    return call()
-
-
-def ask_within_bound(
-    config: Config, stores: Mapping[str, StoredTier], calls: BoundedCalls
-) -> AskTier:
-    """Return what makes calls that raise UnreachableError where the tier does not answer within its bound."""
-
-    def ask(tier: str, call: Callable[[], T]) -> T:
-        return calls.call_all(
-            {tier: call},
-            bounds_s(config),
-            doing="ask",
-            last_answer_s=lambda name: stores[name].last_answer_s(),
-        )[tier].get()
-
-    return ask
+def call_tiers(
+    stores: Iterable[StoredTier],
+    call: Callable[[StoredTier], T],
+    config: Config,
+    calls: BoundedCalls,
+    *,
+    doing: str = "ask",
+    timeout_s: float = math.inf,
+) -> dict[str, CallResult[T]]:
+    """Call tiers, side by side. One that does not answer within its bound, and ``timeout_s`` at most, has an
+    UnreachableError."""
+    called = {store.name: store for store in stores}
+    return calls.call_all(
+        {name: partial(call, store) for name, store in called.items()},
+        {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(config).items()},
+        doing=doing,
+        last_answer_s=lambda name: called[name].last_answer_s(),
+    )
 
 
 def bounded_reads(store: StoredTier, config: Config) -> StoredTier:

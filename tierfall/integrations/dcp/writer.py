@@ -487,7 +487,7 @@ def write_image(
 ) -> tuple[NamedFile, ...]:
     """Write a rank's image and manifest, unless a newer attempt fences it; return their files for ``commit_files``. The
     rest is as for ``write_view``."""
-    store.check_fence(request.attempt)
+    store.fence.check(request.attempt)
     return write_view(
         store,
         view,
