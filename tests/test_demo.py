@@ -198,11 +198,6 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         yield Demo(tmp_path, tmp_path / "tiers.yaml", Console(), stack, every=1, steps=12)
 
 
-def restored(step: int, *tiers: str) -> Trainer:
-    sources, reasons = dict.fromkeys(tiers, 7), ["a chunk: damaged"] if tiers[1:] else []
-    return trainer_of(line(1, "restored", step, sources=sources, fallbacks=reasons))
-
-
 def test_one_loss_that_differs_in_its_last_bit_is_found(
     demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
