@@ -88,7 +88,7 @@ LINES = {
     ("tierfall/integrations",): 3_140,
     ("tierfall/imports", "tierfall/export"): 2_822,
     ("tierfall/plan",): 199,
-    ("tierfall/demo",): 599,
+    ("tierfall/demo",): 606,
     ("tierfall", "core"): 390,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
