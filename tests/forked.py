@@ -84,7 +84,8 @@ def server_of(rank: int = 0) -> Server:
 class Forked:
     """A process as ``subprocess.Popen`` has it: with its standard output in a pipe, its standard input where asked for.
 
-    ``command`` is what follows ``python``: a file, ``-m`` and a module, or ``-c`` and code, and the arguments.
+    ``command`` is what follows ``python``: a file, ``-m`` and a module, or ``-c`` and code, and the arguments. Without
+    ``stderr``, its standard error goes to its standard output.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Forked:
         server: Server,
         command: Sequence[str],
         env: Mapping[str, str],
-        stderr: IO[str],
+        stderr: IO[str] | None,
         *,
         has_stdin: bool = False,
         cwd: Path | None = None,
@@ -100,7 +101,7 @@ class Forked:
         self._server = server
         self.returncode: int | None = None
         reading, writing = os.pipe()
-        theirs = [writing, stderr.fileno()]
+        theirs = [writing, writing if stderr is None else stderr.fileno()]
         self.stdin: IO[str] | None = None
         if has_stdin:
             stdin, ours = os.pipe()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked, server_of
 from tests.object_store import SeaweedFS
 from tests.test_docs_cli import words_of
 
@@ -54,37 +55,49 @@ class Shell:
             "RES_OPTIONS": "timeout:1 attempts:1",
         }
 
+    def start(self, line: str) -> Forked:
+        """Start a command of one process; what it prints on standard error goes to its standard output."""
+        program, *words = line.split()
+        command = {"python": words, "tierfall": ["-m", "tierfall", *words]}[program]
+        return Forked(server_of(), command, self.environ, None, cwd=self.folder)
+
     def run(self, line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", line],
-            cwd=self.folder,
-            env=self.environ,
-            stdout=subprocess.PIPE,
-            stderr=None if line.startswith("torchrun") else subprocess.STDOUT,
-            text=True,
-            timeout=WAIT_S,
-        )
-        assert done.returncode == 0, done.stdout
+        if line.startswith("torchrun"):
+            done = subprocess.run(
+                line.split(),
+                cwd=self.folder,
+                env=self.environ,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=WAIT_S,
+            )
+            printed, code = done.stdout, done.returncode
+        else:
+            process = self.start(line)
+            printed, _ = process.communicate(WAIT_S)
+            code = process.wait()
+        assert code == 0, printed
         if line.startswith("tierfall init"):
             file = self.folder / "tiers.yaml"
             own = f'kind: host, folder: "{self.memory}"}}'
             file.write_text(file.read_text().replace("kind: host}", own))
-        return done.stdout
+        return printed
 
-    def run_and_kill(self, program: str, committed: Path) -> str:
+    def run_and_kill(self, line: str, committed: Path) -> str:
         """Run a program and kill it by SIGKILL once that commit record is there."""
-        with (self.folder / "out").open("w") as out:
-            started = subprocess.Popen(
-                [sys.executable, program], cwd=self.folder, env=self.environ, stdout=out
-            )
-            last_s = time.monotonic() + WAIT_S
-            while not committed.exists():
-                assert time.monotonic() < last_s, (self.folder / "out").read_text()
-                assert started.poll() is None, (self.folder / "out").read_text()
-                time.sleep(0.005)
-            started.kill()
-            assert started.wait() == -signal.SIGKILL
-        return (self.folder / "out").read_text() + "Killed\n"
+        process = self.start(line)
+        last_s = time.monotonic() + WAIT_S
+        while not committed.exists():
+            assert time.monotonic() < last_s
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        process.kill()
+        printed, _ = process.communicate()
+        assert process.wait() == -signal.SIGKILL
+        return (
+            "".join(x for x in printed.splitlines(True) if not x.startswith("tierfall:"))
+            + "Killed\n"
+        )
 
 
 @pytest.fixture
@@ -113,11 +126,7 @@ def test_every_command_prints_what_the_page_shows(shell: Shell, s3_server: Seawe
             kill = shown.endswith("Killed\n")
             step = f"step-{KILLED_AFTER:08}-a0001/commit.json"
             committed = shell.folder / "checkpoints" / "first-hour" / step
-            printed = (
-                shell.run_and_kill(line.removeprefix("python "), committed)
-                if kill
-                else shell.run(line)
-            )
+            printed = shell.run_and_kill(line, committed) if kill else shell.run(line)
             if kill:  # the steps need no more time than they take
                 train = shell.folder / "train.py"
                 train.write_text(train.read_text().replace("sleep(0.1)", "sleep(0)"))
@@ -142,7 +151,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.timeout(900)
 def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
-    """Its loop has no pause: it is given one, so that it can be killed in the middle."""
+    """Its loop neither pauses nor flushes what it prints: here it does both, to be killed in the middle."""
     block: Callable[[str], str] = lambda kind: re.findall(  # noqa: E731
         rf"^```{kind}\n(.*?)^```", README, re.DOTALL | re.MULTILINE
     )[0]
@@ -150,9 +159,10 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     (shell.folder / "tiers.yaml").write_text(block("yaml").replace("kind: host}", own))
     loop = block("python")
     paused = loop.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.01)")
-    (shell.folder / "first.py").write_text(paused)
+    flushed = paused.replace('"a new run")', '"a new run", flush=True)')
+    (shell.folder / "first.py").write_text(flushed)
     committed = shell.folder / "fast" / "first" / "step-00000300-a0001" / "commit.json"
-    assert shell.run_and_kill("first.py", committed) == "a new run\nKilled\n"
+    assert shell.run_and_kill("python first.py", committed) == "a new run\nKilled\n"
     (shown,) = (
         text
         for text in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
