@@ -20,7 +20,7 @@ from tests import forked
 MIB = 1 << 20
 CHUNK_BYTES = 16 * MIB
 OVERHEAD_BYTES = 14 * MIB  # below a third chunk
-IMAGE_BYTES = 512 * MIB
+IMAGE_BYTES = 256 * MIB
 
 # The step that is measured comes on the command line; before it everything is imported and warm.
 _WATCHING = """

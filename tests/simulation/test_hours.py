@@ -13,7 +13,7 @@ from tests.simulation.hour import run_hour
 from tierfall.core.types.values import LossClass
 from tierfall.policies.cadence import IntervalBound
 
-HOURS = 60
+HOURS = 40
 BLOCKS = 20
 
 
