@@ -185,6 +185,7 @@ def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointI
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
         and checkpoint.readable
+        and tier.name not in checkpoint.damaged_on
         and (newest is None or not tier.in_order or checkpoint.id > newest)
     )
 

@@ -299,6 +299,7 @@ def to_view(
                 tags=c.tags,
                 wall_time_s=c.wall_time_s,
                 overtaken=owed_to.get(c.id, frozenset()),
+                damaged_on=frozenset(t for t, copy in c.copies.items() if copy.repairable),
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)
                     for tier, copy in c.copies.items()

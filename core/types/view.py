@@ -79,7 +79,7 @@ class CheckpointView:
     a commit of it, or a person's command about it, is in progress. ``at_end``: every tier is to get it. ``metrics`` are
     those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
     ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
-    it."""
+    it; ``damaged_on`` those whose copy is damaged, which ``copies`` lacks: no copy is written in its place."""
 
     id: CheckpointId
     ordinal: int
@@ -95,6 +95,7 @@ class CheckpointView:
     tags: frozenset[str] = frozenset()
     wall_time_s: float | None = None
     overtaken: frozenset[str] = frozenset()
+    damaged_on: frozenset[str] = frozenset()
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)

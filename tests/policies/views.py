@@ -11,7 +11,7 @@
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
-        [saved=SECONDS] [tags=A,B] [METRIC:VALUE] [size=BYTES]
+        [damaged=TIER,TIER] [saved=SECONDS] [tags=A,B] [METRIC:VALUE] [size=BYTES]
         TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | due TIER | owed ORDINAL | still-owed STEP@ATTEMPT
@@ -294,7 +294,7 @@ def _checkpoint(words: list[str]) -> CheckpointView:
     options = _options(words)
     copies = {}
     for name, value in options.items():
-        if name not in ("ordinal", "from", "owed", "saved", "tags", "size"):
+        if name not in ("ordinal", "from", "owed", "damaged", "saved", "tags", "size"):
             state, _, more = value.partition(":")
             copies[name] = CopyView(
                 state=CopyState(state),
@@ -313,6 +313,9 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         changing="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
+        damaged_on=frozenset(options["damaged"].split(","))
+        if "damaged" in options
+        else frozenset(),
         metrics={
             name: float(value)
             for name, _, value in (word.partition(":") for word in words[1:] if "=" not in word)

@@ -246,6 +246,7 @@ class Ledger(Overview):
             },
             owed=frozenset(entry.owed),
             overtaken=frozenset(entry.overtaken),
+            damaged_on=frozenset(entry.repairable),
             at_end=entry.commit is not None and entry.commit.lineage.at_end,
             metrics=commit.metrics if commit else {},
             tags=entry.tags,
