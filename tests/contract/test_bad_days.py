@@ -744,10 +744,12 @@ def test_a_start_beside_a_dead_one_whose_process_number_is_used_again_goes_on(
     assert program.line() == "sealed"
     os.kill(program.pid, signal.SIGKILL)  # a zombie: nobody has waited for it
     place.config()
+    threads = Path(f"/proc/{program.pid}/task")  # they hold its lock until the last has ended
     wait_until(
         lambda: (
-            Path(f"/proc/{program.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-            if Path(f"/proc/{program.pid}/stat").exists()
+            threads.with_name("stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+            and len(list(threads.iterdir())) == 1
+            if threads.exists()
             else True
         ),
         "it is dead",

@@ -23,6 +23,7 @@ def test_memory_grows_without_its_file_and_its_folder(path: Path) -> None:
     add(arena, b"b" * MIB, b"second")
     assert [region.manifest() for region in arena.regions()] == [b"first", b"second"]
     arena.close(keep=False)
+    path.parent.mkdir()
 
 
 def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
