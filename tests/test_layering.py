@@ -81,7 +81,7 @@ LINES = {
     ("backends",): 7_648,
     ("tiers",): 3_867,
     ("tierfall/config",): 2_615,
-    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_797,
+    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_794,
     ("tierfall/ops",): 3_138,
     ("tierfall/telemetry",): 1_775,
     ("tierfall/cli",): 4_151,

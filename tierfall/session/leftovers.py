@@ -189,16 +189,12 @@ def committed_in_memory(
                 displaced.add(id)
             if Shard(0, commit.world_size) in shards:
                 firsts[id] = commit
+    # the first rank's record has metrics and tags; all ranks' files are added to it
     return tuple(
-        _with_files(firsts[copy.id], copy.commit).encode().decode()
+        replace(firsts[copy.id], files=copy.commit.files).encode().decode()
         for copy in memory.copies
         if copy.commit is not None and copy.id in displaced & found and whole_on(memory, copy.id)
     )
-
-
-def _with_files(first: Commit, whole: Commit) -> Commit:
-    """Return the first rank's record, which has metrics and tags, with the files of all ranks."""
-    return replace(first, files=whole.files)
 
 
 # In the ledger ----------------------------------------------------------------------------------------
@@ -224,7 +220,8 @@ class Leftovers:
         them."""
         for commit in records:
             id = commit.lineage.checkpoint
-            entry = self.ledger.entries.setdefault(id, entry_of(id, commit, self.ledger.shard))
+            entry = self.ledger.entries.get(id) or entry_of(id, commit, self.ledger.shard)
+            self.ledger.entries[id] = entry
             held = [image for of, image in images if of == id]
             entry.commit = plain(commit)
             size = sum(image.region.image_bytes for image in held)

@@ -45,11 +45,6 @@ class LedgerEntries(dict[CheckpointId, LedgerEntry]):
         self.changed.add(id)
         super().__setitem__(id, entry)
 
-    def setdefault(self, id: CheckpointId, entry: LedgerEntry) -> LedgerEntry:
-        if id not in self:
-            self[id] = entry
-        return self[id]
-
     def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
         """Remove an entry, if it is there."""
         if id in self:
