@@ -76,7 +76,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_935,
     ("core/restore", "core/load", "core/copies"): 7_730,
     ("core/compression",): 373,
-    ("core/scheduler",): 9_513,
+    ("core/scheduler",): 9_508,
     ("policies",): 2_134,
     ("backends",): 7_648,
     ("tiers",): 3_867,
