@@ -154,7 +154,7 @@ def stopped(job: Job, rank: int) -> Iterator[None]:
 
 def wait_for(job: Job, path: Path) -> None:
     """Wait until a rank has made this file."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, "\n".join(map(job.log, range(job.world_size)))
         time.sleep(0.02)

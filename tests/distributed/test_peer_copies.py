@@ -16,7 +16,7 @@ def test_a_node_that_stands_still_in_a_transfer_is_waited_for_by_its_copies_alon
 ) -> None:
     """Training goes on, the handle says why, and the tier catches up once the node goes on."""
     job = make_job(2, [0, 1], program=PROGRAM).start(
-        "outlast", max_wait="30s", peers={"max_wait": "4s"}
+        "outlast", max_wait="60s", peers={"max_wait": "4s"}
     )
     wait_for(job, tmp_path / "sending")
     with stopped(job, 1):
