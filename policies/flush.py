@@ -40,10 +40,10 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the tiers that a checkpoint found at a start is owed to.
 
     Peer memory is owed the newest one, whether a rule selects it or not, if no tier has it that survives the loss of a
-    node: a restore continues from it. Excluded are tiers that have it, and tiers that would delete it at once in view
-    of those to come. With ``in_order``, tiers with a newer checkpoint of the lineage
-    are excluded too: they had it once, or gave it up, unless their records name it as owed. In any other order a newer
-    one proves nothing, and a copy that retention would keep is owed.
+    node: a restore continues from it. Excluded are tiers that have it, also damaged, and tiers that would delete it at
+    once in view of those to come. With ``in_order``, tiers with a newer checkpoint of the lineage are excluded too:
+    they had it once, or gave it up, unless their records name it as owed. In any other order a newer one proves
+    nothing, and a copy that retention would keep is owed.
     """
     if not checkpoint.live:
         return ()
@@ -51,6 +51,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         name
         for name in _selected(view, checkpoint)
         if not checkpoint.readable_on(name)
+        and name not in checkpoint.damaged_on
         and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
         and (checkpoint.pinned or not _would_be_deleted(view, view.tier(name), checkpoint))
     )

@@ -44,6 +44,14 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
     return tuple(t.name for t in view.tiers if t.name in checkpoint.owed)
 
 
+def only_good_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
+    """Return the tiers whose copy is damaged while this one is the only good copy: ``verify --repair`` needs it."""
+    others = (t.name for t in view.tiers if t.name != tier.name)
+    if any(map(checkpoint.readable_on, others)):
+        return ()
+    return tuple(t.name for t in view.tiers if t.name in checkpoint.damaged_on)
+
+
 def newest_of(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> LossClass | None:

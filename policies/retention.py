@@ -14,7 +14,7 @@ from tierfall.core.types.text import format_some, hint_at
 from tierfall.core.types.units import format_period
 from tierfall.core.types.values import CheckpointId, Direction
 from tierfall.core.types.view import CheckpointView, Decision, TierRules, TierView, Verdict, View
-from tierfall.policies.protection import lineage_is_safe_without, reason_to_keep
+from tierfall.policies.protection import lineage_is_safe_without, only_good_copy, reason_to_keep
 from tierfall.policies.registry import register
 
 KEPT_BY_AGE = 2
@@ -150,6 +150,8 @@ def _decide(
         return answer(Verdict.KEEP, "no rule deletes it")
     if checkpoint.id in wanted:
         return answer(Verdict.KEEP, wanted[checkpoint.id])
+    if damaged := only_good_copy(view, checkpoint, tier):
+        return answer(Verdict.KEEP, f"the only good copy: it is damaged on {', '.join(damaged)}")
     return answer(Verdict.DROP, f"no rule keeps it ({'; '.join(map(str, tier.retain))})")
 
 

@@ -66,6 +66,18 @@ def test_a_purged_image_never_costs_the_good_copy(
     assert len(near) < 6
 
 
+def test_retention_keeps_the_only_good_copy_of_what_is_damaged_elsewhere(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Else nothing is left by which 'verify --repair' could rewrite the damaged copy."""
+    config = make_config(near={"retain": {"last": 2}}, far={})
+    save_steps(config, 1, 2)
+    victim = image(tmp_path / "far", 2)
+    victim.write_bytes(victim.read_bytes()[:100])
+    save_steps(config, 3, 4, 5)
+    assert steps_on(tmp_path / "near") == [2, 4, 5]
+
+
 # What readers find -------------------------------------------------------------------------------
 
 

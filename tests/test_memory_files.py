@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests import forked
 from tests.steps import memory_of, state_of, steps_on, wait_until
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import LossClass
+from tierfall.tiers.arena.file import ArenaFile
 
 MakeConfig = Callable[..., dict[str, Any]]
 HOLD = """
@@ -103,13 +106,33 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
     assert warnings("in the memory of this machine alone") == []
     (lost,) = warnings("close: lost")
     assert "1@1, 3@1: host: what is in memory ends with this process: its file" in lost
-    assert "another one has its name by now" in lost
-    assert (
-        len(warnings("cannot be made anew at present")) == 2
-    )  # when it was found, and what it meant
     assert warnings("the next start or 'tierfall drain' finishes it") == []
     assert arena(config).read_bytes() == b"somebody else's"
     assert steps_on(tmp_path / "disk") == [2]
+
+
+def test_close_waits_for_no_memory_that_is_being_allocated(
+    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocating tens of GiB takes longer than a scheduler waits."""
+    config = make_config(disk={}, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1), block=True)
+    begun = threading.Event()
+
+    def reserve(file: ArenaFile, total: int, progress: Callable[[int, int], None]) -> None:
+        begun.set()
+        for done in range(300):
+            time.sleep(0.1)
+            progress(done, 300)
+
+    monkeypatch.setattr(ArenaFile, "_reserve", reserve)
+    arena(config).unlink()
+    assert begun.wait(10)
+    began_s = time.monotonic()
+    ckpt.close()
+    assert time.monotonic() - began_s < 10
+    assert [path for path in memory.rglob("*") if "arena" in path.name] == []
 
 
 def test_a_second_start_is_refused_although_the_lock_was_removed(
@@ -172,7 +195,7 @@ def test_another_process_that_took_the_place_keeps_its_files(
         assert survives(ckpt) is None
         assert len(warnings("was removed")) == 1
         ckpt.close()
-        assert f"process {two.pid}" in warnings("cannot be made anew")[0]
+        assert f"process {two.pid}" in warnings("no new file can be allocated")[0]
         assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
         assert arena(config).read_bytes() == b"theirs"
         assert lock(config).exists()

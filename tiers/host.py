@@ -289,14 +289,16 @@ class HostTier:
             image_bytes=image_bytes, extent_bytes=need, images=self._images
         )
 
-    def _create(self, capacity_bytes: int) -> Arena:
+    def _create(
+        self, capacity_bytes: int, progress: Callable[[int, int], None] | None = None
+    ) -> Arena:
         return Arena.create(
             self.path,
             run=self._run,
             shard=self._shard,
             slot=self._slot,
             capacity_bytes=capacity_bytes,
-            progress=self._progress,
+            progress=progress or self._progress,
         )
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> Region | None:
@@ -327,12 +329,12 @@ class HostTier:
         lost = [arena for arena in self._arenas() if not arena.file_exists()]
         return [region for arena in lost for region in arena.regions()]
 
-    def replace_file(self) -> None:
+    def replace_file(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """If the arena's file was removed, allocate another arena for the next images. The images in the old one stay
         readable; its memory is freed once all are released.
 
-        Raises CapacityError where memory is missing, ConfigError where another file has the name: the old arena is used
-        on then.
+        Raises CapacityError if memory is missing, or once it ``is_over``, and ConfigError if another file has the name:
+        the old arena is used on then.
         """
         with self._guard:
             unused = [arena for arena in self._without_file if not arena.regions()]
@@ -343,13 +345,24 @@ class HostTier:
         if old is None or old.file_exists():
             return
         old.check_place()
-        new = self._create(old.capacity_bytes)
-        with self._guard:
-            if old.file_exists():  # it was closed meanwhile
+
+        def progress(done: int, total: int) -> None:
+            if is_over():
+                raise CapacityError(f"{self.name}: the run is being closed")
+            if self._progress is not None:
+                self._progress(done, total)
+
+        new = self._create(old.capacity_bytes, progress)
+        try:
+            with self._guard:
+                if not old.file_exists():  # else it was closed meanwhile
+                    if old.capacity_bytes > new.capacity_bytes:  # it has grown meanwhile
+                        new.grow(old.capacity_bytes, progress)
+                    self._without_file.append(old)
+                    self._arena = new
+        finally:
+            if self._arena is not new:
                 new.close(keep=False)
-                return
-            self._without_file.append(old)
-            self._arena = new
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -366,7 +379,9 @@ class HostTier:
             for arena in self._without_file:
                 arena.close(keep=True)
             if self._arena is not None:
-                self._arena.close(keep=keep)
+                # one that has no image yet, after the file was removed, would only hold memory
+                has_use = bool(self._arena.regions()) or not self._without_file
+                self._arena.close(keep=keep and has_use)
 
 
 def damaged_arena_error(error: IntegrityError, path: Path) -> ConfigError:

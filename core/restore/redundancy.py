@@ -14,9 +14,6 @@ from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 
-OnFewNodes = Mapping[CheckpointId, bool]
-"""Checkpoints, each with whether it may have been reported: see ``View.on_few_nodes``."""
-
 
 def on_few_nodes(
     listings: Sequence[Listing],

@@ -216,6 +216,27 @@ def test_what_a_killed_trainer_left_in_memory_counts_and_is_drained(
         assert (report.attempt, step_in(state)) == (1, 2), "a drain takes no attempt"
 
 
+def test_a_drain_frees_no_image_whose_copy_on_a_tier_is_damaged(
+    place: Place, train: Callable[..., Trainer]
+) -> None:
+    """No flush replaces a damaged copy: the command that does needs the image."""
+    place.config()
+    trainer = train()
+    for step in (1, 2):
+        trainer.tell(f"save {step}")
+    trainer.kill()
+    (victim,) = place.folders()[0].glob("*.safetensors")
+    victim.write_bytes(victim.read_bytes()[:100])
+    answer = place.cli("drain", code=1)
+    assert "tierfall verify 1@1 --tier disk --repair" in answer.err
+    assert in_memory(place) == [1, 2]
+    assert "damaged" in place.cli("ls", code=1).out
+    assert place.json("drain", code=1)["done"] == []
+    place.cli("verify", "--repair")
+    assert not place.json("drain")["memory_kept"]
+    assert place.steps() == [1, 2]
+
+
 def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory(
     place: Place, died: Callable[..., None]
 ) -> None:

@@ -413,7 +413,7 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
         )
-    elif keeps:
+    elif keeps or drained.problems:
         answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(

@@ -359,6 +359,7 @@ def _drain_once(
         left = set(planned) - done
         errors = session.coordinator.errors if left else ()  # else the tier has recovered
         problems = [*(shards.problems if shards else ()), *map(str, errors)]
+        problems += session.call(lambda: _damaged_beside_memory(session))
         kept = must_keep_memory(session) or bool(left)
     finally:
         session.close(keep_memory=kept)
@@ -462,6 +463,18 @@ def _copied_bytes(session: Session) -> int:
     return sum(count for lane in lanes for count in lane.edge_bytes.values())
 
 
+def _damaged_beside_memory(session: Session) -> list[str]:
+    """Name the damaged copies of what is in memory, which no flush replaces, and what does."""
+    ledger = session.coordinator.ledger
+    return [
+        f"{entry.id} is in host memory, and damaged on {tier}: {entry.damage[tier]}: to rewrite it: tierfall verify "
+        f"{entry.id} --tier {tier} --repair"
+        for entry in ledger.entries.values()
+        if entry.state(ledger.host) is CopyState.SEALED and not entry.tombstoned
+        for tier in sorted(entry.repairable)
+    ]
+
+
 def _is_committed(session: Session, owed: OwedCopy) -> bool:
     entry = session.coordinator.ledger.entries.get(owed.checkpoint)
     return entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
@@ -475,7 +488,10 @@ def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]
     left = set(coordinator.owed_copies())
     done = set()
     for owed in planned:
-        settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
+        entry = coordinator.ledger.entries.get(owed.checkpoint)
+        damaged = entry is not None and owed.tier in entry.damage  # or it could not be read
+        settled = owed.tier in session.stores and not damaged
+        settled &= (owed.checkpoint, owed.tier) not in left
         if _is_committed(session, owed) or (
             settled and not counters.given_up_copies + counters.set_aside_copies
         ):

@@ -142,8 +142,8 @@ def record_damage(
 ) -> tuple[str, ...]:
     """Write a mark of damage beside each damaged copy on a stored tier, for later listings; remove it from good copies.
 
-    Return a note for what could not be written. A damaged copy is read once more before: a trainer may have repaired it
-    meanwhile. Nothing is written where the marks are right already.
+    Return a note for what could not be written. A damaged copy is read once more before: another command may have
+    repaired it meanwhile. Nothing is written where the marks are right already.
     """
     known = {(x.tier, c.id): c for x in listings for c in x.copies}
     notes = []

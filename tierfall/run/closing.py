@@ -227,7 +227,7 @@ class LookedAt:
 
 def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
     """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
-    removed meanwhile. Copies that lack files are reported, so that they are written anew."""
+    removed meanwhile. Copies that lack files are reported as damaged: the image in memory is kept then."""
     if session.coordinator.fenced is not None:
         return LookedAt({})
 
@@ -268,7 +268,7 @@ def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
             for e in ledger.entries.values()
             if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
             if CopyState.COMMITTED not in e.states.values()
-            if session.memory.ends_with_process(e.region)
+            if session.memory.ends_with_process(e.regions)
         }
 
     return session.call(ask)
@@ -301,7 +301,7 @@ def log_end(
 def _log_left(session: Session, report: DrainReport) -> None:
     """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
     gone, ends = _only_in_lost_memory(session), session.memory.ends_with_process
-    held = {id for id, image in images_in(session.tiers.hosts()) if not ends(image.region)}
+    held = {id for id, image in images_in(session.tiers.hosts()) if not ends([image.region])}
     entries = session.coordinator.ledger.entries
     capturing = session.call(lambda: {e.id for e in entries.values() if e.snapshot is not None})
     in_memory: list[str] = []
@@ -371,6 +371,8 @@ def _find_newest(
         for id in ledger.entries.ids(newest_first=True):
             entry = ledger.entries.peek(id)
             there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
+            if ledger.host in there and session.memory.ends_with_process(entry.regions):
+                there.remove(ledger.host)
             if there and id not in left and not entry.tombstoned:
                 return id, there
         return None
@@ -386,9 +388,8 @@ def log_newest(
     if not session.ranks.topology.is_root:
         return
     host = session.host.name
-    survives = memory_kept and session.memory.problem is None
     try:
-        tiers = [*([host] if survives else []), *session.stores]
+        tiers = [*([host] if memory_kept else []), *session.stores]
         newest = _find_newest(session, tiers, looked_at)
     except TierfallError as error:  # an interrupt is being raised, which it must not replace
         logger.warning("%s; its newest checkpoint is not known: %s", event, error)

@@ -377,7 +377,8 @@ class OpenRun:
                 self.capturer.stop_waiting()
                 together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or must_keep_memory(session)
-            if keep and not session.memory.repair():
+            if keep:
+                session.memory.check()
                 session.coordinator.errors += closing.log_lost(session)
             closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from tierfall.core.capture.snapshot import HostRegion
@@ -82,6 +82,13 @@ class MemoryFiles:
                     f"its file {lost[0].path} was removed while this process uses it, {WHO}"
                 )
 
+    def hold_place(self) -> None:
+        """At the end, hold this run's place in memory again if its lock file was removed; log what prevents it."""
+        try:
+            self._reacquire_locks()
+        except TierfallError as error:
+            self._log_once(f"its place cannot be held: {error}")
+
     def repair(self) -> bool:
         """Have new files where some are missing; return whether all images in memory have one.
 
@@ -96,7 +103,7 @@ class MemoryFiles:
                 if isinstance(error, LockError):
                     with self._state:
                         self._on_lost("another process took this run's place in memory")
-                self._log_once(f"its files cannot be made anew at present: {error}")
+                self._log_once(f"no new file can be allocated at present: {error}")
                 return False
             with self._state:
                 self._logged = None
@@ -109,11 +116,11 @@ class MemoryFiles:
         lost = [host for host in self._tiers.hosts() if host.regions_without_file()]
         return lost if self._tiers.host.file_exists() else [self._tiers.host, *lost]
 
-    def ends_with_process(self, region: HostRegion | None) -> bool:
-        """Whether an image in memory is lost with this process, by all that is known."""
+    def ends_with_process(self, regions: Iterable[HostRegion]) -> bool:
+        """Whether one of these images in memory is lost with this process, by all that is known."""
         try:
-            hosts = self._tiers.hosts()
-            return any(region is each for host in hosts for each in host.regions_without_file())
+            lost = [each for host in self._tiers.hosts() for each in host.regions_without_file()]
+            return any(region is each for region in regions for each in lost)
         except TierfallError:
             return True
 
@@ -130,6 +137,10 @@ class MemoryFiles:
             return False
 
     def _replace_files(self) -> None:
+        self._reacquire_locks()
+        self._tiers.host.replace_file(self._closing.is_set)
+
+    def _reacquire_locks(self) -> None:
         locks = [lock for lock, _ in self._tiers.slots() if not lock.is_file_intact()]
         is_gone = not self._tiers.host.file_exists()
         if locks or is_gone:
@@ -140,7 +151,6 @@ class MemoryFiles:
             # with its arena gone too, that is what is logged
             level = logging.DEBUG if is_gone else logging.WARNING
             logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
-        self._tiers.host.replace_file()
 
     # Reports -----------------------------------------------------------------------------------------
 
@@ -148,7 +158,9 @@ class MemoryFiles:
         if self.problem is None:
             host = self._tiers.host.name
             self.problem = TierfallError(f"{host}: what is in memory ends with this process: {why}")
-            logger.warning("%s; flushes go on, and the next images get a new file", self.problem)
+            logger.warning(
+                "%s; flushes go on, and a new file is tried for the next images", self.problem
+            )
             self._report()
 
     def _on_recovered(self) -> None:

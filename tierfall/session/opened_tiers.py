@@ -190,7 +190,7 @@ class OpenedTiers:
             )
 
     def _check_identities(self) -> None:
-        """Refuse two tiers that are one folder; exclude tiers that are not mounted."""
+        """Refuse two tiers with one id; exclude tiers that are empty or have another id."""
         self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)

@@ -124,7 +124,7 @@ def free_memory_at_end(session: Session, timeout_s: float) -> None:
         finally:
             done.set()
 
-    session.memory.close()  # else it makes them anew
+    session.memory.close()  # else its thread allocates a new file after this
     session.call_soon(free)
     session.wait(done, timeout_s)
 
@@ -145,7 +145,7 @@ def _needs_memory(session: Session) -> bool:
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:
     """Return the images in memory that must not be lost with it: the newest of the live lineage, those that are pinned,
-    and those set aside."""
+    those set aside, and those whose copy on some tier is damaged."""
     left = ledger.abandoned()
     held = [
         e
@@ -153,4 +153,4 @@ def images_needed(ledger: Ledger) -> list[LedgerEntry]:
         if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
     ]
     newest = max(held, key=lambda e: e.id, default=None)
-    return [e for e in held if e is newest or e.pinned or e.set_aside]
+    return [e for e in held if e is newest or e.pinned or e.set_aside or e.damage]

@@ -352,9 +352,9 @@ class Session:
         def left_s() -> float:
             return max(ABANDON_S, ends_s - time.monotonic())
 
-        if keep_memory:
-            self.memory.repair()
         self.memory.close()
+        if keep_memory:
+            self.memory.hold_place()
         self.status.close()
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
@@ -374,7 +374,10 @@ class Session:
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""
         if self.memory.problem is not None:
-            return f"it is lost unless another tier has it: {self.memory}"
+            return (
+                "what has no file in memory is lost unless another tier has it, and the next start or 'tierfall "
+                f"drain' finishes the rest: {self.memory}"
+            )
         return (
             "what is sealed is in host memory, and the next start or 'tierfall drain' finishes it"
         )

@@ -371,7 +371,7 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is
     another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
-    damage that may be repaired.
+    damage of a copy that a rule may delete.
     """
     if start.overtaken is None:
         return tiers.listings

@@ -84,7 +84,8 @@ class DamageReports:
         repair = f"tierfall verify {entry.id} --tier {tier} --repair"
         cure = f" (once the training has ended, '{repair}' rewrites it from a good copy)"
         text = "%s: %s is damaged, and protects nothing: %s%s"
-        logger.error(text, tier, entry.id, why, cure if repairable else "")
+        is_mended = repairable and tier not in self._ledger.peer_tiers
+        logger.error(text, tier, entry.id, why, cure if is_mended else "")
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
             entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
