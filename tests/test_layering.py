@@ -73,7 +73,7 @@ LINES = {
     ("core/image",): 2_591,
     ("core/runtime",): 2_249,
     ("core/ranks",): 1_680,
-    ("core/capture", "core/sampling"): 3_935,
+    ("core/capture", "core/sampling"): 3_936,
     ("core/restore", "core/load", "core/copies"): 7_727,
     ("core/compression",): 373,
     ("core/scheduler",): 9_509,

@@ -86,7 +86,8 @@ class DeviceSlab:
 
 
 class SlabBlock:
-    """A range of a slab. Releasing it twice is no error; the last block keeps no memory of a slab that is gone."""
+    """A range of a slab. Releasing it twice is no error. A released block refers to no slab, so that the slab's memory
+    goes with its owner."""
 
     def __init__(self, slab: DeviceSlab, start: int, tensor: torch.Tensor) -> None:
         self._slab: DeviceSlab | None = slab

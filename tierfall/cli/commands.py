@@ -317,7 +317,7 @@ def forget(asked: Asked, tier: str) -> None:
     }
     if forgotten_by:
         answer.show(
-            f"{tier} is forgotten by {', '.join(forgotten_by)}: an empty folder there counts as a new tier"
+            f"{tier} is forgotten by {', '.join(forgotten_by)}: what is in its place now counts as that tier"
         )
     elif tier in new:
         answer.show(f"{tier} is not created yet, and nothing remembers it: nothing was changed")
