@@ -39,3 +39,7 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
     )
     rare = {what for what in common if not seen[what]}
     assert not rare, f"{rare} never came about: too little happens for a test of it"
+
+
+def test_the_only_image_in_memory_may_go_once_rank_0_has_given_up_its_copies() -> None:
+    run_many(1106, EVENTS)
