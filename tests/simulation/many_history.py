@@ -550,6 +550,7 @@ class ManyHistory:
                     if id.attempt < self.world.attempt.number and not mine
                 }
                 parts |= self.person.pinned_at(tier, node)  # while it was dropped elsewhere
+                parts |= self.person.refused  # the next start deletes what no pin keeps any more
                 if self.world.unread:  # a deletion waits for a start that can look everywhere
                     parts |= self.person.doomed
                 assert set(there) - parts == whole - parts, (

@@ -41,5 +41,12 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
     assert not rare, f"{rare} never came about: too little happens for a test of it"
 
 
-def test_the_only_image_in_memory_may_go_once_rank_0_has_given_up_its_copies() -> None:
-    run_many(1106, EVENTS)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1106, id="one rank has heard that no tier gets the only image in memory"),
+        pytest.param(730285, id="a pin on one node stops a deletion there, and goes"),
+    ],
+)
+def test_a_history_that_broke_a_promise_once(seed: int) -> None:
+    run_many(seed, EVENTS)
