@@ -398,13 +398,15 @@ class ManyHistory:
             return
         for rank in self.world.ranks:
             if newest not in rank.sealed():
-                assert self.memory_images == 1 and self._may_leave_memory(newest), (
+                assert self._may_leave_memory(newest), (
                     f"{newest} is the newest that was whole in memory, and rank {rank.number} has it no more"
                 )
 
     def _may_leave_memory(self, id: CheckpointId) -> bool:
-        """Say whether a tier has a checkpoint, or rank 0 has given up every copy that was owed. The first rank that
-        hears of the latter may use its memory for the next save, before the others have heard."""
+        """Say whether memory has room for one image, and a tier has this checkpoint, or rank 0 has given up every copy
+        that was owed. The first rank that hears of the latter may use its memory for the next save at once."""
+        if self.memory_images > 1:
+            return False
         if any(id in self.world.committed(tier) for tier in self.tiers):
             return True
         ended = self.committed | self.given_up
