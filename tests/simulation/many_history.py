@@ -396,14 +396,21 @@ class ManyHistory:
         newest = max(self.whole)
         if newest in self.person.doomed:
             return
-        below = any(newest in self.world.committed(tier) for tier in self.tiers)
         for rank in self.world.ranks:
             if newest not in rank.sealed():
-                is_settled = all(r.handles[newest].is_settled() for r in self.world.ranks)
-                may_go = self.memory_images == 1 and (below or is_settled)
-                assert may_go, (
+                assert self._may_leave_memory(newest), (
                     f"{newest} is the newest that was whole in memory, and rank {rank.number} has it no more"
                 )
+
+    def _may_leave_memory(self, id: CheckpointId) -> bool:
+        """Say whether memory has room for one image, and a tier has this checkpoint, or rank 0 has given up every copy
+        that was owed. The first rank that hears of the latter may use its memory for the next save at once."""
+        if self.memory_images > 1:
+            return False
+        if any(id in self.world.committed(tier) for tier in self.tiers):
+            return True
+        ended = self.committed | self.given_up
+        return all((tier, id) in ended for tier in self.world.ranks[0].handles[id].tiers)
 
     def _check_durable(self) -> None:
         """The newest checkpoint on what survives a loss never gets older. What was given up before the last record of
@@ -545,6 +552,7 @@ class ManyHistory:
                     if id.attempt < self.world.attempt.number and not mine
                 }
                 parts |= self.person.pinned_at(tier, node)  # while it was dropped elsewhere
+                parts |= self.person.refused  # the next start deletes what no pin keeps any more
                 if self.world.unread:  # a deletion waits for a start that can look everywhere
                     parts |= self.person.doomed
                 assert set(there) - parts == whole - parts, (

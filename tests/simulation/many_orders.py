@@ -26,6 +26,8 @@ class Person:
         self.draw = draw
         self.doomed: set[CheckpointId] = set()
         self.deleted: set[CheckpointId] = set()
+        self.refused: set[CheckpointId] = set()
+        """What this start did not delete everywhere, as it said: a pin on one node, say, keeps the part there."""
         self.counts: Counter[str] = Counter()
         self._pins: dict[CheckpointId, set[Place]] = {}
         self._pins_of_ranks: set[CheckpointId] = set()  # wherever they are, memory included
@@ -100,13 +102,14 @@ class Person:
                 messages = self.world.ranks[0].committed  # what is not may be taken back
                 holding = {place for place in self._holding(id) if id in messages(place[0])}
                 self._pins.setdefault(id, set()).update(holding)
-            if kind is CommandKind.DELETE and done:
-                self.deleted.add(id)
+            if kind is CommandKind.DELETE:
+                (self.deleted if done else self.refused).add(id)
 
     def crash(self) -> None:
         """Nobody answers any more; what was being pinned is not promised."""
         self._take_answers()
         self._answers.clear()
+        self.refused.clear()
 
     def forget(self, places: Collection[Place], *, above: int) -> None:
         """These disks are lost with what was pinned there. Attempts ``above`` are counted anew: others will be called

@@ -39,3 +39,15 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
     )
     rare = {what for what in common if not seen[what]}
     assert not rare, f"{rare} never came about: too little happens for a test of it"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1106, id="one rank has heard that no tier gets the only image in memory"),
+        pytest.param(730285, id="a pin on one node stops a deletion there, and goes"),
+        pytest.param(555231, id="ranks seem late as a commit record of all of them is written"),
+    ],
+)
+def test_a_history_that_broke_a_promise_once(seed: int) -> None:
+    run_many(seed, EVENTS)

@@ -119,7 +119,7 @@ class Training:
         now_s = self._clock.now_s
         self.step += 1
         if self._saving is not None:
-            self._saving.add_blocked(now_s - self.due_s)
+            self._saving.add_blocked(max(0.0, now_s - self.due_s))  # a run that settles is early
         wanted = self.cadence.is_due(self.step)
         bare = not is_slowed and not self._is_slowed
         self.watch.step(self.step, self._step_s, now_s, wanted=wanted, bare=bare)

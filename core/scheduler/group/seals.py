@@ -119,8 +119,8 @@ class GroupSeals:
 
     def on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
         """A rank has waited too long for the others, or waits in vain."""
-        if id in self._whole:
-            return  # the last of them contributed just now
+        if id in self._whole or self._tier_commits.is_committing(id):
+            return  # the last of them contributed just now, or has uploaded its image
         kinds = (MessageKind.SEALED, MessageKind.COMPARED)
         missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
         who = format_ranks(missing) if missing else "another rank"
