@@ -46,10 +46,10 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 
 def only_good_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
     """Return the tiers whose copy is damaged while this one is the only good copy: ``verify --repair`` needs it."""
-    others = (t.name for t in view.tiers if t.name != tier.name)
+    others = [t.name for t in view.tiers if t.name != tier.name]
     if any(map(checkpoint.readable_on, others)):
         return ()
-    return tuple(t.name for t in view.tiers if t.name in checkpoint.damaged_on)
+    return tuple(name for name in others if name in checkpoint.damaged_on)
 
 
 def newest_of(

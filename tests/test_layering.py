@@ -76,7 +76,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_936,
     ("core/restore", "core/load", "core/copies"): 7_727,
     ("core/compression",): 373,
-    ("core/scheduler",): 9_509,
+    ("core/scheduler",): 9_510,
     ("policies",): 2_145,
     ("backends",): 7_648,
     ("tiers",): 3_882,

@@ -58,7 +58,8 @@ class DeletionPlanner:
             if checkpoint.id not in damaged:
                 return checkpoint
             copy = CopyView(state=CopyState.COMMITTED, bytes=damaged[checkpoint.id])
-            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
+            copies = {**checkpoint.copies, tier: copy}
+            return replace(checkpoint, copies=copies, damaged_on=frozenset())
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
         yield from (d for d in plan_drops(whole, tier) if d.checkpoint in damaged)
