@@ -111,6 +111,27 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
     assert steps_on(tmp_path / "disk") == [2]
 
 
+@pytest.mark.usefixtures("sleepy")
+def test_close_tells_of_each_image_by_itself_whether_it_is_lost(
+    make_config: MakeConfig, warnings: Callable[[str], list[str]]
+) -> None:
+    """The first image was in the removed file, the second one is in the new one."""
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1)).captured()
+    arena(config).unlink()
+    assert ckpt._session.memory.repair() is False
+    ckpt.save(2, state_of(2)).captured()
+    ckpt.close()
+    (lost,) = warnings("close: lost")
+    assert "no other tier has it: 1@1: host" in lost
+    assert warnings("2@1 is in the memory of this machine alone")
+    with tierfall.open(config) as again:
+        report = again.restore(state_of(0))
+        assert report is not None
+        assert report.step == 2
+
+
 def test_close_waits_for_no_memory_that_is_being_allocated(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,13 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
 from tests.steps import wait_until
 from tests.stuck_tier import StuckTier
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     BackendError,
+    FlushError,
     RanksError,
     RestoreError,
     UnreachableError,
@@ -53,6 +55,30 @@ def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_nam
         assert image.name == f"rank-{rank:05}-of-00002.safetensors", "each where its node is"
         assert tierfall.load(image)["w"].tolist() == [float(rank)] * 4
     assert not list(tmp_path.glob("*/memory/run/*/*.arena"))
+
+
+def test_images_of_ranks_that_are_gone_are_named_if_they_end_with_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has adopted the memory of two; its files are removed, and no tier takes a copy."""
+    with network(["a", "a"]) as both:
+        opener = Opener(tmp_path, both)
+        opener.place_of = {0: 0, 1: 0}
+        stop_before_any_flush(opener, monkeypatch)
+    config = opener.config(0, max_wait="2s", on_error="raise")
+    create = PosixBackend.create
+
+    def refuse_images(self: PosixBackend, key: str, **options: Any) -> Any:
+        if key.endswith(".safetensors"):
+            raise UnreachableError("nobody answers")
+        return create(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, "create", refuse_images)
+    ckpt = tierfall.open(config.model_dump(mode="json", exclude_unset=True))
+    for arena in (tmp_path / "0/memory").rglob("*.arena"):
+        arena.unlink()
+    with pytest.raises(FlushError, match="lost, as no other tier has it: 1@1"):
+        ckpt.close()
 
 
 class WithShared(Opener):

@@ -206,7 +206,7 @@ class PosixBackend(BackendBase):
         parents = {_folder_of(path) for path, _ in found}
         for path, entry in found:
             # A kill after the deletion of the last file leaves its folder. No folder of tierfall has a dot in its name:
-            # one that does lies where a file is to be.
+            # such a folder stands in the place of a file, and is not removed.
             if entry.is_folder and path not in parents and "." not in entry.name:
                 self._folders.remove_empty(path)
         if not found:

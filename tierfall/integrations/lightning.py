@@ -393,7 +393,7 @@ def _is_pointer(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_last(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path means the newest checkpoint, whatever is there, or nothing."""
+    """Return whether a path means the newest checkpoint of the run, if it has one."""
     return os.path.basename(path).startswith("last")
 
 
@@ -402,8 +402,8 @@ def _checkpoint_at(
 ) -> tuple[int | None, int | None]:
     """Return step and attempt of the checkpoint that a path leads to.
 
-    They are None for a name that begins with ``last``: the newest of the run, whatever is there, or nothing. Raises
-    ConfigError for a pointer to a checkpoint of another run.
+    They are None for a name that begins with ``last``: the newest of the run, if it has one. Raises ConfigError for a
+    pointer to a checkpoint of another run.
     """
     if _is_last(path):
         return None, None

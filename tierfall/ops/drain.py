@@ -464,7 +464,7 @@ def _copied_bytes(session: Session) -> int:
 
 
 def _damaged_beside_memory(session: Session) -> list[str]:
-    """Name the damaged copies of what is in memory, which no flush replaces, and what does."""
+    """Return a problem for each damaged copy of an image in memory: no flush rewrites it, ``verify --repair`` does."""
     ledger = session.coordinator.ledger
     return [
         f"{entry.id} is in host memory, and damaged on {tier}: {entry.damage[tier]}: to rewrite it: tierfall verify "

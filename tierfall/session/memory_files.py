@@ -87,7 +87,7 @@ class MemoryFiles:
         try:
             self._reacquire_locks()
         except TierfallError as error:
-            self._log_once(f"its place cannot be held: {error}")
+            logger.warning("%s: its place cannot be held: %s", self._tiers.host.name, error)
 
     def repair(self) -> bool:
         """Have new files where some are missing; return whether all images in memory have one.
