@@ -113,7 +113,7 @@ def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> s
 
 
 def _reason_nothing_is_owed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
-    if checkpoint.tombstoned:
+    if checkpoint.deleted:
         return "deleted by a person already"
     if checkpoint.changing:
         return "a copy of it, or a command about it, is in progress"

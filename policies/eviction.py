@@ -133,7 +133,7 @@ def reason_to_leave_memory(
             why = f"{', '.join(waiting)} does not accept copies at present"
         beside = " beside what peer memory relies on" if others else ""
         return f"{why}, and memory has room for one image only{beside}"
-    if checkpoint.tombstoned or not waiting:
+    if checkpoint.deleted or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
         return f"memory is full, and {', '.join(waiting)} does not accept copies at present"

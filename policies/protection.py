@@ -25,7 +25,7 @@ def reason_to_keep(
         return "being read or written"
     if copy.state not in (CopyState.SEALED, CopyState.COMMITTED):
         return f"still {copy.state}"
-    if checkpoint.tombstoned:
+    if checkpoint.deleted:
         return None
     if owed := only_source_for(view, checkpoint, tier):
         return f"the only source of the copy that {', '.join(owed)} is still owed"

@@ -134,7 +134,7 @@ def _decide(
     guard = reason_to_keep(view, checkpoint, tier, gone)
     if guard is not None:
         return answer(Verdict.KEEP, guard)
-    if checkpoint.tombstoned:
+    if checkpoint.deleted:
         return answer(Verdict.DROP, "deleted by a person")
     if checkpoint.abandoned:
         if lineage_is_safe_without(view, checkpoint, tier):

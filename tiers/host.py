@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierfall.core.capture.snapshot import ON_PEERS
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.records import Commit, parse_commit, parse_memory_marks
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     BackendError,
@@ -51,12 +52,11 @@ def arena_slots(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedImage:
-    """A sealed image in the arena, with its commit record."""
+    """A sealed image in the arena, with its commit record. ``on_peers``: peer memory has committed its checkpoint."""
 
     region: Region
     commit: Commit
-    marks: frozenset[str]
-    pin_written_to: frozenset[str] = frozenset()
+    on_peers: bool
 
 
 class HostTier:
@@ -178,13 +178,7 @@ class HostTier:
             raise ConfigError(
                 f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
             )
-        marks = parse_memory_marks(region.marks(), what=f"{self.name}: mark in {self.path}")
-        return SealedImage(
-            region=region,
-            commit=commit,
-            marks=marks.names,
-            pin_written_to=marks.pin_written_to,
-        )
+        return SealedImage(region=region, commit=commit, on_peers=ON_PEERS in region.marks())
 
     def list(self) -> Listing:
         """List the sealed images."""
@@ -195,8 +189,7 @@ class HostTier:
                 state=CopyState.SEALED,
                 bytes=held.commit.image_bytes,
                 commit=held.commit,
-                marks=held.marks,
-                pin_written_to=held.pin_written_to,
+                on_peers=held.on_peers,
             )
             for id, held in images.items()
         ]

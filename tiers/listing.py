@@ -1,4 +1,5 @@
-"""The checkpoints of one run on one tier: folders, commit records, attempts and lineage, as a scan shows them.
+"""The checkpoints of one run on one tier: folders, commit records, attempts, lineage and what is decided, as a scan
+shows them.
 
 A checkpoint is a step folder with a commit record. A commit record is read once and cached while listings show it
 unchanged; a record that is damaged or could not be read is read again by the next listing.
@@ -10,12 +11,14 @@ counts as absent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import wrong_files
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, TierRecord, parse_commit
 from tierfall.core.runtime.threads import run_in_parallel
@@ -30,21 +33,29 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
+from tierfall.tiers.decided import DecidedFolder
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.marks import TierMarks, marks_among
 from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
 
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
+FENCE_VALID_S = 1.0
+"""How many seconds what was read of the fence, or of what is decided, may be relied on."""
+REQUESTS_AT_ONCE_MIN = 32
+REQUESTS_FOR_EACH = 4
+"""Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least
+REQUESTS_AT_ONCE_MIN."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records."""
+    """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records, and what
+    is decided."""
 
     folders: dict[CheckpointId, dict[str, StoredObject]]
     attempts: tuple[int, ...]
     starts: tuple[AttemptStart, ...]
+    decided: DecidedList
 
     @property
     def records(self) -> dict[CheckpointId, StoredObject]:
@@ -63,10 +74,11 @@ class NamedInVainError(BackendError):
     """``latest`` names a checkpoint that has no commit record; where its folder is, is not known."""
 
 
-class TierCatalog(TierMarks):
+class TierCatalog:
     """What one run has on one tier. May be used by several threads.
 
-    ``fence`` has the run's attempts, ``marker`` the tier record, ``latest`` the file that names the newest checkpoint.
+    ``fence`` has the run's attempts, ``decided`` what is decided about its checkpoints, ``marker`` the tier record,
+    ``latest`` the file that names the newest checkpoint.
     """
 
     def __init__(
@@ -82,8 +94,14 @@ class TierCatalog(TierMarks):
         returns all names directly in a folder, also those that scans leave out, such as links; none where the medium
         has no folders. ``has_latest``: the file ``latest`` is kept. ``record`` is the tier record, where it was read
         before."""
-        super().__init__(documents)
+        self.name = documents.tier
+        self.backend = documents.backend
+        self._run = documents.run
+        self._documents = documents
+        at_once = REQUESTS_FOR_EACH * self.backend.traits.max_parallel
+        self._parallel = max(REQUESTS_AT_ONCE_MIN, at_once)
         self._names = names
+        self.decided = DecidedFolder(documents)
         self.marker = TierMarker(documents, set_identity_check, record)
         self.latest = LatestHint(documents, kept=has_latest)
         self.fence = Fence(documents, self.marker.recreate)
@@ -99,7 +117,6 @@ class TierCatalog(TierMarks):
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
-        self._begin_marks()  # before the scan, so that a mark written during it is not missed
         scan = self._scan()
         latest = self._read_latest(scan)
         folders, commits = scan.folders, self._read_commits(scan, latest)
@@ -130,6 +147,7 @@ class TierCatalog(TierMarks):
             },
             attempts=scan.attempts,
             starts=scan.starts,
+            decided=scan.decided,
             lags=lags,
         )
 
@@ -141,6 +159,7 @@ class TierCatalog(TierMarks):
             what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
             self.marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
             return None
+        self.decided.read(max_age_s=FENCE_VALID_S)
         return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
@@ -195,6 +214,8 @@ class TierCatalog(TierMarks):
         folders: dict[CheckpointId, dict[str, StoredObject]] = {}
         attempts: list[int] = []
         starts: list[AttemptStart] = []
+        decided: list[str] = []
+        began_s = time.monotonic()
         names = tuple(self._names(self._run))
         for stored in self._objects(names):
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
@@ -203,12 +224,15 @@ class TierCatalog(TierMarks):
             elif folder == keys.LINEAGE_FOLDER and (start := start_from_name(rest)):
                 starts.append(start)
                 self._lineage.note(start.key)
+            elif folder == keys.DECIDED_FOLDER:
+                decided.append(rest)
             elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
         for name in names:
             if checkpoint := keys.parse_step_folder(name):
                 folders.setdefault(checkpoint, {})
-        return _Scan(folders, tuple(sorted(attempts)), tuple(starts))
+        known = self.decided.note(decided, began_s)
+        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known)
 
     def _objects(self, names: Iterable[str]) -> Iterable[StoredObject]:
         """Return the objects of the run, without those in step folders that cannot be listed."""
@@ -271,7 +295,7 @@ class TierCatalog(TierMarks):
         return (copy for copy in found if copy is not None)
 
     def _with_damage(self, copy: FoundCopy, files: Mapping[str, StoredObject]) -> FoundCopy | None:
-        """Note what is wrong with a copy, by its files and its damage mark; None if it was deleted meanwhile."""
+        """Note what is wrong with a copy, by its files and by what is decided; None if it was deleted meanwhile."""
         if copy.commit is None:
             return copy
         damage: TierfallError | None
@@ -281,8 +305,10 @@ class TierCatalog(TierMarks):
                 return None
         except TierfallError as error:
             damage = error
-        if damage is None and (why := self._damage_of(copy.commit, files)) is not None:
-            damage = IntegrityError(f"{self.name}: {why}")
+        found = self.decided.known.damage(copy.id, copy.commit.lineage.attempt_id)
+        if damage is None and found is not None:
+            why = self.decided.reason(found)
+            damage = IntegrityError(f"{self.name}: {copy.id} was found damaged: {why}")
         return replace(copy, damage=damage)
 
     def _wrong_file(
@@ -435,7 +461,6 @@ def _found(
         bytes=record.stored_bytes if record and keys.COMMIT_NAME not in files else listed,
         commit=record,
         damage=commit if isinstance(commit, TierfallError) else None,
-        marks=marks_among(files),
     )
 
 

@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import groupby
 
-from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of
+from tierfall.core.format.commit_files import same_checkpoint, shards_of
+from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
     Commit,
     Geometry,
-    Mark,
     TierRecord,
-    prevents_deletion,
 )
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -37,13 +36,10 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
-from tierfall.tiers.listing import TierCatalog
+from tierfall.tiers.listing import FENCE_VALID_S, TierCatalog
 from tierfall.tiers.run_files import SetIdentityCheck
 
 logger = logging.getLogger("tierfall")
-
-FENCE_VALID_S = 1.0
-"""How long a commit may take before it checks the fence a second time."""
 
 
 class StoredTier(TierCatalog):
@@ -183,15 +179,8 @@ class StoredTier(TierCatalog):
 
     # Commit --------------------------------------------------------------------------------------
 
-    def commit(
-        self,
-        commit: Commit,
-        *,
-        attempt: Attempt,
-        marks: Iterable[Mark] = (),
-        repairs: bool = False,
-    ) -> None:
-        """Write a checkpoint's marks and then its commit record, unless a newer attempt fences ``attempt``.
+    def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
+        """Write a checkpoint's commit record, unless a newer attempt fences ``attempt``.
 
         A second call for the same checkpoint, after a lost reply or by the next start, succeeds. Raises FencedError,
         and IntegrityError where another checkpoint of that id is committed: it is never overwritten. A record of this
@@ -201,15 +190,13 @@ class StoredTier(TierCatalog):
         began_s = time.monotonic()
         self.fence.check(attempt)
         checkpoint = commit.lineage.checkpoint
-        for mark in marks:
-            self._create_mark(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._synced.add(checkpoint)
-            self.clear_damage(checkpoint)
             self.delete_other_codecs(commit, attempt=attempt)
         else:
             self._create_commit(commit, attempt)
+        self.note_mended(commit)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
             self.fence.check(attempt)
@@ -255,24 +242,26 @@ class StoredTier(TierCatalog):
         """Write ``latest``, which names the newest checkpoint."""
         self.latest.write(checkpoint)
 
-    def mark_damaged(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
-        """Mark a copy as damaged, for later listings of any process.
+    def note_damaged(self, commit: Commit, why: str) -> None:
+        """Note that the copy here is damaged, for later listings of any process."""
+        self._decide(Word.DAMAGED, commit, why)
 
-        Raises KeyNotFoundError, and leaves no mark, where the copy has been deleted.
-        """
-        name = damage_mark(commit.lineage)
-        id = commit.lineage.checkpoint
-        self.add_mark(Mark(name=name, checkpoint=id, wall_time_s=wall_time_s, reason=why))
-        try:
-            self.read_commit(id)
-        except KeyNotFoundError:
-            self.remove_mark(id, name)
-            raise
+    def note_mended(self, commit: Commit) -> None:
+        """Note that the copy here is whole: it was written anew, or read whole. Nothing is written if no listing, and
+        no reader of this process, has found it damaged."""
+        line = commit.lineage
+        if self.decided.known.is_damaged(line.checkpoint, line.attempt_id):
+            self._decide(Word.MENDED, commit, "it was written again, or read whole")
+
+    def _decide(self, word: Word, commit: Commit, reason: str) -> None:
+        line = commit.lineage
+        entry = self.decided.known.next(word, line.checkpoint, line.attempt_id)
+        self.decided.add(entry, reason=reason)
 
     # The fence -----------------------------------------------------------------------------------
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
-        """Raise FencedError if ``attempt`` must not delete here or change a mark; see ``Fence.check_newest``."""
+        """Raise FencedError if ``attempt`` must not delete or decide anything here; see ``Fence.check_newest``."""
         self.fence.check_newest(attempt, doing=doing)
 
     def check_begin(self, attempt: Attempt) -> None:
@@ -286,12 +275,16 @@ class StoredTier(TierCatalog):
         checkpoint: CheckpointId,
         *,
         attempt: Attempt | None,
-        tombstoned: bool = False,
+        known: DecidedList | None,
+        batch: int = 0,
         next_latest: CheckpointId | None = None,
-        ignore_marks: bool = False,
-    ) -> frozenset[str]:
-        """Delete a checkpoint, the commit record first, unless its marks forbid it (``prevents_deletion``); return
-        them. ``ignore_marks``: delete it whatever its marks, because its commit was revoked.
+    ) -> DecidedList | None:
+        """Delete a checkpoint, the commit record first.
+
+        The caller has decided it by what is decided as far as it is ``known``. If the list of this tier has any more,
+        nothing is deleted, and the list is returned: the caller decides again. The list is read at the beginning of a
+        ``batch`` of deletions, and if it was read more than FENCE_VALID_S ago. Without ``known``, the checkpoint is
+        deleted whatever is decided, because its commit was revoked.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
@@ -300,9 +293,10 @@ class StoredTier(TierCatalog):
         on a full tier. The checkpoint ceases to exist with the first deletion; a kill after that leaves an unfinished
         folder, which the next start collects. Files that tierfall did not write are kept.
         """
-        marks = frozenset() if ignore_marks else self.marks(checkpoint)
-        if prevents_deletion(marks, tombstoned=tombstoned):
-            return marks
+        if known is not None:
+            decided = self.decided.read(max_age_s=FENCE_VALID_S, batch=batch)
+            if decided.of_all_tiers - known:
+                return decided
         doing = f"drop of {checkpoint}"
         if self.latest.read() == checkpoint:
             has_next = next_latest is not None and self.is_committed(next_latest)
@@ -311,21 +305,20 @@ class StoredTier(TierCatalog):
                 self.latest.delete()
             else:
                 self.latest.write_or_delete(next_latest)
-        if not ignore_marks:
+        if known is not None:
             self._record_lineage_of(checkpoint)
         self.check_newest(attempt, doing=doing)
         self._synced.discard(checkpoint)
         self._cache.pop(checkpoint, None)
         self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)
         self.discard(checkpoint, attempt=attempt)
-        return marks
+        return None
 
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
         """Delete an uncommitted step folder, or one shard's files in it. The files of active writers are kept then, as
-        other ranks may be writing there; marks go with the last image. ``attempt`` and FencedError are as in
-        ``delete``."""
+        other ranks may be writing there. ``attempt`` and FencedError are as in ``delete``."""
 
         def check() -> None:
             self.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
@@ -333,9 +326,6 @@ class StoredTier(TierCatalog):
         prefix = keys.step_prefix(self._run, checkpoint)
         found = [f.key for f in self.files(checkpoint) if keys.is_tierfall_name(f.key)]
         selected = [name for name in found if shard is None or keys.parse_shard(name) == shard]
-        others = set(found) - set(selected)
-        if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
-            selected += others
         delete_all(self.backend, [prefix + name for name in selected], before=check)
         if shard is None:
             check()

@@ -31,7 +31,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.keys import (
     ATTEMPTS_FOLDER,
     COMMIT_NAME,
-    MARKS_FOLDER,
     parse_attempt,
     parse_step_folder,
 )
@@ -47,8 +46,8 @@ class PeerView(Wrapper):
     start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read, unless it
     ``tends`` what this node keeps: then documents of no checkpoint are written there.
 
-    A mark of a checkpoint of an earlier attempt is written to the first of ``kept``. ``attempt`` is the number of the
-    attempt that writes: of the last attempt's record that was created here; None before that.
+    ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
+    before that.
     """
 
     def __init__(
@@ -90,9 +89,9 @@ class PeerView(Wrapper):
         folder, _, name = key.rpartition("/")
         if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
             self.attempt = parse_attempt(name)
-        if self._is_kept(key) and not folder.endswith(f"/{MARKS_FOLDER}"):
+        if self._is_kept(key):
             self._adopted.update(filter(None, [_checkpoint_of(key)]))
-        sides = self._kept[:1] if self._is_kept(key) else self._remotes or self._kept
+        sides = self._remotes or self._kept
         if (
             name == COMMIT_NAME
             and publish is Publish.REPLACE

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tierfall.core.state.view import StateView
 
 
+ON_PEERS = b"on-peers"
+"""A mark of an image in memory: peer memory has committed its checkpoint. It is written before that is reported."""
+
+
 class HostRegion(Protocol):
     """The memory of one image, which outlives the process."""
 

@@ -1,6 +1,6 @@
 """The check of one copy: every file of one checkpoint on one tier is compared with its digests.
 
-It finds any flipped bit in commit record, manifest, image or mark, and any file that is missing or has another length.
+It finds any flipped bit in commit record, manifest or image, and any file that is missing or has another length.
 It changes nothing. Damage is part of its result, never an exception. ``CopyVerifier`` checks copies one after the
 other: it has their threads and buffers, and distinguishes deletion from damage.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from tierfall.core.capture.snapshot import HostRegion
@@ -31,7 +30,7 @@ from tierfall.core.copies.images import (
 )
 from tierfall.core.format.commit_files import image_file, wrong_files
 from tierfall.core.format.documents import read_twice
-from tierfall.core.format.records import Commit, Manifest, Mark, parse_commit, parse_mark
+from tierfall.core.format.records import Commit, Manifest, parse_commit
 from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
@@ -53,8 +52,6 @@ class CheckableStore(ReadableStore, Protocol):
     """The methods of a stored tier that a check needs."""
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark: ...
 
     def files(
         self, checkpoint: CheckpointId, commit: Commit | None = None
@@ -93,6 +90,11 @@ class CheckedCopy:
     foreign: tuple[str, ...] = ()
 
     @property
+    def spoiled(self) -> bool:
+        """Whether its bytes are damaged, and not only of a newer version."""
+        return any(not damage.newer for damage in self.damage)
+
+    @property
     def good(self) -> bool:
         return not self.damage and self.error is None and not self.gone
 
@@ -127,24 +129,16 @@ class CopyCheck:
     # A copy on a stored tier -------------------------------------------------------------------------
 
     def stored(self, store: CheckableStore) -> None:
-        """Check a copy. Without a commit record that can be read, only its marks: nothing says what else has to be
-        there."""
+        """Check a copy. Without a commit record that can be read, nothing says what else has to be there."""
         self._commit = self._try(keys.COMMIT_NAME, lambda: store.read_commit(self._id))
         sizes = {stored.key: stored.bytes for stored in store.files(self._id, self._commit)}
         if self._commit is not None:
             self._check_files(store, self._commit, sizes)
-        for name in sizes:
-            if name.startswith(f"{keys.MARKS_FOLDER}/"):
-                self._check_mark(store, name)
 
     def _check_files(self, store: CheckableStore, commit: Commit, sizes: Mapping[str, int]) -> None:
         self._check_names(commit, sizes)
         self._foreign = tuple(
-            name
-            for name in sizes
-            if name != keys.COMMIT_NAME
-            and not name.startswith(f"{keys.MARKS_FOLDER}/")
-            and commit.file(name) is None
+            name for name in sizes if name != keys.COMMIT_NAME and commit.file(name) is None
         )
         named = {shard for file in commit.files if (shard := keys.parse_shard(file.name))}
         for shard in sorted(named, key=lambda shard: (shard.world_size, shard.rank)):
@@ -216,30 +210,12 @@ class CopyCheck:
         if tail != packed.seek_table(manifest):
             raise IntegrityError("its seek table differs from the one that was written")
 
-    def _check_mark(self, store: CheckableStore, name: str) -> None:
-        leaf = name.removeprefix(f"{keys.MARKS_FOLDER}/")
-        if not keys.is_tierfall_name(name):
-            self._foreign += (name,)
-            return
-        try:
-            mark = store.read_mark(self._id, leaf)
-        except KeyNotFoundError:
-            return  # removed meanwhile, as by an unpin
-        except TierfallError as error:
-            self._record_error(name, error)
-            return
-        if (mark.name, mark.checkpoint) != (leaf, self._id):
-            self._record(name, f"it holds the mark {mark.name} of {mark.checkpoint}")
-
     # A copy in memory --------------------------------------------------------------------------------
 
     def region(self, region: HostRegion) -> None:
         self._commit = self._try(
             keys.COMMIT_NAME, lambda: parse_commit(region.commit(), what=keys.COMMIT_NAME)
         )
-        for number, data in enumerate(self._try(keys.MARKS_FOLDER, region.marks) or ()):
-            name = f"{keys.MARKS_FOLDER}/{number}"
-            self._try(name, partial(parse_mark, data, what=name))
         commit = self._commit
         for file in commit.files if commit else ():
             shard = keys.parse_shard(file.name)

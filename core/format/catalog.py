@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.format.commit_files import ranks_with_image
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by, resolve
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -29,15 +29,14 @@ class FoundCopy:
     commit record has that error, is gone, or is another checkpoint's. With ``commit``, a file that the record names has
     it, or the copy may not survive a power cut. Such a copy is read only if there is no better one, and
     counts for nothing else. ``foreign``: another attempt of the same number saved it.
-    ``pin_written_to``, of a copy in memory: the tiers that its pin was written to."""
+    ``on_peers``, of a copy in memory: peer memory has committed the checkpoint."""
 
     id: CheckpointId
     state: CopyState
     bytes: int
     commit: Commit | None
     damage: TierfallError | None = None
-    marks: frozenset[str] = frozenset()
-    pin_written_to: frozenset[str] = frozenset()
+    on_peers: bool = False
     foreign: bool = False
 
     @property
@@ -69,15 +68,17 @@ class FoundCopy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The content of one tier. ``unfinished`` maps step folders without a commit record to their bytes. ``starts`` are
-    the starts of attempts that committed there, including deleted checkpoints. ``damaged`` are errors that belong to no
-    copy, as in overwritten memory. ``lags``: the listing, or ``latest``, contradicts what is read there by key. With
-    ``error``, the tier, or a part of it, could not be listed."""
+    the starts of attempts that committed there, including deleted checkpoints. ``decided`` is the tier's list of what
+    is decided. ``damaged`` are errors that belong to no copy, as in overwritten memory. ``lags``: the listing, or
+    ``latest``, contradicts what is read there by key. With ``error``, the tier, or a part of it, could not be
+    listed."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
     unfinished: dict[CheckpointId, int] = field(default_factory=dict)
     attempts: tuple[int, ...] = ()
     starts: tuple[AttemptStart, ...] = ()
+    decided: DecidedList = field(default_factory=DecidedList)
     damaged: tuple[TierfallError, ...] = ()
     lags: bool = False
     error: TierfallError | None = None
@@ -103,13 +104,17 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:
-    """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed.
+    """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed. ``tags``
+    are those of its save, and those that were added and not removed since. ``deleted``: by a person.
     ``fastest_tier``, where all ranks agreed to restore it: the fastest tier that any node has this rank's image on."""
 
     id: CheckpointId
     commit: Commit | None
     copies: dict[str, FoundCopy]
     abandoned: bool
+    pinned: bool = False
+    deleted: bool = False
+    tags: frozenset[str] = frozenset()
     fastest_tier: str | None = None
 
     @property
@@ -120,6 +125,11 @@ class KnownCheckpoint:
         return max(named or (copy.bytes for copy in self.copies.values()))
 
     @property
+    def attempt_id(self) -> str | None:
+        """The id of the attempt that saved it; None without a record."""
+        return self.commit.lineage.attempt_id if self.commit else None
+
+    @property
     def wall_time_s(self) -> float | None:
         return self.commit.wall_time_s if self.commit else None
 
@@ -128,24 +138,8 @@ class KnownCheckpoint:
         return self.commit.metrics if self.commit else {}
 
     @property
-    def tags(self) -> frozenset[str]:
-        return keys.tags_of(self.commit.tags if self.commit else (), self.marks)
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset().union(*(copy.marks for copy in self.copies.values()))
-
-    @property
-    def pinned(self) -> bool:
-        return keys.PIN_MARK in self.marks
-
-    @property
-    def tombstoned(self) -> bool:
-        return keys.TOMBSTONE_MARK in self.marks
-
-    @property
     def live(self) -> bool:
-        return not self.abandoned and not self.tombstoned
+        return not self.abandoned and not self.deleted
 
     @property
     def unread(self) -> TierfallError | None:
@@ -170,15 +164,27 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         for id, copies in found.items()
     }
     is_abandoned = abandoned_by(starts)
-    return tuple(
-        KnownCheckpoint(
+    decided = decided_in(listings)
+
+    def known(id: CheckpointId, commit: Commit | None) -> KnownCheckpoint:
+        attempt_id = commit.lineage.attempt_id if commit else None
+        return KnownCheckpoint(
             id=id,
             commit=commit,
             copies=found[id],
-            abandoned=is_abandoned(id, commit.lineage.attempt_id if commit else None),
+            abandoned=is_abandoned(id, attempt_id),
+            pinned=decided.is_pinned(id, attempt_id),
+            deleted=decided.is_deleted(id, attempt_id),
+            tags=decided.tags(id, attempt_id, commit.tags if commit else ()),
         )
-        for id, commit in sorted(commits.items(), key=lambda item: item[0])
-    )
+
+    return tuple(known(id, commit) for id, commit in sorted(commits.items(), key=lambda c: c[0]))
+
+
+def decided_in(listings: Iterable[Listing]) -> DecidedList:
+    """What is decided by the lists of all these tiers together."""
+    entries = (entry for listing in listings for entry in listing.decided.of_all_tiers.entries)
+    return DecidedList(entries)
 
 
 def start_of(commit: Commit) -> AttemptStart:
@@ -246,7 +252,6 @@ def of_one_lineage(
         else replace(
             copy,
             commit=None,
-            marks=frozenset(),
             foreign=True,
             damage=IntegrityError(
                 f"{tier}: {copy.id} was saved by another attempt of this number; another tier has the one that counts"
@@ -294,7 +299,7 @@ def to_view(
                 started_from=c.commit.lineage.started_from if c.commit else None,
                 abandoned=c.abandoned,
                 pinned=c.pinned,
-                tombstoned=c.tombstoned,
+                deleted=c.deleted,
                 metrics=c.metrics,
                 tags=c.tags,
                 wall_time_s=c.wall_time_s,

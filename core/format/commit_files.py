@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Lineage, NamedFile
+from tierfall.core.format.records import Commit, NamedFile
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec, Shard
@@ -105,12 +105,6 @@ def same_checkpoint(one: Commit, other: Commit) -> bool:
         return False
     files = {file.name: file for file in plain(one).files}
     return all(files.get(file.name, file) == file for file in plain(other).files)
-
-
-def damage_mark(lineage: Lineage) -> str:
-    """Name of the mark of a damaged copy. It contains the attempt's id, since another attempt of the same number may
-    save a checkpoint of the same name."""
-    return f"damaged-{sha256(lineage.attempt_id.encode()).removeprefix('sha256:')[:32]}"
 
 
 def shards_of(commit: Commit) -> list[Shard]:

@@ -1,4 +1,4 @@
-"""Manifest, commit record, attempt record, mark and record of a tier, and how each is parsed from untrusted bytes.
+"""Manifest, commit record, attempt record and record of a tier, and how each is parsed from untrusted bytes.
 
 Each is a document (``documents``). Parsing checks every member's type and range. A wrong member is damage
 (IntegrityError), and so is a missing one, but for those that are written only if there is something to say.
@@ -6,7 +6,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -341,74 +341,6 @@ def _chance(members: dict[str, Any], what: str) -> SurvivalChance:
         probability=probability,
         exact=reader.flag("exact"),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """A mark beside a checkpoint: pin, tombstone, tag. ``name`` is also the last component of its key. ``written_to``,
-    of a pin in memory: the tiers that bear the same pin."""
-
-    name: str
-    checkpoint: CheckpointId
-    wall_time_s: float
-    reason: str = ""
-    written_to: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        return documents.seal(
-            {
-                "mark": self.name,
-                "step": self.checkpoint.step,
-                "attempt": self.checkpoint.attempt,
-                "wall_time_s": self.wall_time_s,
-                "reason": self.reason,
-                **({"written_to": list(self.written_to)} if self.written_to else {}),
-            }
-        )
-
-
-def prevents_deletion(marks: Collection[str], *, tombstoned: bool) -> bool:
-    """Whether these marks prevent the deletion of a copy: a pin does, and so does a tombstone that the deletion did not
-    know of (not ``tombstoned``), since a tombstone must survive until the last copy is deleted."""
-    return keys.PIN_MARK in marks or (keys.TOMBSTONE_MARK in marks and not tombstoned)
-
-
-def parse_mark(data: bytes, *, what: str) -> Mark:
-    reader = JsonFields(documents.open_sealed(data, what=what), what)
-    name = reader.name("mark")
-    if not keys.is_tierfall_name(f"{keys.MARKS_FOLDER}/{name}"):
-        raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
-    return Mark(
-        name=name,
-        checkpoint=_checkpoint(reader),
-        wall_time_s=reader.real("wall_time_s"),
-        reason=reader.get("reason", str),
-        written_to=tuple(reader.list_of("written_to", str)) if reader.has("written_to") else (),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryMarks:
-    """The names of the marks of an image in memory, and ``Mark.written_to`` of its pin."""
-
-    names: frozenset[str]
-    pin_written_to: frozenset[str]
-
-
-def parse_memory_marks(marks: Iterable[bytes], *, what: str) -> MemoryMarks:
-    """Parse the marks of an image in memory, oldest first. They are appended: a pin holds until an unpin that follows
-    it."""
-    names: set[str] = set()
-    written_to: set[str] = set()
-    for data in marks:
-        mark = parse_mark(data, what=what)
-        if mark.name == keys.UNPIN_MARK:
-            names.discard(keys.PIN_MARK)
-            written_to.clear()
-        else:
-            names.add(mark.name)
-            written_to.update(mark.written_to)
-    return MemoryMarks(frozenset(names), frozenset(written_to))
 
 
 _OF_MEMORY = ("attempt_id", "file", "kept")

@@ -32,7 +32,6 @@ from tierfall.core.restore.inventory import (
 )
 from tierfall.core.restore.restore import HALF_FILLED, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
-from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -264,7 +263,7 @@ def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing
         damage = IntegrityError(
             f"{listing.tier}: {copy.id} is of another life of this run than the one that the ranks agreed on"
         )
-        return replace(copy, commit=None, marks=frozenset(), damage=damage, foreign=True)
+        return replace(copy, commit=None, damage=damage, foreign=True)
 
     return replace(listing, copies=tuple(map(held, listing.copies)))
 
@@ -343,7 +342,7 @@ def complete(
     """Return the checkpoints of which every shard is on some tier, and what each other committed one lacks.
 
     A checkpoint that only some ranks sealed in memory, and no tier completes, is neither: its start died meanwhile. One
-    that peer memory had committed, by the mark of an image, is committed, though this start may not read that tier.
+    that peer memory had committed, as an image says, is committed, though this start may not read that tier.
     """
     whole: set[CheckpointId] = set()
     lacking: dict[CheckpointId, str] = {}
@@ -351,10 +350,8 @@ def complete(
         lack = _lack(known)
         if not lack:
             whole.add(known.id)
-        elif (
-            known.commit is None
-            or ON_PEERS_MARK in known.marks
-            or any(copy.state is CopyState.COMMITTED for copy in known.copies.values())
+        elif known.commit is None or any(
+            copy.on_peers or copy.state is CopyState.COMMITTED for copy in known.copies.values()
         ):
             lacking[known.id] = lack
     return frozenset(whole), lacking

@@ -105,7 +105,7 @@ def _fits(checkpoint: KnownCheckpoint, request: RestoreRequest) -> bool:
 
 def _why_not(checkpoint: KnownCheckpoint, request: RestoreRequest) -> str:
     """Return why a checkpoint is not restored by this request; empty where it may be."""
-    if checkpoint.tombstoned:
+    if checkpoint.deleted:
         return "deleted by a person"
     if checkpoint.abandoned and (request.step is None or request.attempt is None):
         return "its lineage was abandoned; name it by step= and attempt= to go back to it"
@@ -114,7 +114,7 @@ def _why_not(checkpoint: KnownCheckpoint, request: RestoreRequest) -> str:
 
 def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally) -> None:
     """Raise RestoreError unless no tier holds a checkpoint: a request that no checkpoint fits is no first start."""
-    live = [c for c in merge(listings) if not c.tombstoned]
+    live = [c for c in merge(listings) if not c.deleted]
     damaged = any(listing.damaged for listing in listings)
     named = request.step is not None or request.attempt is not None
     unread = [x.tier for x in listings if x.error is not None and request.tier in (None, x.tier)]
@@ -158,10 +158,10 @@ def naming_deletion(
 def _deleted_by(request: RestoreRequest, before: Sequence[Listing], now: Sequence[Listing]) -> str:
     """Return who deleted the checkpoint that a request names, as far as that is known; empty if it is there, or may
     be."""
-    if not any(_fits(each, request) and not each.tombstoned for each in merge(before)):
+    if not any(_fits(each, request) and not each.deleted for each in merge(before)):
         return ""
     left = [checkpoint for checkpoint in merge(now) if _fits(checkpoint, request)]
-    if any(listing.error for listing in now) or not all(c.tombstoned for c in left):
+    if any(listing.error for listing in now) or not all(c.deleted for c in left):
         return ""
     if left:
         return "a person ('tierfall rm', or delete in the trainer)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
 from tierfall.core.format.commit_files import unite_records
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
@@ -26,7 +27,7 @@ class CopyMessage(Message):
     bytes: int
     commit: str | None
     damage: ErrorMessage | None
-    marks: frozenset[str]
+    on_peers: bool
     foreign: bool
 
     @classmethod
@@ -37,7 +38,7 @@ class CopyMessage(Message):
             bytes=copy.bytes,
             commit=None if copy.commit is None else copy.commit.encode().decode(),
             damage=None if copy.damage is None else ErrorMessage.of(copy.damage),
-            marks=copy.marks,
+            on_peers=copy.on_peers,
             foreign=copy.foreign,
         )
 
@@ -48,7 +49,7 @@ class CopyMessage(Message):
             bytes=self.bytes,
             commit=self.commit_of(rank, tier),
             damage=None if self.damage is None else self.damage.error_of(rank),
-            marks=self.marks,
+            on_peers=self.on_peers,
             foreign=self.foreign,
         )
 
@@ -61,12 +62,13 @@ class CopyMessage(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMessage(Message):
-    """What a rank has found on one tier; see ``Listing``."""
+    """What a rank has found on one tier; see ``Listing``. ``decided`` are the names of the entries of its list."""
 
     error: ErrorMessage | None
     damaged: tuple[ErrorMessage, ...]
     starts: tuple[AttemptStart, ...]
     copies: tuple[CopyMessage, ...]
+    decided: tuple[str, ...]
     lags: bool
 
 
@@ -82,6 +84,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, T
             damaged=tuple(map(ErrorMessage.of, listing.damaged)),
             starts=listing.starts,
             copies=tuple(map(CopyMessage.of, listing.copies)),
+            decided=listing.decided.names,
             lags=listing.lags,
         )
         for listing in listings
@@ -126,6 +129,7 @@ def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
         tier=tier,
         copies=tuple(copies),
         starts=tuple(merge_starts(starts).values()),
+        decided=DecidedList.parse(name for found in by_rank.values() for name in found.decided),
         damaged=tuple(damaged),
         lags=any(found_here.lags for found_here in by_rank.values()),
         error=errors[0] if errors else None,
@@ -136,13 +140,11 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
     """Merge the copies of one checkpoint that are in several places, by the names of the places; also return the damage
     that does not concern the merged copy. It could not be read if one of them could not."""
     copies = of_one_lineage(dict(found))
-    marks = frozenset().union(*(copy.marks for copy in copies.values()))
-    written_to = frozenset().union(*(copy.pin_written_to for copy in copies.values()))
     damages = [copy.damage for copy in copies.values() if copy.damage and copy.damage.is_damage]
     unread = next((copy.unread for copy in copies.values() if copy.unread is not None), None)
     good = {where: copy for where, copy in copies.items() if copy.commit is not None}
     first = next(iter((good or copies).values()))
-    first = replace(first, marks=marks, pin_written_to=written_to)
+    first = replace(first, on_peers=any(copy.on_peers for copy in copies.values()))
     if not good:
         return replace(first, damage=unread or first.damage), damages[1:]
     sizes = {frozenset(copy.commit.files): copy.bytes for copy in good.values() if copy.commit}

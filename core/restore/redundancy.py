@@ -11,7 +11,6 @@ from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import whole_on
 from tierfall.core.restore.inventory import Inventory
-from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 
 
@@ -28,18 +27,14 @@ def on_few_nodes(
 
     ``copies`` says how many nodes are to have each image, beside host memory, which is the tier ``host``. Of ``whole``
     checkpoints all images are on some tier; others are left out. ``listings`` are the ``inventories`` of all ranks,
-    merged. A checkpoint may have been reported as committed if an image of it in memory bears the mark of that, or if
-    memory has none. Nobody counts on one that is abandoned, or bears a tombstone: the value is False.
+    merged. A checkpoint may have been reported as committed if an image of it in memory says so, or if memory has none.
+    Nobody counts on one that is abandoned, or was deleted by a person: the value is False.
     """
     if not copies:
         return {}
     known = merge(_only(whole, listings))
-    in_memory = {one.id: one.copies[host].marks for one in known if host in one.copies}
     may_be_reported = {
-        one.id: not one.abandoned
-        and (one.pinned or not one.tombstoned)
-        and keys.ON_PEERS_MARK in in_memory.get(one.id, {keys.ON_PEERS_MARK})
-        for one in known
+        one.id: one.live and (host not in one.copies or one.copies[host].on_peers) for one in known
     }
     return {
         listing.tier: {

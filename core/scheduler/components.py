@@ -5,11 +5,12 @@ Where a component calls one that is built after it, it does so by ``Hooks``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostMemory
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
@@ -24,19 +25,17 @@ from tierfall.core.scheduler.flush.lane import FlushLane, LaneLimits
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
 from tierfall.core.scheduler.flush.throttle import Throttle
-from tierfall.core.scheduler.group.commands import Commands
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.damage import DamageReports
+from tierfall.core.scheduler.group.decisions import Decisions
 from tierfall.core.scheduler.group.external_commits import ExternalCommits
-from tierfall.core.scheduler.group.node_marks import NodeMarks
-from tierfall.core.scheduler.group.pins import Pins
 from tierfall.core.scheduler.inbox import Inbox
 from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
+from tierfall.core.scheduler.ledger.tasks import ReadDecided, Task
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, WhenFull
@@ -64,6 +63,7 @@ class Components(Hooks):
         max_wait_s: float,
         when_full: WhenFull = WhenFull.WAIT,
         unread: Collection[str] = (),
+        decided: Mapping[str, DecidedList] | None = None,
         message_tree: MessageTree | None = None,
         shared: Mapping[str, bool] | None = None,
         set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
@@ -73,10 +73,10 @@ class Components(Hooks):
         retains: bool = True,
     ) -> None:
         """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
-        listed when the run was opened. ``message_tree`` sends the messages of the ranks (None: this is the only one).
-        ``shared`` has, for each tier, whether all ranks see the same files (None: they do). ``set_pace`` limits a
-        tier's write rate (None: no limit); ``verify_bytes_per_s`` limits background verification per tier (None: no
-        limit). Without ``retains``, retention deletes nothing."""
+        listed when the run was opened, ``decided`` has what the list of each tier had then. ``message_tree`` sends the
+        messages of the ranks (None: this is the only one). ``shared`` has, for each tier, whether all ranks see the
+        same files (None: they do). ``set_pace`` limits a tier's write rate (None: no limit); ``verify_bytes_per_s``
+        limits background verification per tier (None: no limit). Without ``retains``, retention deletes nothing."""
         self.inbox = Inbox()
         message_tree = message_tree or self._message_tree_of_one()
         self.steps = 0
@@ -108,6 +108,7 @@ class Components(Hooks):
         )
         self.verifier = BackgroundVerifier(
             ledger=ledger,
+            tiers=self.lanes,
             deleter=self.deleter,
             message_tree=message_tree,
             hooks=self,
@@ -115,7 +116,7 @@ class Components(Hooks):
         )
         self._build_flush(host, max_wait_s, when_full, set_pace)
         shared = dict.fromkeys(lanes, True) if shared is None else shared
-        self._build_group(message_tree, shared, max_wait_s, unread)
+        self._build_group(message_tree, shared, max_wait_s, unread, decided or {})
 
     def _message_tree_of_one(self) -> MessageTree:
         ranks = Ranks.alone()
@@ -201,6 +202,7 @@ class Components(Hooks):
         shared: Mapping[str, bool],
         max_wait_s: float,
         unread: Collection[str],
+        decided: Mapping[str, DecidedList],
     ) -> None:
         """Build what ranks decide together."""
         self.commits = self.group = Commits(
@@ -214,23 +216,18 @@ class Components(Hooks):
             hooks=self,
             max_wait_s=max_wait_s,
         )
-        self._node_marks = NodeMarks(
-            message_tree=message_tree,
-            ledger=self.ledger,
-            shared=shared,
-            deleter=self.deleter,
-            hooks=self,
-        )
-        self._pins = Pins(self.ledger)
-        self._commands = Commands(
+        self._shared = shared
+        self._nodes = len(message_tree.topology.nodes)
+        self._decisions = Decisions(
             message_tree=message_tree,
             commits=self.commits,
             ledger=self.ledger,
             lanes=self.lanes.values(),
             deleter=self.deleter,
             admissions=self._admissions,
+            backlog=self.backlog,
             hooks=self,
-            pins=self._pins,
+            lists=decided,
             unread=unread,
         )
         self.start_records = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
@@ -244,13 +241,13 @@ class Components(Hooks):
             hooks=self,
             message_tree=message_tree,
             commits=self.commits,
+            decisions=self._decisions,
         )
         listening = (
-            self._commands,
+            self._decisions,
             self.verifier,
             self.damage_reports,
             self.external_commits,
-            self._node_marks,
             self.commits.replicas,
         )
         self._listeners: dict[str, Callable[[RankMessage], None]] = {
@@ -266,9 +263,10 @@ class Components(Hooks):
     # Hooks -----------------------------------------------------------------------------------------
 
     def dispatch(self, task: Task) -> None:
-        if self.damage_reports.defers(task):
-            return
-        self._tasks_out += 1
+        if not isinstance(
+            task, ReadDecided
+        ):  # whoever waits until all is done does not wait for a look
+            self._tasks_out += 1
         self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)
 
@@ -276,7 +274,8 @@ class Components(Hooks):
         return self.fenced is None and not self._commands_only
 
     def on_committed(self, tier: str, entry: LedgerEntry) -> None:
-        self._pins.note_written(entry, [tier])
+        self.verifier.on_committed(tier)
+        self._decisions.on_committed(tier)
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
         if self._leftovers is not None and not self.deleter.paused:
@@ -285,7 +284,7 @@ class Components(Hooks):
     def on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
         if self.fenced is None:
             self._note_owed(entry)
-        self.deleter.plan_found_copy(tier, entry.id)
+        self.deleter.plan_tier(tier)
         self.on_committed(tier, entry)
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
@@ -300,8 +299,7 @@ class Components(Hooks):
                 continue
             commit = entry.commit
             if commit and (self._commands_only or self._sends_image(entry, commit.world_size)):
-                pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
-                owed = still_owed(view, replace(checkpoint, pinned=pinned))
+                owed = still_owed(view, checkpoint)
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
@@ -332,32 +330,20 @@ class Components(Hooks):
     def try_again(self) -> None:
         for lane in self.lanes.values():
             lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
-        for component in (self.commits, self.deleter, self._commands):
+        for component in (self.commits, self.deleter):
             component.try_now()
 
     def is_urgent(self) -> bool:
         return self._admissions.memory_is_short() or self.has_deadline()
 
-    def verify(self, tier: str, *, hurry: bool = False) -> bool:
-        return self.verifier.verify(tier, hurry=hurry)
+    def is_verifying(self, tier: str) -> bool:
+        return self.verifier.is_verifying(tier)
 
-    def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
-        return self.verifier.verify_elsewhere(tier, ids)
+    def decided(self, tier: str, found: DecidedList) -> None:
+        self._decisions.on_found(tier, found)
 
-    def finish_deletion(self, id: CheckpointId) -> None:
-        self._commands.finish_deletion(id)
-
-    def was_deleted(self, id: CheckpointId) -> bool:
-        return self._commands.was_deleted(id)
-
-    def is_unpinning(self, id: CheckpointId) -> bool:
-        return self._commands.is_unpinning(id)
+    def is_noted(self, id: CheckpointId, tier: str) -> bool:
+        return self._decisions.is_noted(id, tier)
 
     def is_split(self, tier: str) -> bool:
-        return self._node_marks.is_split(tier)
-
-    def read_marks(self, task: ReadMarks) -> None:
-        self._node_marks.read(task)
-
-    def read_marks_first(self, task: DeleteCopy) -> bool:
-        return self._node_marks.read_before_deletion(task)
+        return not self._shared[tier] and self._nodes > 1

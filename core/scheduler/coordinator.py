@@ -17,7 +17,7 @@ from tierfall.core.capture.snapshot import (
     SaveGivenUp,
 )
 from tierfall.core.format.commit_files import files_of
-from tierfall.core.format.records import Commit, prevents_deletion
+from tierfall.core.format.records import Commit
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessagesGathered,
@@ -31,12 +31,11 @@ from tierfall.core.scheduler.group.messages import kind_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
+    AddDecided,
     AdmissionRequest,
     AssignmentRequest,
-    ChangeMark,
     CheckChunk,
     Command,
-    CommandKind,
     CommitCopy,
     CopyRun,
     DeleteCopy,
@@ -47,11 +46,10 @@ from tierfall.core.scheduler.ledger.tasks import (
     OpenShard,
     Outcome,
     ReadCommit,
-    ReadMarks,
+    ReadDecided,
     RecordStart,
     Uploaded,
 )
-from tierfall.core.types.errors import StepError
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import DrainDecision
 
@@ -64,8 +62,7 @@ class Coordinator(Components):
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self._finish_commands()
-        self.deleter.plan_all_tiers()
+        self._decisions.start(reads=True)
 
     def start_for_commands(self) -> None:
         """Start as a process without an attempt: carry out commands, but copy nothing and collect nothing.
@@ -74,17 +71,15 @@ class Coordinator(Components):
         """
         self._commands_only = True
         self._note_owed()
-        self._finish_commands()
+        self._decisions.start(reads=False)
 
-    def _finish_commands(self) -> None:
-        """Continue the commands that no process carried out, or that could not reach a tier."""
-        if not self.group.decides:
-            return  # rank 0 knows of all marks
-        self._commands.finish_unpins()
-        self._commands.finish_pins()
-        found = {e.id for e in self.ledger.entries.values() if e.tombstoned and not e.pinned}
-        for id in sorted(found | self.ledger.deleted):
-            self.finish_deletion(id)
+    def late_tiers(self, command: Command) -> tuple[str, ...]:
+        """Return the tiers whose answer a command waits for; none if something is still being read or written."""
+        return self._decisions.late_tiers(command)
+
+    def begin_anew(self) -> None:
+        """This start continues no checkpoint: the rules of the tiers may be applied."""
+        self.ledger.continues = True
 
     def post(self, event: Event) -> None:
         self.inbox.post(event)
@@ -102,7 +97,7 @@ class Coordinator(Components):
                 entry.handle.on_stopped(error)
             entry.owed.clear()
         self.commits.replicas.stop()
-        self._commands.fail_all(error)
+        self._decisions.fail_all(error)
         self._admissions.fail_all(error)
 
     # One step --------------------------------------------------------------------------------------
@@ -122,7 +117,7 @@ class Coordinator(Components):
         has_news = self._admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
-            self._commands.advance(now_s)
+            self._decisions.advance(now_s)
             for lane in self.lanes.values():
                 begin = not self._commands_only
                 self._flusher.drive(lane, now_s, begin=begin, has_news=has_news)
@@ -137,8 +132,8 @@ class Coordinator(Components):
             self._collect_unfinished()
             self.verifier.tick(now_s)
             if has_news:
-                self.deleter.survey_changed()
-            self.deleter.dispatch_surveys()
+                self.deleter.plan_changed()
+            self.deleter.dispatch_planned()
         for bell, copies_only in list(self._idle_events.items()):
             if not (self._owes_copies() if copies_only else self.busy()):
                 del self._idle_events[bell]
@@ -148,7 +143,7 @@ class Coordinator(Components):
     def _next_s(self, now_s: float) -> float | None:
         times = self._admissions.deadlines_s()
         times += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = [self.deleter.next_s(), self._commands.next_s(), self.backlog.next_s(now_s)]
+        retries = [self.deleter.next_s(), self._decisions.next_s(), self.backlog.next_s(now_s)]
         retries += [
             self.throttle.next_s(now_s),
             self.drain_schedule.next_s(),
@@ -175,9 +170,7 @@ class Coordinator(Components):
         self.commits.replicas.request(request)
 
     def _on_command(self, command: Command) -> None:
-        if command.kind is CommandKind.DELETE:
-            self.backlog.forget(command.id)
-        self._commands.submit(command)
+        self._decisions.submit(command)
 
     def _on_message(self, news: RankMessage) -> None:
         """Pass a message of another rank to the component that it is for."""
@@ -192,7 +185,8 @@ class Coordinator(Components):
             query.on_answer(value, None)
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        self._tasks_out -= 1
+        if not isinstance(outcome.task, ReadDecided):
+            self._tasks_out -= 1
         self.rates.on_ended(outcome, self.ledger.now_s)
         self._flusher.on_task_error(outcome.error)
         _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
@@ -204,19 +198,7 @@ class Coordinator(Components):
         assert isinstance(task, DeleteCopy)
         if self.deleter.on_deleted(task, outcome, now_s):
             self._flusher.on_room_made(self.lanes[task.tier], now_s)
-        self._commands.on_done(task.tier, task.id, _why_not_deleted(task, outcome))
-
-    def _on_marks_read(self, outcome: Outcome) -> None:
-        assert isinstance(outcome.task, ReadMarks)
-        self._node_marks.on_outcome(outcome.task, outcome)
-        if self.group.decides and self.may_write():
-            self._commands.finish_unpins()
-
-    def _on_mark_changed(self, outcome: Outcome) -> None:
-        task = outcome.task
-        assert isinstance(task, ChangeMark)
-        component = self.damage_reports if self.damage_reports.is_marking(task) else self._commands
-        component.on_mark_written(task, outcome)
+        self._decisions.on_deleted(task, outcome)
 
     def _on_commit_outcome(self, outcome: Outcome) -> None:
         self.commits.on_outcome(outcome)
@@ -285,7 +267,7 @@ class Coordinator(Components):
 
     def busy(self) -> bool:
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
-        if self._tasks_out or self._commands.busy() or self.deleter.busy():
+        if self._tasks_out or self._decisions.busy() or self.deleter.busy():
             return True
         return self._owes_copies()
 
@@ -314,14 +296,6 @@ class Coordinator(Components):
         return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
 
 
-def _why_not_deleted(task: DeleteCopy, outcome: Outcome) -> BaseException | None:
-    if outcome.error is not None or task.unfinished:
-        return outcome.error
-    if prevents_deletion(outcome.value, tombstoned=True):
-        return StepError(f"delete: {task.id} is pinned on {task.tier}; unpin it first")
-    return None
-
-
 _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     AdmissionRequest: Coordinator._on_admission_request,
     AssignmentRequest: Coordinator._on_assignment_request,
@@ -345,8 +319,8 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     AbortShard: Coordinator._on_copy_outcome,
     CommitCopy: Coordinator._on_commit_outcome,
     DeleteCopy: Coordinator._on_deleted,
-    ReadMarks: Coordinator._on_marks_read,
-    ChangeMark: Coordinator._on_mark_changed,
+    AddDecided: lambda coordinator, outcome: coordinator._decisions.on_added(outcome),
+    ReadDecided: lambda coordinator, outcome: coordinator._decisions.on_read(outcome),
     ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
     RecordStart: lambda coordinator, outcome: coordinator.start_records.on_outcome(outcome),
     OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),

@@ -23,6 +23,7 @@ from tierfall.core.copies.images import (
     unpacked,
 )
 from tierfall.core.format.commit_files import files_of, image_file, shards_of
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
@@ -36,7 +37,7 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import waited_s
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
-    ChangeMark,
+    AddDecided,
     CheckChunk,
     CommitCopy,
     CopyRun,
@@ -48,7 +49,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     OpenShard,
     Outcome,
     ReadCommit,
-    ReadMarks,
+    ReadDecided,
     RecordStart,
     Side,
     Task,
@@ -80,7 +81,7 @@ class TaskRunner:
     tier's that reads the same chunks (``shared_reads``). They stay there until they are written, so that a slow tier
     blocks no other.
 
-    ``attempt`` returns the attempt of this process: a task that writes, deletes or marks raises FencedError where its
+    ``attempt`` returns the attempt of this process: a task that writes, deletes or decides raises FencedError where its
     tier has a record of a newer one. None: this process only carries out commands and must not commit.
     ``complete`` adds to the commit record of several ranks what other machines have uploaded to a tier; it may raise.
     """
@@ -135,9 +136,9 @@ class TaskRunner:
             return store.delete(
                 task.id,
                 attempt=self._attempt(),
-                tombstoned=task.tombstoned,
+                known=task.known,
+                batch=task.batch,
                 next_latest=task.next_latest,
-                ignore_marks=task.unreadable,
             )
         commit = _committed_with(store, task.id, task.shard)
         if commit is not None:  # the commit succeeded, its response was lost
@@ -146,14 +147,13 @@ class TaskRunner:
         own = None if task.shard is None else _own_shard_only(task.shard)
         return store.discard(task.id, own, attempt=self._attempt())
 
-    def _change_mark(self, task: ChangeMark, store: TaskStore) -> None:
-        store.check_newest(
-            self._attempt(), doing=f"mark {task.mark.name!r} of {task.mark.checkpoint}"
-        )
-        if task.remove:
-            store.remove_mark(task.mark.checkpoint, task.mark.name)
-        else:
-            store.add_mark(task.mark)
+    def _add_decided(self, task: AddDecided, store: TaskStore) -> None:
+        doing = f"entry {task.entry.word!r} of {task.entry.checkpoint}"
+        store.check_newest(self._attempt(), doing=doing)
+        store.decided.add(task.entry, reason=task.reason)
+
+    def _read_decided(self, task: ReadDecided, store: TaskStore) -> DecidedList:
+        return store.decided.read(max_age_s=task.max_age_s)
 
     def _open(
         self, task: OpenShard, store: TaskStore
@@ -259,10 +259,6 @@ class TaskRunner:
         store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
         store.record_lineage(task.commit, self._writer())
 
-    def _read_marks(self, task: ReadMarks, store: TaskStore) -> Any:
-        _check_whole(task, store)
-        return store.read_marks(task.ids)
-
     def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
         commit = store.read_commit(task.id)
         store.sync_commit(task.id)
@@ -299,7 +295,7 @@ class TaskRunner:
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
-        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.again)
+        store.commit(commit, attempt=self._writer(), repairs=task.again)
         try:
             if task.name_latest:
                 store.write_latest(task.id)
@@ -360,18 +356,18 @@ def _own_shard_only(shard: Shard) -> Shard | None:
     return shard if shard.world_size > 1 else None
 
 
-def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
-    """Raise NotWholeError if a copy that a deletion relies on lacks files (a person or a purge removed them) or cannot
-    be checked."""
+def _check_whole(task: DeleteCopy, store: TaskStore) -> None:
+    """Raise NotWholeError if a copy that is to stay lacks files (a person or a purge removed them) or cannot be
+    looked at."""
     damaged = {}
-    for id in task.relies_on:
+    for id in task.stay:
         try:
             found = store.find_copy(id)
             if found is not None and found.unread is not None:
                 raise found.unread
         except TierfallError as error:
             raise NotWholeError(
-                {}, f"a copy that the deletion relies on could not be checked: {error}"
+                {}, f"a copy that is to stay could not be looked at: {error}"
             ) from error
         if found is None:
             damaged[id] = (f"{store.name}: {id} is gone: it has no commit record any more", False)
@@ -388,8 +384,8 @@ _HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {
     CommitCopy: TaskRunner._commit,
     AbortShard: TaskRunner._abort,
     DeleteCopy: TaskRunner._drop,
-    ChangeMark: TaskRunner._change_mark,
-    ReadMarks: TaskRunner._read_marks,
+    AddDecided: TaskRunner._add_decided,
+    ReadDecided: TaskRunner._read_decided,
     ReadCommit: TaskRunner._read_commit,
     RecordStart: TaskRunner._record_start,
     OpenCheck: TaskRunner._open_check,

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from tierfall.core.copies.image_writes import WritableStore
 from tierfall.core.copies.images import ReadableStore
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.records import Attempt, Commit, Mark
+from tierfall.core.format.decided import Decided, DecidedList
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types.values import CheckpointId, Shard
+
+
+class DecidedEntries(Protocol):
+    """A tier's list of what is decided: ``tiers/decided.py:DecidedFolder``."""
+
+    def read(self, *, max_age_s: float = ...) -> DecidedList: ...
+
+    def add(self, entry: Decided, *, reason: str = ...) -> None: ...
 
 
 class TaskStore(ReadableStore, WritableStore, Protocol):
     """See the module."""
+
+    @property
+    def decided(self) -> DecidedEntries: ...
 
     def list(self) -> Listing: ...
 
@@ -31,34 +42,19 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
-    def commit(
-        self,
-        commit: Commit,
-        *,
-        attempt: Attempt,
-        marks: tuple[Mark, ...] = (),
-        repairs: bool = False,
-    ) -> None: ...
+    def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None: ...
 
     def write_latest(self, checkpoint: CheckpointId) -> None: ...
-
-    def add_mark(self, mark: Mark) -> None: ...
-
-    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None: ...
-
-    def read_marks(
-        self, checkpoints: Iterable[CheckpointId]
-    ) -> dict[CheckpointId, frozenset[str]]: ...
 
     def delete(
         self,
         checkpoint: CheckpointId,
         *,
         attempt: Attempt | None,
-        tombstoned: bool = False,
+        known: DecidedList | None,
+        batch: int = ...,
         next_latest: CheckpointId | None = None,
-        ignore_marks: bool = False,
-    ) -> frozenset[str]: ...
+    ) -> DecidedList | None: ...
 
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None

@@ -2,11 +2,11 @@
 
     <run>/attempts/a0007.json
     <run>/lineage/a0007-<attempt id>-<milliseconds>-step-00000300-a0006.json, or -anew.json
-    <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
+    <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
+    <run>/decided/000001-pin-step-00000400-a0007-<16 of the attempt id>[-<tag>]
     <run>/latest
     <run>/tier.json: which tier this is
-    <run>/marks-changed: its content changes with each mark that a person sets or removes
 
 Numbers are padded to at least these widths and compared as integers. A name that does not parse belongs to another
 program and is never touched.
@@ -15,7 +15,6 @@ program and is never touched.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
@@ -24,19 +23,12 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 COMMIT_NAME = "commit.json"
 LATEST_NAME = "latest"
 TIER_NAME = "tier.json"
-MARKS_CHANGED_NAME = "marks-changed"
 ATTEMPTS_FOLDER = "attempts"
 LINEAGE_FOLDER = "lineage"
-MARKS_FOLDER = "marks"
+DECIDED_FOLDER = "decided"
 PROBE_FOLDER = "probe"
+TAG_CHARACTERS_MAX = 128
 STORED_SUFFIX = ".stored.json"
-PIN_MARK = "pin"
-UNPIN_MARK = "unpin"
-"""In memory, where marks are appended, it ends the pins before it."""
-TOMBSTONE_MARK = "tombstone"
-ON_PEERS_MARK = "on-peers"
-"""An image in memory bears it once peer memory has committed its checkpoint, before that is reported."""
-
 _STEP_DIGITS, _ATTEMPT_DIGITS = 18, 12
 STEP_MAX = 10**_STEP_DIGITS - 1
 ATTEMPT_MAX = 10**_ATTEMPT_DIGITS - 1
@@ -55,9 +47,9 @@ _IMAGE_SUFFIXES = {
     Codec.ZSTD: ".safetensors.zst",
     Codec.PLANES: ".safetensors.tfz",
 }
-_MARK = re.compile(
-    r"(pin|unpin|tombstone|on-peers|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
-    rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
+_DECIDED = re.compile(
+    rf"([0-9]{{6,12}})-([a-z]+)-(step-[0-9]{{8,{_STEP_DIGITS}}}-a[0-9]{{4,{_ATTEMPT_DIGITS}}})-([0-9a-f]{{16}})"
+    r"(?:-([A-Za-z0-9][A-Za-z0-9._-]*))?\Z"
 )
 
 
@@ -71,6 +63,15 @@ def check_name(name: str, *, what: str) -> str:
             "beginning with a letter or digit"
         )
     return name
+
+
+def check_tag(tag: str, *, what: str) -> str:
+    """Return the tag of a command unchanged, or raise ConfigError: it becomes part of the name of a file."""
+    if len(check_name(tag, what=what)) > TAG_CHARACTERS_MAX:
+        raise ConfigError(
+            f"{what}: a tag of {len(tag)} characters is too long, {TAG_CHARACTERS_MAX} at most"
+        )
+    return tag
 
 
 def attempt_key(run: str, number: int) -> str:
@@ -143,17 +144,26 @@ def parse_shard(name: str) -> Shard | None:
     return Shard(int(match[1]), int(match[2])) if match else None
 
 
-def is_damage_mark(name: str) -> bool:
-    """Whether a mark was written by a reader that found the copy damaged (``commit_files.damage_mark``)."""
-    return name.startswith("damaged-") and _MARK.match(name) is not None
+def decided_name(
+    number: int, word: str, checkpoint: CheckpointId, attempt_id: str, tag: str = ""
+) -> str:
+    """Name an entry of what is decided; ``attempt_id``: 16 hexadecimal digits."""
+    named = f"{number:06d}-{word}-{step_folder(checkpoint)}-{attempt_id}"
+    return f"{named}-{tag}" if tag else named
+
+
+def parse_decided(name: str) -> tuple[int, str, CheckpointId, str, str] | None:
+    """Parse a ``decided_name`` into number, word, checkpoint, attempt id and tag ('': none)."""
+    match = _DECIDED.match(name)
+    checkpoint = match and parse_step_folder(match[3])
+    if match is None or checkpoint is None:
+        return None
+    return int(match[1]), match[2], checkpoint, match[4], match[5] or ""
 
 
 def is_tierfall_name(name: str) -> bool:
     """Whether tierfall writes a file of this name, relative to a step folder."""
-    folder, slash, leaf = name.rpartition("/")
-    if folder == MARKS_FOLDER:
-        return bool(_MARK.match(leaf))
-    return slash == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)
+    return name == COMMIT_NAME or _SHARD.match(name) is not None
 
 
 def is_run_file(name: str) -> bool:
@@ -163,13 +173,8 @@ def is_run_file(name: str) -> bool:
         return parse_attempt(rest) is not None
     if folder == LINEAGE_FOLDER:
         return parse_start(rest) is not None
+    if folder == DECIDED_FOLDER:
+        return parse_decided(rest) is not None
     if parse_step_folder(folder) is not None:
         return is_tierfall_name(rest)
-    return folder == PROBE_FOLDER or name in (LATEST_NAME, TIER_NAME, MARKS_CHANGED_NAME)
-
-
-def tags_of(given: Iterable[str], marks: Iterable[str]) -> frozenset[str]:
-    """Tags of a checkpoint: those ``given`` at its save, plus tag marks, minus untag marks."""
-    added = {mark.removeprefix("tag-") for mark in marks if mark.startswith("tag-")}
-    removed = {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
-    return frozenset({*given, *added} - removed)
+    return folder == PROBE_FOLDER or name in (LATEST_NAME, TIER_NAME)

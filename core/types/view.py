@@ -86,7 +86,7 @@ class CheckpointView:
     started_from: CheckpointId | None
     abandoned: bool = False
     pinned: bool = False
-    tombstoned: bool = False
+    deleted: bool = False
     copies: Mapping[str, CopyView] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
     changing: bool = False
@@ -112,7 +112,7 @@ class CheckpointView:
 
     @property
     def live(self) -> bool:
-        return not self.abandoned and not self.tombstoned
+        return not self.abandoned and not self.deleted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class View:
                 (
                     c.id
                     for c in self.checkpoints
-                    if c.abandoned and not c.tombstoned
+                    if c.abandoned and not c.deleted
                     if any(c.state(tier) is CopyState.COMMITTED for tier in tiers)
                 ),
                 key=lambda id: (id.attempt, id.step),

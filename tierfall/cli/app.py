@@ -80,6 +80,9 @@ StepsArgument = Annotated[
     list[StepName],
     typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
 ]
+TagArgument = Annotated[
+    str, typer.Argument(metavar="TAG", help="Letters, digits, '.', '_' and '-', at most 128.")
+]
 TierOption = Annotated[
     str | None,
     typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
@@ -334,7 +337,7 @@ def verify(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
+    """Read and verify every file of every copy: chunks, manifests and commit records."""
     from tierfall.cli import copies
 
     copies.verify(Asked(config, run, as_json), steps or [], tier, repair)
@@ -459,7 +462,7 @@ def copy(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
+    """Copy a step to a tier that does not hold it, with its pin and its tags, from the fastest good copy."""
     from tierfall.cli import copies
 
     copies.copy(Asked(config, run, as_json), steps, to)
@@ -510,6 +513,34 @@ def unpin(
     from tierfall.cli import commands
 
     commands.change(Asked(config, run, as_json), "unpin", steps)
+
+
+@app.command(short_help="Add a tag to steps.")
+def tag(
+    name: TagArgument,
+    steps: StepsArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a tag to a step, beside those of its save. A rule 'retain: {tags: ...}' keeps what has it."""
+    from tierfall.cli import commands
+
+    commands.change(Asked(config, run, as_json), "tag", steps, tag=name)
+
+
+@app.command(short_help="Remove a tag of steps.")
+def untag(
+    name: TagArgument,
+    steps: StepsArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a tag of a step, also one of its save."""
+    from tierfall.cli import commands
+
+    commands.change(Asked(config, run, as_json), "untag", steps, tag=name)
 
 
 @app.command(short_help="Delete steps from every tier, or a whole run.")

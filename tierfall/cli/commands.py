@@ -37,6 +37,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.keys import check_tag
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId
@@ -49,7 +50,13 @@ from tierfall.ops.reader import RunReader
 from tierfall.setup.places import run_folder
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
-_DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
+_DONE = {
+    CommandKind.PIN: "pinned",
+    CommandKind.UNPIN: "unpinned",
+    CommandKind.TAG: "tagged",
+    CommandKind.UNTAG: "untagged",
+    CommandKind.DELETE: "deleted",
+}
 
 
 def change(
@@ -59,9 +66,12 @@ def change(
     *,
     yes: bool = True,
     even_the_last: bool = True,
+    tag: str = "",
 ) -> None:
-    """Pin, unpin or delete (``rm``) steps: find all of them first, and execute the command, or leave marks for the
-    living trainer. Nothing is deleted if one of them is pinned."""
+    """Pin, unpin, tag, untag or delete (``rm``) steps: find all of them first, and execute the command, or leave it in
+    the tiers' lists for the living trainer. Nothing is deleted if one of them is pinned."""
+    if verb in ("tag", "untag"):
+        check_tag(tag, what=verb)
     kind = CommandKind.DELETE if verb == "rm" else CommandKind(verb)
     if not steps:
         refuse(f"{verb}: missing argument 'STEP...'; see tierfall {verb} --help", Exit.USAGE)
@@ -81,11 +91,11 @@ def change(
     if kind is CommandKind.DELETE:
         _check_deletion(found, known, answer, yes=yes, even_the_last=even_the_last)
     if owner is not None:
-        results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
+        results = [commands.decide_on_tiers(settings, kind, c, tag) for c in found.values()]
     else:
         warn_of(elsewhere)
         results = list(
-            commands.run_commands(settings, kind, list(found), even_the_last=even_the_last)
+            commands.run_commands(settings, kind, list(found), even_the_last=even_the_last, tag=tag)
         )
     documents = []
     for result in results:
@@ -117,11 +127,11 @@ def _describe_result(
     where = ", ".join(result.done)
     if owner is None:
         return (f"{_DONE[kind]} {result.id} on {where}",)
-    when = "after its next commit there, or within a minute if that waits for room"
+    when = "at its next commit there, and within a minute"
     trainer = f"the trainer ({owner.process})"
     if kind is CommandKind.DELETE:
         return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
-    return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads the mark {when}",)
+    return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads that {when}",)
 
 
 def _check_deletion(

@@ -210,8 +210,8 @@ def _report_copy(answer: CommandOutput, copied: sync.CopyResult) -> None:
         answer.show(
             f"copied {copied.id} from {sources} to {copied.tier}, which did not hold it ({size})"
         )
-    if copied.marks:
-        answer.show(f"marks copied from other tiers: {', '.join(copied.marks)}")
+    if copied.decided:
+        answer.show(f"decided by the lists of other tiers: {', '.join(copied.decided)}")
     answer.show(*(f"note: {note}" for note in copied.notes))
 
 

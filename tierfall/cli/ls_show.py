@@ -400,10 +400,10 @@ def _members(facts: RunFacts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
         **members(checkpoint, "bytes", "wall_time_s"),
         "age_s": facts.age_s(checkpoint),
         **members(checkpoint, "pinned", "abandoned"),
-        "deleted": checkpoint.tombstoned,
+        "deleted": checkpoint.deleted,
         **members(checkpoint, "tags", "metrics"),
         "copies": {
-            tier: {"state": copy.label, **members(copy, "bytes", "marks", "damage")}
+            tier: {"state": copy.label, **members(copy, "bytes", "damage")}
             for tier, copy in checkpoint.copies.items()
         },
     }
@@ -455,7 +455,7 @@ def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
         yield "pinned"
     if checkpoint.abandoned:
         yield "abandoned"
-    if checkpoint.tombstoned:
+    if checkpoint.deleted:
         yield "to be deleted"
 
 
@@ -491,14 +491,13 @@ def _in_full(
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
     yield ""
-    copies = table("COPY", "STATE", "SIZE", "MARKS", "RETENTION", right=("SIZE",))
+    copies = table("COPY", "STATE", "SIZE", "RETENTION", right=("SIZE",))
     for tier, copy in checkpoint.copies.items():
         decision = facts.decision(tier, checkpoint.id)
         copies.add_row(
             tier,
             coloured(copy.label),
             format_size(copy.bytes),
-            ", ".join(sorted(copy.marks)),
             f"{decision.verdict}: {decision.reason}",
         )
     yield copies

@@ -195,7 +195,7 @@ def _continue_from_newest(run: OpenRun, step: int) -> None:
     live = [
         known.commit
         for known in run.session.known_by_all()
-        if known.commit is not None and not (known.abandoned or known.tombstoned)
+        if known.commit is not None and not (known.abandoned or known.deleted)
     ]
     if not live:
         run.lineage.check_begun(step)

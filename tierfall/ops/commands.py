@@ -1,6 +1,6 @@
-"""Commands without a training loop: pin, unpin, rm (also of a whole run), prune and forget.
+"""Commands without a training loop: pin, unpin, tag, untag, rm (also of a whole run), prune and forget.
 
-Beside a living trainer a command is a mark on every stored tier that holds the checkpoint; the trainer executes it.
+Beside a living trainer a command is an entry in the list of every stored tier that it reaches; the trainer reads it.
 Without one, this process takes the run's lock and passes the command to a coordinator of its own. It has no attempt, so
 it can commit nothing. Failures are reported per tier, not raised.
 """
@@ -21,9 +21,11 @@ from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.format.decided import Decided, DecidedList
+from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.scheduler.group.decisions import WORDS
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -86,7 +88,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """The outcome of a command: the tiers that executed it (or bear the mark), and the errors of the others."""
+    """The outcome of a command: the tiers that executed it (or have it in their list), and the errors of the others."""
 
     id: CheckpointId
     done: tuple[str, ...]
@@ -268,64 +270,68 @@ def _is_missing(path: Path) -> bool:
 # Beside a living trainer -----------------------------------------------------------------------------
 
 
-def set_mark_on_tiers(
-    config: Config, kind: CommandKind, checkpoint: KnownCheckpoint
+def decide_on_tiers(
+    config: Config, kind: CommandKind, checkpoint: KnownCheckpoint, tag: str = ""
 ) -> CommandResult:
-    """Write the mark of a command, or remove it, on every stored tier that holds the checkpoint.
+    """Add the entry of a command to the list of every stored tier that can be reached; the trainer reads it.
 
-    Raises StepError where no stored tier holds it: only the trainer writes its memory.
+    What is pinned is looked at once more then: StepError if the trainer has deleted the last copy just now.
     """
-    stored = [tier.name for tier in config.stored if tier.name in checkpoint.copies]
-    if not stored:
-        raise StepError(
-            f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process may mark: wait "
-            "until it is flushed, or call it in the trainer"
-        )
-    holding = [tier for tier in config.chain if tier.name in stored]
-    stores, errors = open_stores(
-        config.model_copy(update={"tiers": holding}), config.run, is_bounded=True
-    )
-    done: list[str] = []
-    failed: dict[str, BaseException] = {}
+    stores, errors = open_stores(config, config.run, is_bounded=True, creates=False)
+    commit = checkpoint.commit
+    attempt_id = commit.lineage.attempt_id if commit else None
     try:
-        for tier in stored:
+        answers = call_tiers(
+            stores.values(),
+            lambda store: store.decided.read(),
+            config,
+            BoundedCalls(),
+            doing="read",
+        )
+        lists = [answer.value for answer in answers.values() if answer.value is not None]
+        known = DecidedList(entry for one in lists for entry in one)
+        entry = known.next(WORDS[kind], checkpoint.id, attempt_id, tag)
+        failed: dict[str, BaseException] = dict(errors)
+        done = []
+        for name, store in stores.items():
             try:
-                if tier in errors:
-                    raise errors[tier]
-                if stores[tier].read_only:
-                    raise _read_only_error(config, tier, checkpoint.id)
-                _change(stores[tier], kind, checkpoint.id)
+                _decide(config, store, entry)
             except TierfallError as error:
-                failed[tier] = error
+                failed[name] = error
             else:
-                done.append(tier)
+                done.append(name)
+        if kind is CommandKind.PIN:
+            _check_left(checkpoint, [stores[name] for name in done])
     finally:
         close_stores(stores, ANSWER_S)
-    host = checkpoint.copies.get(config.host.name)
-    written_to = host.pin_written_to if host and keys.PIN_MARK in host.marks else None
-    if kind is CommandKind.UNPIN and written_to is not None and written_to.isdisjoint(done):
-        failed[config.host.name] = StepError(
-            f"the trainer pinned {checkpoint.id} itself, and none of these tiers had that pin: in its memory it stays "
-            "pinned, until it is evicted or the trainer calls unpin"
-        )
-    return CommandResult(id=checkpoint.id, done=tuple(done), failed=failed)
+    holding = checkpoint.copies.keys()
+    in_memory = not holding & {*stores, *errors}
+    return CommandResult(
+        id=checkpoint.id,
+        done=tuple(name for name in done if in_memory or name in holding),
+        failed={name: error for name, error in failed.items() if in_memory or name in holding},
+    )
 
 
-def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
-    name = keys.TOMBSTONE_MARK if kind is CommandKind.DELETE else keys.PIN_MARK
-    if kind is CommandKind.UNPIN:
-        store.remove_mark(id, name)
+def _decide(config: Config, store: StoredTier, entry: Decided) -> None:
+    if store.read_only:
+        raise _read_only_error(config, store.name, entry.checkpoint)
+    store.decided.add(entry, reason="command line")
+
+
+def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> None:
+    """Raise StepError if no tier has a checkpoint any more that a command has just pinned there."""
+    holding = [store for store in stores if store.name in checkpoint.copies]
+    for store in holding:
+        try:
+            store.read_commit(checkpoint.id)
+        except KeyNotFoundError:
+            continue
+        except TierfallError:
+            return  # it may be there
         return
-    store.add_mark(Mark(name=name, checkpoint=id, wall_time_s=time.time(), reason="command line"))
-    try:
-        store.read_commit(id)
-    except KeyNotFoundError as error:
-        store.remove_mark(id, name)
-        raise StepError(f"{id} was deleted from {store.name} just now") from error
-    except BackendError:
-        raise
-    except TierfallError:
-        return  # a damaged commit record: the checkpoint exists
+    if holding:
+        raise StepError(f"pin: {checkpoint.id} was deleted just now")
 
 
 # Without a trainer -----------------------------------------------------------------------------------
@@ -353,7 +359,12 @@ def owned_session(config: Config, command: str) -> Iterator[Session]:
 
 
 def run_commands(
-    config: Config, kind: CommandKind, ids: Sequence[CheckpointId], *, even_the_last: bool = True
+    config: Config,
+    kind: CommandKind,
+    ids: Sequence[CheckpointId],
+    *,
+    even_the_last: bool = True,
+    tag: str = "",
 ) -> tuple[CommandResult, ...]:
     """Execute a command for each checkpoint, on every tier, memory included.
 
@@ -364,7 +375,7 @@ def run_commands(
         left = set(restorable(merge(session.listings))) - set(ids)
         if kind is CommandKind.DELETE and not (left or even_the_last):
             raise StepError("rm: no step would be left that can be restored; nothing was deleted")
-        return tuple(_run_command(session, kind, id) for id in ids)
+        return tuple(_run_command(session, kind, id, tag) for id in ids)
 
 
 def verb_of(kind: CommandKind) -> str:
@@ -381,9 +392,9 @@ def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
     return StepError(f"{tier} is read-only: {id} is not changed there")
 
 
-def _run_command(session: Session, kind: CommandKind, id: CheckpointId) -> CommandResult:
+def _run_command(session: Session, kind: CommandKind, id: CheckpointId, tag: str) -> CommandResult:
     held = [listing.tier for listing in session.listings if listing.copy(id) is not None]
-    failed = submit(session, kind, id)
+    failed = submit(session, kind, id, tag)
     if "tierfall" in failed:
         raise failed["tierfall"]
     silent = unread(session.listings)
@@ -392,7 +403,7 @@ def _run_command(session: Session, kind: CommandKind, id: CheckpointId) -> Comma
             failed[tier] = _read_only_error(session.config, tier, id)
     if kind is CommandKind.DELETE:
         for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
-            failed[tier] = StepError(f"{id} is marked, and is deleted once every tier has the mark")
+            failed[tier] = StepError(f"{id} is noted there, and the next start deletes it")
     return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
@@ -565,10 +576,10 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
 def _copies(listings: Iterable[Listing]) -> set[tuple[str, CheckpointId, bool]]:
     """Return the tier and the checkpoint of each copy, with False, and of each one that is pinned, with True."""
     return {
-        (listing.tier, copy.id, pinned)
-        for listing in listings
-        for copy in listing.copies
-        for pinned in (False, keys.PIN_MARK in copy.marks)
+        (tier, checkpoint.id, pinned)
+        for checkpoint in merge(listings)
+        for tier in checkpoint.copies
+        for pinned in (False, checkpoint.pinned)
     }
 
 

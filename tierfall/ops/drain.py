@@ -345,7 +345,7 @@ def _drain_once(
         undo.callback(session.abandon)
         if shards is not None:
             shards.add_stored(session)
-        session.coordinator.ledger.set_knows_good()  # else no copy would be evicted for room
+        session.coordinator.begin_anew()  # else no copy would be evicted for room
         if until_s is not None:  # before the first copy is begun in another order
             session.coordinator.drain_schedule.begin(session, until_s, time.monotonic())
         session.start()
@@ -470,7 +470,7 @@ def _damaged_beside_memory(session: Session) -> list[str]:
         f"{entry.id} is in host memory, and damaged on {tier}: {entry.damage[tier]}: to rewrite it: tierfall verify "
         f"{entry.id} --tier {tier} --repair"
         for entry in ledger.entries.values()
-        if entry.state(ledger.host) is CopyState.SEALED and not entry.tombstoned
+        if entry.state(ledger.host) is CopyState.SEALED and not entry.deleted
         for tier in sorted(entry.repairable)
     ]
 

@@ -1,11 +1,12 @@
 """Copying and repairing: one checkpoint is written to one stored tier, from good copies on the tiers that have it.
 
 ``copy`` writes to a tier that does not hold it, as a flush does: packed as the tier packs, committed last, behind the
-fence, with the marks that it has on other tiers. No rule decides about it; a note is given if retention will delete it.
+fence, with what the lists of other tiers have about it. No rule decides about it; a note is given if retention will
+delete it.
 
 ``Repairer`` rewrites damaged files in place: each file is complete and verified before it replaces the damaged one, the
-commit record is the last. Nothing is removed before that, and marks are not touched: a good copy or a pin exists at
-every moment. Files of another checkpoint of that id, or of a newer tierfall, are never changed.
+commit record is the last. Nothing is removed before that: a good copy exists at every moment. Files of another
+checkpoint of that id, or of a newer tierfall, are never changed.
 
 The run's lock is held, so that no trainer of this machine runs. What is written is on behalf of the newest attempt that
 any tier knows: a newer one elsewhere fences it, as it fences a flush. No attempt is taken, so nobody is fenced.
@@ -14,8 +15,7 @@ any tier knows: a newer one elsewhere fences it, as it fences a flush. No attemp
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,14 +27,14 @@ from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.commit_files import plain, same_checkpoint
+from tierfall.core.format.decided import Decided, DecidedList
 from tierfall.core.format.records import (
     Attempt,
     Commit,
     Lineage,
     Manifest,
-    Mark,
     geometry,
     parse_manifest,
 )
@@ -70,8 +70,6 @@ from tierfall.tiers.stored import StoredTier
 T = TypeVar("T")
 logger = logging.getLogger("tierfall")
 NEWER = "a newer tierfall wrote it: verify it with that version; this one does not change it"
-_MARKS = f"{keys.MARKS_FOLDER}/"
-_NOT_COPIED = frozenset({keys.TOMBSTONE_MARK, keys.ON_PEERS_MARK})
 
 
 @contextmanager
@@ -114,20 +112,6 @@ def _writing_attempt(
     attempt = attempt_of(line) if newest is None else newest[0]
     store.fence.check(attempt)
     return attempt
-
-
-def _mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
-    """Read a mark from a tier where it is good, or make a new one: only its existence counts."""
-    for tier, copy in checkpoint.copies.items():
-        if name not in copy.marks or tier not in reader.stores:
-            continue
-        try:
-            mark = reader.stores[tier].read_mark(checkpoint.id, name)
-        except TierfallError:
-            continue
-        if (mark.name, mark.checkpoint) == (name, checkpoint.id):
-            return mark
-    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="rewritten")
 
 
 def _open_source(
@@ -217,14 +201,15 @@ def _write_chunks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """The outcome of a copy. ``already``: the tier held a good one. ``sources`` are the bytes read, by tier."""
+    """The outcome of a copy. ``already``: the tier held a good one. ``sources`` are the bytes read, by tier.
+    ``decided`` names what was added to the tier's list, as the lists of other tiers have it."""
 
     id: CheckpointId
     tier: str
     already: bool = False
     bytes: int
     sources: Mapping[str, int]
-    marks: tuple[str, ...]
+    decided: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -243,18 +228,27 @@ def copy(
         checkpoint = next((c for c in merge(listings) if c.id == id), None)
         if checkpoint is None:
             raise StepError(f"copy: {id} was deleted just now")
-        if checkpoint.tombstoned:
+        if checkpoint.deleted:
             raise StepError(f"copy: {id} is marked for deletion; nothing was copied")
         there = next(x for x in listings if x.tier == tier)
         if there.error is not None:
             raise there.error
         _check_alone(reader, listings, checkpoint, tier)
         counter = Progress(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
-        marks = [_mark_of(reader, checkpoint, n) for n in sorted(checkpoint.marks - _NOT_COPIED)]
+        decided = decided_in(listings).of(id, checkpoint.attempt_id)
         with open_writable(config, tier) as store:
+            added = _add_decided(store, decided)
             if tier in checkpoint.copies:
-                return _already(store, checkpoint, marks, counter)
-            return _copy(reader, listings, store, checkpoint, marks, counter)
+                return replace(_already(store, checkpoint, counter), decided=added)
+            return replace(_copy(reader, listings, store, checkpoint, counter), decided=added)
+
+
+def _add_decided(store: StoredTier, decided: Iterable[Decided]) -> tuple[str, ...]:
+    """Add what a tier's list lacks; return the words, and tags, that were added."""
+    missing = DecidedList(decided) - store.decided.read()
+    for entry in missing:
+        store.decided.add(entry, reason="copied from the list of another tier")
+    return tuple(f"{entry.word} {entry.tag}".rstrip() for entry in missing)
 
 
 def _check_alone(
@@ -271,10 +265,8 @@ def _check_alone(
         )
 
 
-def _already(
-    store: StoredTier, checkpoint: KnownCheckpoint, marks: Sequence[Mark], counter: Progress
-) -> CopyResult:
-    """Verify the copy that the tier holds, and add the marks that it lacks."""
+def _already(store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress) -> CopyResult:
+    """Verify the copy that the tier holds."""
     id, tier, known = checkpoint.id, store.name, checkpoint.commit
     found = checkpoint.copies[tier]
     with CopyVerifier(counter.add) as verifier:
@@ -292,16 +284,13 @@ def _already(
             "it, and move its folder away"
         )
     store.sync_commit(id)
-    missing = [mark for mark in marks if mark.name not in found.marks]
-    for mark in missing:
-        store.add_mark(mark)
     return CopyResult(
         id=id,
         tier=tier,
         bytes=checked.bytes,
         already=True,
         sources={},
-        marks=tuple(mark.name for mark in missing),
+        decided=(),
         notes=(),
     )
 
@@ -311,7 +300,6 @@ def _copy(
     listings: tuple[Listing, ...],
     store: StoredTier,
     checkpoint: KnownCheckpoint,
-    marks: Sequence[Mark],
     counter: Progress,
 ) -> CopyResult:
     id, tier, config = checkpoint.id, store.name, reader.config
@@ -323,7 +311,7 @@ def _copy(
     try:
         commit = write_files(store, lane_limits(store, config), commit, images, counter.add)
         store.delete_other_codecs(commit, attempt=attempt)  # of an unfinished copy
-        store.commit(commit, attempt=attempt, marks=marks)
+        store.commit(commit, attempt=attempt)
     except BaseException:
         _retract(store, id, attempt)
         raise
@@ -333,7 +321,7 @@ def _copy(
         tier=tier,
         bytes=commit.stored_bytes,
         sources=dict(images.tally.bytes),
-        marks=tuple(mark.name for mark in marks),
+        decided=(),
         notes=(
             *(f"skipped: {f.what}: {f.reason}" for f in images.tally.fallbacks),
             *_name_latest(store, checkpoint, listings),
@@ -429,7 +417,7 @@ class Repairer:
         newer = [damage.file for damage in copy.damage if damage.newer]
         for file in newer:
             self._note(copy.tier, copy.id, file, NEWER, done=False)
-        if any(not file.startswith(_MARKS) for file in newer) or len(newer) == len(copy.damage):
+        if newer:
             return copy
         try:
             why = self._repair_copy(copy)
@@ -450,20 +438,12 @@ class Repairer:
         if copy.tier not in self._reader.stores:
             raise StepError("an image in memory is not repaired; the next start frees its region")
         checkpoint = self._known[copy.id]
-        if checkpoint.tombstoned:
+        if checkpoint.deleted:
             raise StepError("it is marked for deletion")
-        damaged = [d.file for d in copy.damage if not d.newer]
-        marks = [file for file in damaged if file.startswith(_MARKS)]
-        done = [f"{file} rewritten" for file in marks]
         with open_writable(self._reader.config, copy.tier) as store:
             self._check_ours(store, copy, checkpoint)
-            for file in marks:
-                mark = _mark_of(self._reader, checkpoint, file.removeprefix(_MARKS))
-                key = keys.step_prefix(self._reader.run, copy.id) + file
-                put_object(store.backend, key, mark.encode())
-            if {*damaged} - {*marks}:
-                done = [self._repair_files(store, checkpoint, copy), *done]
-        return ", ".join(done)
+            store.decided.read()
+            return self._repair_files(store, checkpoint, copy)
 
     def _check_ours(
         self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint

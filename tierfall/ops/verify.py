@@ -1,8 +1,8 @@
 """Verifying a whole run: its copies, and the documents of each tier that belong to no single checkpoint.
 
-It reads beside a living trainer. It changes nothing, except what a repairer that is passed in does, and the marks that
-``record_damage`` writes. A trainer may reuse a region of memory while it is read here, so damage in memory counts
-only if a second read finds it again.
+It reads beside a living trainer. It changes nothing, except what a repairer that is passed in does, and the entries of
+damage that ``record_damage`` adds. A trainer may reuse a region of memory while it is read here, so damage in memory
+counts only if a second read finds it again.
 
 Each finding has an advice, which never risks a good copy that was not seen: a tier that could not be read may hold one.
 """
@@ -140,23 +140,25 @@ def check_run(
 def record_damage(
     config: Config, listings: Sequence[Listing], report: RunReport
 ) -> tuple[str, ...]:
-    """Write a mark of damage beside each damaged copy on a stored tier, for later listings; remove it from good copies.
+    """Note on each stored tier which of its copies are damaged, for later listings; and which are good again.
 
     Return a note for what could not be written. A damaged copy is read once more before: another command may have
-    repaired it meanwhile. Nothing is written where the marks are right already.
+    repaired it meanwhile. Nothing is written where the tier's list is right already.
     """
     known = {(x.tier, c.id): c for x in listings for c in x.copies}
     notes = []
     for tier in (tier.name for tier in config.stored):
         copies = [copy for copy in report.copies if copy.tier == tier]
-        damaged = [copy for copy in copies if copy.commit is not None and _spoils(copy.damage)]
+        damaged = [copy for copy in copies if copy.commit is not None and copy.spoiled]
         mended = [copy for copy in copies if copy.good and known[tier, copy.id].damage is not None]
         if not damaged and not mended:
             continue
         try:
             with open_writable(config, tier) as store, CopyVerifier() as verifier:
+                store.decided.read()
                 for copy in mended:
-                    store.clear_damage(copy.id)
+                    if copy.commit is not None:
+                        store.note_mended(copy.commit)
                 for copy in damaged:
                     _note_damage(store, verifier.check_stored(store, copy.id))
         except TierfallError as error:
@@ -165,20 +167,13 @@ def record_damage(
     return tuple(notes)
 
 
-def _spoils(damage: Sequence[Damage]) -> bool:
-    """Whether the damage is of more than marks, without which a copy is still whole."""
-    marks = f"{keys.MARKS_FOLDER}/"
-    return any(not d.newer and not d.file.startswith(marks) for d in damage)
-
-
 def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
-    first = next((d for d in copy.damage if _spoils([d])), None)
+    first = next((damage for damage in copy.damage if not damage.newer), None)
     if first is None or copy.commit is None:
         return
-    try:
-        store.mark_damaged(copy.commit, f"{first.file}: {first.problem}", wall_time_s=time.time())
-    except KeyNotFoundError:
-        logger.info("%s: %s was deleted meanwhile", store.name, copy.id)
+    line = copy.commit.lineage
+    if not store.decided.known.is_damaged(line.checkpoint, line.attempt_id):
+        store.note_damaged(copy.commit, f"{first.file}: {first.problem}")
 
 
 # Stored tiers ----------------------------------------------------------------------------------------
@@ -368,8 +363,6 @@ def _advice(
     repair = f"tierfall verify {copy.id} --tier {copy.tier} --repair"
     if damage.newer:
         return NEWER
-    if damage.file.startswith(f"{keys.MARKS_FOLDER}/") and copy.tier in reader.stores:
-        return f"it is effective nevertheless; to rewrite it: {repair}"
     good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
         return f"restores read {good[0]} instead; to repair it: {repair}"

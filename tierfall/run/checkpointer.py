@@ -35,6 +35,7 @@ from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
+from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
@@ -369,6 +370,18 @@ class Checkpointer:
         """Remove a checkpoint's pin on every tier."""
         self._command(CommandKind.UNPIN, step, attempt)
 
+    def tag(self, step: int, tag: str, *, attempt: int | None = None) -> None:
+        """Add a tag to a checkpoint, beside those of its save: a rule ``retain: {tags: ...}`` keeps what has it.
+
+        Raises ConfigError for a tag that is no name: letters, digits, '.', '_' and '-', at most 128. Example:
+        ``ckpt.tag(400, "released")``.
+        """
+        self._command(CommandKind.TAG, step, attempt, tag=keys.check_tag(tag, what="tag"))
+
+    def untag(self, step: int, tag: str, *, attempt: int | None = None) -> None:
+        """Remove a tag from a checkpoint, also one of its save."""
+        self._command(CommandKind.UNTAG, step, attempt, tag=keys.check_tag(tag, what="untag"))
+
     def delete(self, step: int, *, attempt: int | None = None, even_the_last: bool = False) -> None:
         """Delete a checkpoint from every tier.
 
@@ -377,13 +390,21 @@ class Checkpointer:
         self._command(CommandKind.DELETE, step, attempt, even_the_last=even_the_last)
 
     def _command(
-        self, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool = True
+        self,
+        kind: CommandKind,
+        step: int,
+        attempt: int | None,
+        *,
+        even_the_last: bool = True,
+        tag: str = "",
     ) -> None:
         self._opened.check_usable()
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._opened.finish_capture()
-        group_commands.run_command(self._session, kind, step, attempt, even_the_last=even_the_last)
+        group_commands.run_command(
+            self._session, kind, step, attempt, even_the_last=even_the_last, tag=tag
+        )
 
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.

@@ -266,7 +266,7 @@ def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
         return {
             e.id
             for e in ledger.entries.values()
-            if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+            if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.deleted
             if CopyState.COMMITTED not in e.states.values()
             if session.memory.ends_with_process(e.regions)
         }
@@ -373,7 +373,7 @@ def _find_newest(
             there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
             if ledger.host in there and session.memory.ends_with_process(entry.regions):
                 there.remove(ledger.host)
-            if there and id not in left and not entry.tombstoned:
+            if there and id not in left and not entry.deleted:
                 return id, there
         return None
 

@@ -48,7 +48,13 @@ def known_checkpoints(session: Session) -> list[CheckpointInfo]:
 
 
 def run_command(
-    session: Session, kind: CommandKind, step: int, attempt: int | None, *, even_the_last: bool
+    session: Session,
+    kind: CommandKind,
+    step: int,
+    attempt: int | None,
+    *,
+    even_the_last: bool,
+    tag: str = "",
 ) -> None:
     """Carry out a command, on all ranks. Rank 0 decides which checkpoint it names.
 
@@ -69,12 +75,14 @@ def run_command(
             )
         return id
 
-    call = _CommandCall(named={"step": step, "attempt": attempt, "even_the_last": even_the_last})
+    call = _CommandCall(
+        named={"step": step, "attempt": attempt, "even_the_last": even_the_last, "tag": tag}
+    )
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
         try:
-            failed = submit(session, kind, id)
+            failed = submit(session, kind, id, tag)
         except (
             TierfallError
         ) as error:  # the coordinator has stopped: no other rank must wait for it
@@ -138,7 +146,9 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     call = _CommandCall(named={"dry_run": dry_run})
     decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
-        if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
+        if (
+            ranks.topology.is_root
+        ):  # what other processes have decided is read first: more may go, or less
             session.call(coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))

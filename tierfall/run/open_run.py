@@ -146,7 +146,7 @@ class OpenRun:
                 undo.callback(signal_hub.stop, self._saves_on)
             if fresh:
                 log_abandoned(run, self.session.known(), None)
-                self.session.coordinator.ledger.set_knows_good()
+                self.session.coordinator.begin_anew()
             self.session.start(listeners)
             self._drains_on: DrainOnSignal | None = None
             if config.drain is not None:

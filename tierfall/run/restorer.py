@@ -212,7 +212,7 @@ class Restorer:
     def begin(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
         self._lineage.begin()
-        self._session.call(self._session.coordinator.ledger.set_knows_good)
+        self._session.call(self._session.coordinator.begin_anew)
 
     def begin_empty(self) -> None:
         """Let saving begin, on all ranks, if no tier holds a checkpoint; see ``Checkpointer.begin``."""
@@ -253,7 +253,7 @@ class Restorer:
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
     """Log which checkpoints are abandoned by the lineage that begins here, and which an earlier start abandoned, as it
     may not have seen them."""
-    loose = [c for c in known if not (c.tombstoned or c.pinned)]
+    loose = [c for c in known if not (c.deleted or c.pinned)]
     begins = "anew" if from_id is None else f"at {from_id}"
     newer = [c for c in loose if from_id is None or c.id.step > from_id.step]
     for left, who in (

@@ -22,7 +22,6 @@ from tierfall.core.format.records import Commit, geometry, parse_manifest
 from tierfall.core.restore.agreement import complete, whole_on
 from tierfall.core.restore.inventory import Inventory, unite_copies
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.group.pins import note_on_peers
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
@@ -221,7 +220,7 @@ class Leftovers:
         for commit in records:
             id = commit.lineage.checkpoint
             entry = self.ledger.entries.get(id) or entry_of(id, commit, self.ledger.shard)
-            self.ledger.entries[id] = entry
+            self.ledger.enter(entry)
             held = [image for of, image in images if of == id]
             entry.commit = plain(commit)
             size = sum(image.region.image_bytes for image in held)
@@ -309,7 +308,7 @@ class Leftovers:
     def _has_newer(self, id: CheckpointId) -> bool:
         entries, peers = self.ledger.entries, self.ledger.peer_tiers
         newer = entries.keys() | {other for _, other in self.ledger.on_few_nodes}
-        deleted = {other for other in entries if entries[other].tombstoned}
+        deleted = {other for other in entries if entries[other].deleted}
         return any(
             self._durable_on(other) - peers or self._may_be_reported(other)
             for other in newer - deleted
@@ -461,7 +460,7 @@ def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:
         few.get((tier, entry.id), entry.state(tier) is CopyState.COMMITTED)
         for tier in ledger.peer_tiers
     ):
-        note_on_peers(entry)
+        entry.note_on_peers()
 
 
 def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:

@@ -242,7 +242,7 @@ class OpenedTiers:
         """Return whether every tier was listed and none has a checkpoint of this run."""
         if any(not each.is_damage for x in self.listings for each in x.problems):
             return False
-        return all(checkpoint.tombstoned for checkpoint in merge(self.listings))
+        return all(checkpoint.deleted for checkpoint in merge(self.listings))
 
     # What a start changes ----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 from tierfall.config.sections import OnClose
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.group.commands import ALL_RANKS
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind
@@ -78,7 +77,9 @@ class RegionRequest:
                 self._answer[0].release()
 
 
-def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
+def submit(
+    session: Session, kind: CommandKind, id: CheckpointId, tag: str = ""
+) -> dict[str, BaseException]:
     """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that failed.
 
     After that, the command continues in the background.
@@ -90,12 +91,12 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
         failed.update(failures)
         done.set()
 
-    command = Command(kind=kind, id=id, wall_time_s=time.time(), on_answer=on_done)
+    command = Command(kind=kind, id=id, tag=tag, on_answer=on_done)
     session.coordinator.post(command)
     if session.wait(done, session.config.max_wait_s):
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
-    late = session.call(lambda: sorted(command.waiting - {ALL_RANKS}) or tuple(command.waiting))
+    late = session.call(partial(session.coordinator.late_tiers, command))
     if done.is_set:  # since the wait has ended
         return failed
     if not late:
@@ -150,7 +151,7 @@ def images_needed(ledger: Ledger) -> list[LedgerEntry]:
     held = [
         e
         for e in ledger.entries.values()
-        if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+        if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.deleted
     ]
     newest = max(held, key=lambda e: e.id, default=None)
     return [e for e in held if e is newest or e.pinned or e.set_aside or e.damage]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
@@ -111,6 +111,7 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in tiers.listings if x.error is not None],
+            decided={x.tier: x.decided for x in tiers.listings if x.error is None},
             message_tree=self.ranks.message_tree,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].limit_rate(bytes_per_s),
@@ -414,7 +415,7 @@ class Session:
 
 
 def _load_ledger(
-    tiers: OpenedTiers, start: Start, listings: Iterable[Listing], written: set[str]
+    tiers: OpenedTiers, start: Start, listings: Sequence[Listing], written: set[str]
 ) -> tuple[Ledger, Leftovers]:
     """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
     ledger = Ledger(
@@ -423,7 +424,7 @@ def _load_ledger(
         shard=tiers.ranks.shard,
         scattered=start.scattered,
         on_few_nodes=start.on_few_nodes,
-        deleted=start.deleted,
+        decided=decided_in(listings),
     )
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
     held = [listing for listing in listings if listing.tier in written]
@@ -435,7 +436,6 @@ def _load_ledger(
     ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
     images = images_in(tiers.hosts())
     leftovers = adopt_images(ledger, images, tiers.adopted, start.commits)
-    ledger.note_marks(start.marks)
     note_overtaken(ledger, start.overtaken)
     return ledger, leftovers
 

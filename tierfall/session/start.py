@@ -10,8 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.format.catalog import FoundCopy, Listing, merge, overtaken, starts_in
+from tierfall.core.format.catalog import (
+    FoundCopy,
+    Listing,
+    decided_in,
+    merge,
+    overtaken,
+    starts_in,
+)
 from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
@@ -62,13 +70,13 @@ class Start(Message):
     reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier;
     ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
     checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
-    that lags. ``inherited`` are texts of commit records: see ``leftovers.committed_in_memory``. ``marks`` has, per
-    tier, the marks that any rank found; ``deleted`` the checkpoints with a tombstone on some tier and no pin;
-    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
-    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
-    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
-    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
-    they are whole or damaged there.
+    that lags. ``inherited`` are texts of commit records: see ``leftovers.committed_in_memory``. ``decided`` are the
+    names of the entries of what is decided, by the lists of all tiers that any rank has read; ``damaged``, per tier,
+    the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts began that have committed
+    a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any
+    node; None where each rank decides by itself. ``reported`` has listings for the ranks that could not list a tier.
+    ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though they are whole or damaged
+    there.
     """
 
     attempt: Attempt | None = None
@@ -82,8 +90,7 @@ class Start(Message):
     image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     lags: bool = False
     inherited: tuple[str, ...] = ()
-    marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
-    deleted: frozenset[CheckpointId] = frozenset()
+    decided: tuple[str, ...] = ()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
     overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
@@ -328,11 +335,8 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
         inherited=committed_in_memory(
             listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
         ),
-        marks={
-            listing.tier: {c.id: c.marks for c in listing.copies if c.marks} for listing in listings
-        },
+        decided=decided_in(listings).names,
         damaged=damaged_copies(listings, host=host),
-        deleted=frozenset(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         starts=tuple(starts_in(listings, whole_somewhere)),
         overtaken=overtaken(merge(map(only_whole, listings))),
         first=all(one.nothing for one in found.values()),
@@ -370,12 +374,13 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
     agreed on the ``start``.
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is
-    another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
-    damage of a copy that a rule may delete.
+    another rank's, whose record does not name this rank's files. What any rank has found to be decided counts for all,
+    and so does damage of a copy that a rule may delete.
     """
     if start.overtaken is None:
         return tiers.listings
     host, shard = tiers.config.host.name, tiers.ranks.shard
+    decided = DecidedList.parse(start.decided)
 
     def counts(tier: str, copy: FoundCopy) -> bool:
         if tier != host:
@@ -395,12 +400,9 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
         replace(
             listing,
             starts=start.starts,
+            decided=listing.decided | decided,
             copies=tuple(
-                replace(
-                    copy,
-                    marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
-                    damage=damage_of(listing.tier, copy),
-                )
+                replace(copy, damage=damage_of(listing.tier, copy))
                 for copy in (*listing.copies, *beside(listing))
                 if counts(listing.tier, copy)
             ),

@@ -249,7 +249,7 @@ class StatusWriter:
         degraded = Counter(
             tier
             for entry in ledger.entries.values()
-            if (entry.damage or entry.set_aside) and entry.id not in left and not entry.tombstoned
+            if (entry.damage or entry.set_aside) and entry.id not in left and not entry.deleted
             for tier in {*entry.damage, *entry.set_aside}
         )
         tiers = [self._tier(name, ledger) for name in _names(ledger)]

@@ -484,7 +484,7 @@ def _newest(
     live = (
         known.copies
         for known in reversed(merge((*listings, there)))
-        if not (known.tombstoned or known.abandoned)
+        if not (known.deleted or known.abandoned)
     )
     good = ({tier: c for tier, c in copies.items() if _has_image(c, shard)} for copies in live)
     return next(filter(None, good), {}).get(there.tier)

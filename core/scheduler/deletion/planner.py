@@ -1,7 +1,7 @@
-"""What retention or a lack of room deletes from a tier, and which other copies such a deletion relies on.
+"""What persons, retention or a lack of room delete from a tier.
 
-The policies decide; here their decisions are combined with what the ledger knows of damaged copies. Nothing is deleted
-here.
+The policies decide; here their decisions are combined with what the ledger knows of damaged copies and of deletions by
+persons. Nothing is deleted here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -18,10 +19,9 @@ from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
 
 logger = logging.getLogger("tierfall")
 
-RELIED_ON_MAX = 16
-"""At most so many copies, the newest, are checked right before a deletion that relies on them."""
-QUERIED_MAX = 500
-"""With more copies than this, the policy is not asked which of them a deletion relies on: each query is linear."""
+DELETED = "deleted by a person"
+STAY = 2
+"""So many of the newest copies that stay are looked at right before a deletion by rule."""
 SAVES_WITHOUT_METRICS = 3
 """A rule names a metric that so many saves in a row lack: log it."""
 WAIT_MAX_S = 86400.0
@@ -31,7 +31,7 @@ LATE_S = 0.001
 
 
 class DeletionPlanner:
-    """See the module. ``busy`` checkpoints, which are being deleted or are subject to a command, are left out."""
+    """See the module. ``busy`` checkpoints, which are being deleted, are left out."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -114,39 +114,29 @@ class DeletionPlanner:
             self._warned_metrics.add(metric)
             logger.warning("%s", missing[metric])
 
-    def relied_on(
-        self, view: View, tier: str, drops: Collection[CheckpointId]
-    ) -> tuple[CheckpointId, ...]:
-        """Return the copies on a tier that the deletion of ``drops`` relies on: the newest one, and each without which
-        retention would keep one of ``drops``. The deletion of a damaged copy relies on none."""
-        planned = {d.checkpoint for d in plan_drops(view, tier)}
-        deleted = planned.intersection(drops)
-        kept = [
-            c.id
-            for c in view.live
-            if c.state(tier) is CopyState.COMMITTED and c.id not in planned.union(drops)
+    def deleted(self, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
+        """Return the copies on a tier that a person has deleted and that nobody reads, damaged ones too, and those
+        that could not be read."""
+        return [
+            Decision(
+                checkpoint=entry.id,
+                tier=tier,
+                verdict=Verdict.DROP,
+                reason=DELETED,
+                bytes=entry.bytes.get(tier, 0),
+            )
+            for entry in self._ledger.deleted()
+            if entry.has_record_on(tier) and entry.leases.get(tier, 0) <= 0 and entry.id not in busy
         ]
-        if not deleted or not kept:
-            return ()
 
-        def stay_planned(without: Collection[CheckpointId]) -> bool:
-            left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
-            plan = plan_drops(replace(view, checkpoints=left), tier)
-            return deleted <= {d.checkpoint for d in plan}
-
-        if len(kept) > QUERIED_MAX:
-            return tuple(kept[:RELIED_ON_MAX])
-        found, groups = kept[:1], [kept[1:]]
-        while groups and len(found) < RELIED_ON_MAX:
-            group = groups.pop()
-            if not group or stay_planned(frozenset(group)):
-                continue
-            if len(group) == 1:
-                found += group
-                continue
-            newer = -(-len(group) // 4)  # most rules depend on the newest
-            groups += [group[newer:], group[:newer]]
-        return tuple(found)
+    def stay(self, tier: str, drops: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
+        """Return the newest live copies on a tier beside ``drops`` that this node has a part of."""
+        kept = (
+            entry.id
+            for entry in self._ledger.live_copies(tier)
+            if entry.id not in drops and not self._ledger.has_no_part(tier, entry.id)
+        )
+        return tuple(islice(kept, STAY))
 
 
 class AgeTimer:
@@ -173,8 +163,3 @@ class AgeTimer:
 
     def next_s(self) -> float | None:
         return min(self._due_s.values(), default=None)
-
-
-def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
-    copies = {name: copy for name, copy in checkpoint.copies.items() if name != tier}
-    return replace(checkpoint, copies=copies)

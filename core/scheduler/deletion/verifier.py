@@ -1,15 +1,18 @@
-"""Background verification: a copy of an earlier start is compared with its digests before a deletion relies on it.
+"""Background verification: after a restore, the newest copy of an earlier start on each tier is compared with its
+digests.
 
-Copies are read a chunk at a time at a bounded rate, and only where retention or room depends on the result; the newest
-unverified copy comes first. With several ranks, rank 0 chooses it, each rank reads its share of the images, and the
-copy is verified once all ranks have found theirs good. Belongs to the coordinator's thread and does no I/O.
+No rule deletes anything in reliance on a copy that is not known to be good. A copy is good if this start wrote it, read
+all of it in a restore, or read it here: the newest live one on each tier, and if that is damaged, the next. The first
+commit on the tier ends this, and so does a tier that cannot be read: it is tried again. Copies are read a chunk at a
+time at a bounded rate. With several ranks, rank 0 chooses the copy, each rank reads its share of the images, and the
+copy is good once all ranks have found theirs good. Belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
@@ -30,25 +33,17 @@ from tierfall.core.types.errors import is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
 
 RETRY_S = 30.0
-ROOM_WAITS_S = 30.0
-"""Seconds that an eviction waits for a copy on another tier to be read: that tier may be unresponsive."""
-_VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
-_VERIFIED, _READ = "verified", "restored"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StartVerification(Message):
-    """All ranks are to verify a copy. ``hurry``: room waits for it."""
-
-    hurry: bool
+_VERIFY, _FOUND, _VERIFIED, _READ = "verify", "verify: found", "verified", "restored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified(Message):
-    """What is wrong with a copy, or kept it from being verified; None for a good one."""
+    """What is wrong with a copy, or kept it from being verified; None for a good one. Not ``read``: the tier has a good
+    copy meanwhile, and the rest was left."""
 
     text: str | None = None
     damaged: bool = False
+    read: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +57,12 @@ _GOOD = _Verified()
 
 
 @dataclass(slots=True)
-class _VerifyRequest:
-    """What rank 0 has requested all ranks to read on a tier, and since when an eviction waits for it."""
-
-    id: CheckpointId
-    number: int
-    urgent_since_s: float | None
-
-
-@dataclass(slots=True)
 class _RunningCheck:
     """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
     and ``chunk`` are the position, ``reading`` that a task is in progress."""
 
     id: CheckpointId
     number: int
-    urgent: bool
     not_before_s: float = 0.0
     reading: bool = True
     images: tuple[tuple[Image, Manifest], ...] = ()
@@ -86,100 +71,74 @@ class _RunningCheck:
 
 
 class BackgroundVerifier:
-    """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while an
-    eviction waits for the result."""
+    """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while a
+    save needs memory. ``tiers`` are those that this process writes to."""
 
-    KINDS = frozenset((_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ))
+    KINDS = frozenset((_VERIFY, _FOUND, _VERIFIED, _READ))
 
     def __init__(
         self,
         *,
         ledger: Ledger,
+        tiers: Iterable[str],
         deleter: Deleter,
         message_tree: MessageTree,
         hooks: Hooks,
         bytes_per_s: float | None,
     ) -> None:
         self._ledger = ledger
+        self._tiers = tuple(tiers)
         self._deleter = deleter
         self._message_tree = message_tree
         self._hooks = hooks
         self._bytes_per_s = bytes_per_s
         self._decides = message_tree.topology.is_root
-        self._requested: dict[str, _VerifyRequest] = {}
+        self._requested: dict[str, CheckpointId] = {}
         self._checks: dict[str, _RunningCheck] = {}
-        self._retry_s: dict[tuple[str, CheckpointId], float] = {}
+        self._retry_s: dict[str, float] = {}
+        self._settled: set[str] = set()
+        """The tiers with a good copy, or without a copy to read."""
         self._count = 0
         self._restores = 0
         self._conditions = Conditions()
 
     # Choosing copies -------------------------------------------------------------------------------
 
-    def verify(self, tier: str, *, hurry: bool = False) -> bool:
-        """Request verification of what a deletion on ``tier`` may rely on: the newest unverified copy, there or on
-        another tier that survives as much. Return False where there is none. ``hurry``: an eviction waits. For rank
-        0."""
-        return any(self._verify_on(name, hurry) for name in self._relied_on(tier))
+    def is_verifying(self, tier: str) -> bool:
+        """Return, on rank 0, whether a copy on a tier is being read: once it is known to be good, more may be deleted
+        there."""
+        return tier in self._requested and not self._is_paused()
 
-    def _relied_on(self, tier: str) -> list[str]:
-        survives = {rules.name: rules.survives for rules in self._ledger.rules}
-        safe = [name for name in survives if survives[name].covers(survives[tier])]
-        return sorted(safe, key=lambda name: name != tier)
-
-    def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
-        """Request verification, in a hurry, of the copies on other tiers of what is to be evicted. Return False once
-        each has a verified one, or none that can be read soon. For rank 0."""
-        return not self._is_paused() and any([self._verify_one_elsewhere(tier, id) for id in ids])
-
-    def _verify_one_elsewhere(self, tier: str, id: CheckpointId) -> bool:
-        entry = self._ledger.entries.peek(id)
-        if entry.tombstoned or id in self._ledger.abandoned():
-            return False
-        others = [
-            name
-            for name in self._relied_on(tier)
-            if name != tier and entry.state(name) is CopyState.COMMITTED
-        ]
-        if entry.verified.intersection(others):
-            return False
-        others = [name for name in others if (name, id) not in self._retry_s]
-        return any([self._verify_on(n, True, id) and self._eviction_waits(n) for n in others])
-
-    def _eviction_waits(self, tier: str) -> bool:
-        until_s = self._eviction_waits_until_s(tier)
-        return until_s is not None and self._ledger.now_s < until_s
-
-    def _eviction_waits_until_s(self, tier: str) -> float | None:
-        request = self._requested.get(tier)
-        if request is None or request.urgent_since_s is None:
-            return None
-        return request.urgent_since_s + ROOM_WAITS_S
-
-    def _verify_on(self, tier: str, hurry: bool, id: CheckpointId | None = None) -> bool:
-        request = self._requested.get(tier)
-        if request is None:
-            chosen = id or self._next(tier)
-            if chosen is None:
-                return False
+    def _request_all(self) -> None:
+        """Request the newest copy of each tier that has no good one yet, if the rules of any tier delete something."""
+        open_tiers = (
+            set(self._tiers) - self._settled - self._requested.keys() - self._retry_s.keys()
+        )
+        if not (open_tiers and self._decides and self._ledger.continues):
+            return
+        if all(map(self._keeps_all, self._tiers)):
+            return
+        for tier in sorted(open_tiers):
+            found = self._ledger.live_copies(tier)
+            if not found or self._has_good(tier):
+                self._settled.add(tier)
+                continue
             self._count += 1
-            since_s = self._ledger.now_s if hurry else None
-            self._requested[tier] = _VerifyRequest(chosen, self._count, since_s)
-            body = _StartVerification(hurry=hurry)
-            self._announce(_topic(_VERIFY, self._count, chosen, tier), body)
-        elif hurry and request.urgent_since_s is None:
-            request.urgent_since_s = self._ledger.now_s
-            self._announce(_topic(_HURRY, request.number, request.id, tier), None)
-        return True
+            self._requested[tier] = id = found[0].id
+            self._announce(_topic(_VERIFY, self._count, id, tier), None)
+
+    def _has_good(self, tier: str) -> bool:
+        return any(tier in entry.verified for entry in self._ledger.live_copies(tier))
+
+    def _keeps_all(self, tier: str) -> bool:
+        rules = self._ledger.rules_of(tier)
+        return not rules.retain and rules.capacity_bytes is None and self._ledger.all_live
 
     def _announce(self, topic: Topic, body: Message | None) -> None:
         self._message_tree.announce(topic, None if body is None else body.to_json())
 
-    def _next(self, tier: str) -> CheckpointId | None:
-        found = (e.id for e in self._ledger.unverified(tier))
-        return next((id for id in found if (tier, id) not in self._retry_s), None)
-
-    def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
-        self._checks[tier] = check = _RunningCheck(id, number, hurry)
+    def _begin(self, number: int, id: CheckpointId, tier: str) -> None:
+        self._checks[tier] = check = _RunningCheck(id, number)
         if self._ledger.has_no_part(tier, id):
             self._on_check_read(tier, check, None)
             return
@@ -191,6 +150,7 @@ class BackgroundVerifier:
 
     def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
+        self._settled.clear()
         self._restores += 1  # all ranks restore together, so that their counts agree
         body = _ReadTiers(tiers=frozenset(tiers))
         self._message_tree.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
@@ -201,11 +161,11 @@ class BackgroundVerifier:
         """Dispatch the reads that are due."""
         if self._is_paused():
             return
-        for key in [key for key, when in self._retry_s.items() if now_s >= when]:
-            del self._retry_s[key]
-            self._deleter.plan_all_tiers()
+        for tier in [tier for tier, when in self._retry_s.items() if now_s >= when]:
+            del self._retry_s[tier]
+        self._request_all()
         for tier, check in list(self._checks.items()):
-            if not check.reading and (check.urgent or now_s >= check.not_before_s):
+            if not check.reading and (self._hooks.is_urgent() or now_s >= check.not_before_s):
                 self._read_on(tier, check)
 
     def next_s(self, now_s: float) -> float | None:
@@ -213,9 +173,6 @@ class BackgroundVerifier:
         if self._is_paused():
             return None
         times = [c.not_before_s for c in self._checks.values() if not c.reading]
-        times += [
-            s for tier in self._requested if (s := self._eviction_waits_until_s(tier)) is not None
-        ]
         return min(
             (when for when in [*times, *self._retry_s.values()] if when > now_s), default=None
         )
@@ -223,6 +180,12 @@ class BackgroundVerifier:
     def _is_paused(self) -> bool:
         """A restore or a drain needs the bandwidth."""
         return self._deleter.paused or self._hooks.has_deadline()
+
+    def on_committed(self, tier: str) -> None:
+        """This start has committed a copy on a tier, which is good: what is being read there is left."""
+        self._settled.add(tier)
+        if tier in self._checks:
+            self._on_check_read(tier, self._checks[tier], None, read=False)
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
@@ -244,7 +207,7 @@ class BackgroundVerifier:
         assert isinstance(task, OpenCheck | CheckChunk)
         check = self._checks.get(task.tier)
         if check is None or check.id != task.id:
-            return
+            return  # it was left
         check.reading = False
         if outcome.error is not None:
             self._on_check_read(task.tier, check, outcome.error)
@@ -256,11 +219,13 @@ class BackgroundVerifier:
             if self._bytes_per_s is not None:
                 check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
 
-    def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
+    def _on_check_read(
+        self, tier: str, check: _RunningCheck, error: BaseException | None, *, read: bool = True
+    ) -> None:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
         damage = is_damage(error)
-        body = _Verified(text=None if error is None else str(error), damaged=damage)
+        body = _Verified(text=None if error is None else str(error), damaged=damage, read=read)
         self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
@@ -271,10 +236,7 @@ class BackgroundVerifier:
         what, number, id, tier = topic.kind, topic.number, topic.id, topic.tier
         match news:
             case DecisionAnnounced() if what == _VERIFY:
-                self._begin(number, id, tier, _StartVerification.from_json(news.body, rank=0).hurry)
-            case DecisionAnnounced() if what == _HURRY:
-                if tier in self._checks and self._checks[tier].number == number:
-                    self._checks[tier].urgent = True  # else this rank has read its share
+                self._begin(number, id, tier)
             case MessagesGathered(passed=False) if what == _FOUND:
                 self._announce_result(id, tier, news.bodies)
             case MessagesGathered(passed=False) if what == _READ:
@@ -292,7 +254,8 @@ class BackgroundVerifier:
             for rank, one in found.items()
             if one.text
         ]
-        worst = max(failed, key=lambda one: one.damaged, default=_GOOD)
+        all_read = all(one.read for one in found.values())
+        worst = max(failed, key=lambda one: one.damaged, default=replace(_GOOD, read=all_read))
         self._announce(_topic(_VERIFIED, 0, id, tier), worst)
 
     def _all_restored(self, id: CheckpointId, bodies: Bodies) -> None:
@@ -302,13 +265,16 @@ class BackgroundVerifier:
 
     def _on_result(self, id: CheckpointId, tier: str, result: _Verified) -> None:
         text = result.text
-        if tier in self._requested and self._requested[tier].id == id:
+        if self._requested.get(tier) == id:
             del self._requested[tier]
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it was deleted meanwhile
+        if text is None and not result.read:
+            return
         if text is None:
-            self._is_good(id, tier)
+            entry.verified.add(tier)
+            self._deleter.plan_all_tiers()
             self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:
             if self._decides:
@@ -316,12 +282,7 @@ class BackgroundVerifier:
         else:
             again = "%s: %s could not be verified, it is retried: %s"
             self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
-            self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
-
-    def _is_good(self, id: CheckpointId, tier: str) -> None:
-        entry = self._ledger.entries.get(id)
-        if entry is not None and entry.state(tier) is CopyState.COMMITTED:
-            entry.verified.add(tier)
+            self._retry_s[tier] = self._ledger.now_s + RETRY_S
 
 
 def _topic(what: str, number: int, id: CheckpointId, tier: str) -> Topic:

@@ -78,15 +78,15 @@ class Superseder:
         return False
 
     def _settling(self) -> set[CheckpointId]:
-        """Return what must be kept: what a lane copies, what may be committed already, what a command is about, and
-        images of other ranks, which are no snapshots of this process.
+        """Return what must be kept: what a lane copies, what may be committed already, and images of other ranks, which
+        are no snapshots of this process.
 
         A tier that is slower than the saves receives whole copies only because their sources are kept.
         """
         uncertain = {e.id for e in self._ledger.open() if e.commit_unknown_on}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
         copied |= {e.id for e in self._ledger.open() if e.uploaded_to or e.shards is not None}
-        return uncertain | copied | self._deleter.reserved | self._deleter.awaited
+        return uncertain | copied
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host

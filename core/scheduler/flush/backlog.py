@@ -159,7 +159,7 @@ class Backlog:
         abandoned = self._ledger.abandoned()
         for id in list(self._due[tier]):
             entry = self._ledger.entries.get(id)
-            if id in abandoned or (entry is not None and entry.tombstoned):
+            if id in abandoned or (entry is not None and entry.deleted):
                 self.forget(id)
 
     def _update_outlook(self, tier: str) -> None:

@@ -64,7 +64,7 @@ class CaptureEvents:
         self._hooks.group.on_save_begun(entry.id)
         entry.owed.update(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
-        self._ledger.entries[entry.id] = entry
+        self._ledger.enter(entry)
         self._emitter.save_begun(entry)
         self._backlog.on_owed(entry.id, event.tiers)
         if (fenced := self._flusher.fenced) is not None:
@@ -85,6 +85,7 @@ class CaptureEvents:
         assert entry.snapshot is not None
         entry.manifest = entry.snapshot.manifest
         entry.commit = entry.snapshot.commit
+        entry.decide(self._ledger.decided)  # with its own tags
         entry.snapshot = None
         assert entry.geometry is not None
         entry.final_chunks = entry.geometry.chunk_count

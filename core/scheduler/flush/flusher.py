@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from itertools import takewhile
 
-from tierfall.core.format.records import Mark
 from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.scheduler.deletion.deleter import Deleter
@@ -23,7 +22,6 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter, image_bytes_of
 from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     CapacityError,
     FencedError,
@@ -198,10 +196,9 @@ class Flusher:
         """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.marks[lane.tier] = frozenset(mark.name for mark in self.pin_marks(entry))
         entry.verified.add(lane.tier)
         if entry.handle is not None:
-            self._ledger.set_knows_good()
+            self._ledger.continues = True
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.commit_unknown_on.discard(lane.tier)
@@ -235,7 +232,7 @@ class Flusher:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
             entry.commit_unknown_on.add(lane.tier)
         if lane.tier not in entry.owed:
-            if entry.tombstoned:
+            if entry.deleted:
                 lane.forget_stall()
             self._ledger.forget_if_gone(entry)
             return
@@ -370,13 +367,6 @@ class Flusher:
             lane.give_up(error)
         self._deleter.cancel()
 
-    def pin_marks(self, entry: LedgerEntry) -> tuple[Mark, ...]:
-        """Return the marks to write beside a copy."""
-        if not entry.pinned or entry.commit is None or self._hooks.is_unpinning(entry.id):
-            return ()
-        wall_time_s = entry.commit.wall_time_s
-        return (Mark(name=keys.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
-
     def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
         """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
         abandoned, entries = self._ledger.abandoned(), self._ledger.entries
@@ -394,7 +384,7 @@ class Flusher:
             for e in self._ledger.overtaken()
             if tier in e.overtaken
             and e.age_order < entry.age_order
-            and not (e.id in abandoned or e.tombstoned or e.state(tier) is CopyState.COMMITTED)
+            and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
         )
         return tuple(sorted(found)[-OLDER_OWED_MAX:])
 

@@ -75,14 +75,15 @@ class FlushQueue:
 
     def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
         """Return whether the tier has newer copies, and this one fits only if one of them is evicted, or not at all.
-        Copies that bear a tombstone count as free room. False for a pinned one, and where copies are made in order."""
+        Copies that a person has deleted count as free room. False for a pinned one, and where copies are made in
+        order."""
         draining = self._drain_schedule.active
         is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or is_in_order:
             return False
         abandoned = self._ledger.abandoned()
         is_late = any(
-            e.id > entry.id and e.id not in abandoned and not e.tombstoned
+            e.id > entry.id and e.id not in abandoned and not e.deleted
             for e in self._ledger.entries.values()
             if e.readable_on(tier)
         )
@@ -95,8 +96,8 @@ class FlushQueue:
         return is_late and (evicts_newer or (missing > 0 and not fits))
 
     def _deleted_bytes(self, tier: str) -> int:
-        """Return the bytes of copies on a tier that are deleted once every tier has their tombstones."""
-        doomed = (e for e in self._ledger.entries.values() if e.tombstoned and not e.pinned)
+        """Return the bytes of copies on a tier that a person has deleted."""
+        doomed = (e for e in self._ledger.entries.values() if e.deleted)
         return sum(e.bytes.get(tier, 0) for e in doomed if e.readable_on(tier))
 
     def give_up(

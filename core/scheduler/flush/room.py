@@ -105,8 +105,7 @@ class TierRoom:
             return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return ADMIT
-        # commands move these themselves
-        view = self._ledger.view(self._deleter.reserved | self._deleter.awaited)
+        view = self._ledger.view()
         if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
             return WAIT
         plan = self._plan(view, lane, need=need, free=free)
@@ -129,13 +128,13 @@ class TierRoom:
     def _gives_way(
         self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
     ) -> bool:
-        """Return whether newer copies on the tier leave this one no room, so that it is given up. False where older
-        ones may be evicted for it once this run has verified what that relies on."""
+        """Return whether newer copies on the tier leave this one no room, so that it is given up. It waits while older
+        ones may be evicted for it once a copy there is verified."""
         displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
         if not displaces_newer(plan):
             return False
         best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
-        if displaces_newer(best) or not self._hooks.verify(lane.tier, hurry=True):
+        if displaces_newer(best) or not self._hooks.is_verifying(lane.tier):
             reason = "newer ones came first, and there is no room beside them"
             self._queue.give_up(entry, lane.tier, reason)
         return True
@@ -165,7 +164,7 @@ class TierRoom:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
-        if decides and self._hooks.verify(tier, hurry=True):
+        if decides and self._hooks.is_verifying(tier):
             return WAIT  # once that is verified, others may be evicted
         if decides and self._relieve(lane, plan.missing_bytes):
             return WAIT
@@ -174,7 +173,7 @@ class TierRoom:
     def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
         """Start the evictions; return False where they have to wait."""
         ids = [decision.checkpoint for decision in plan.deletions]
-        if not self._deleter.is_due(lane.tier) or self._hooks.verify_elsewhere(lane.tier, ids):
+        if not self._deleter.is_due(lane.tier):
             return False
         for decision in plan.deletions:
             begun = self._deleter.request_delete(
@@ -248,7 +247,6 @@ class TierRoom:
         entries = self._ledger.entries
         settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
-        settling |= self._deleter.reserved | self._deleter.awaited
         view = self._ledger.view(settling=settling, restoring=self._deleter.paused)
         decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:

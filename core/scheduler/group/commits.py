@@ -176,9 +176,7 @@ class Commits(Group):
             self._messages.report_of_run(MessageKind.DRAIN, body)
 
     def on_deleted(self, task: DeleteCopy) -> None:
-        body = DeletedCopy(
-            reason=task.reason, tombstoned=task.tombstoned, next_latest=task.next_latest
-        )
+        body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
         self._messages.announce_to_others(MessageKind.DELETE_COPY, task.id, task.tier, body)
 
     # Messages --------------------------------------------------------------------------------------
@@ -310,7 +308,7 @@ class Commits(Group):
                 tier=tier,
                 id=entry.id,
                 reason=message.reason,
-                tombstoned=message.tombstoned,
+                known=self._ledger.decided,
                 next_latest=message.next_latest,
             )
         )

@@ -1,7 +1,7 @@
 """Damage: what a reader finds is recorded in the ledgers of all ranks: the copy protects nothing any more.
 
-A mark beside the copy records the damage for later starts. A deletion of the copy waits until the mark is written: a
-mark that was written after it would be left over. Belongs to the coordinator's thread and does no I/O.
+An entry in the tier's list of what is decided records the damage for later starts. Belongs to the coordinator's thread
+and does no I/O.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tierfall.core.format.commit_files import damage_mark
-from tierfall.core.format.records import Mark
+from tierfall.core.format.decided import Word
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessageTree,
@@ -21,12 +20,12 @@ from tierfall.core.ranks.message_tree import (
 from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.decisions import Decisions
 from tierfall.core.scheduler.group.messages import FoundDamage, GroupMessages, MessageKind
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import ChangeMark, DeleteCopy, Outcome, Task
-from tierfall.core.types import keys
+from tierfall.core.scheduler.ledger.tasks import AddDecided
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -46,6 +45,7 @@ class DamageReports:
         hooks: Hooks,
         message_tree: MessageTree,
         commits: Commits,
+        decisions: Decisions,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
@@ -54,8 +54,7 @@ class DamageReports:
         self._messages = GroupMessages(message_tree)
         self._topology = message_tree.topology
         self._commits = commits
-        self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
-        """The copies whose mark is being written, and the tasks that wait for it."""
+        self._decisions = decisions
 
     def report(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
         """A reader of this rank has found a damaged copy; not ``repairable``: its commit record is missing, too."""
@@ -91,39 +90,12 @@ class DamageReports:
             entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
         self._deleter.plan_tier(tier)
         if repairable:
-            self._leave_mark(entry, tier, why)
+            self._note(entry, tier, why)
 
-    def _leave_mark(self, entry: LedgerEntry, tier: str, why: str) -> None:
-        """Record the damage on the tier, for later listings."""
-        if entry.commit is None or tier not in self._tiers:
+    def _note(self, entry: LedgerEntry, tier: str, why: str) -> None:
+        """Note the damage on the tier, for later listings."""
+        if entry.attempt_id is None or tier not in self._tiers:
             return
         if self._hooks.may_write() and self._commits.owns(tier):
-            name = damage_mark(entry.commit.lineage)
-            wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
-            mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
-            self._marking[tier, entry.id] = []
-            self._hooks.dispatch(ChangeMark(tier=tier, mark=mark))
-
-    def is_marking(self, task: ChangeMark) -> bool:
-        """Return whether a task records damage, and is no person's command."""
-        return keys.is_damage_mark(task.mark.name)
-
-    def defers(self, task: Task) -> bool:
-        """Hold back the deletion of a damaged copy until its mark is written; return whether it was held back."""
-        if not isinstance(task, DeleteCopy):
-            return False
-        waiting = self._marking.get((task.tier, task.id))
-        if waiting is None:
-            return False
-        waiting.append(task)
-        return True
-
-    def on_mark_written(self, task: ChangeMark, outcome: Outcome) -> None:
-        """The mark is written, or could not be: dispatch the tasks that waited for it."""
-        id = task.mark.checkpoint
-        if outcome.error is not None:
-            logger.warning(
-                "%s: the damage of %s could not be recorded there: %s", task.tier, id, outcome.error
-            )
-        for waiting in self._marking.pop((task.tier, id)):
-            self._hooks.dispatch(waiting)
+            damage = self._decisions.next_on(tier, Word.DAMAGED, entry.id, entry.attempt_id)
+            self._hooks.dispatch(AddDecided(tier=tier, entry=damage, reason=why))

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from tierfall.core.format.records import NamedFile
 from tierfall.core.ranks.message_tree import Bodies, MessageTree, RankMessage
-from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage, Message, Topic
-from tierfall.core.scheduler.ledger.tasks import CommandKind
+from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 M = TypeVar("M", bound=Message)
@@ -61,15 +60,9 @@ class MessageKind(StrEnum):
     EXTERNAL_COMMIT = "external_commit"  # announced
     NO_MORE_EXTERNAL_COMMITS = "no_more_external_commits"  # announced
 
-    # Commands: see ``group_commands``.
-    TOMBSTONE_FOUND = "tombstone_found"  # reported
-    COMMAND = "command"  # announced
-    MARKED = "marked"  # gathered
-    DELETE = "delete"  # announced
-    DELETED = "deleted"  # gathered
-    COMMAND_ENDED = "command_ended"  # announced
-    READ_MARKS = "read_marks"  # announced
-    MARKS = "marks"  # gathered from leaders of nodes
+    # What is decided: see ``decisions``.
+    DECIDED_FOUND = "decided_found"  # reported
+    DECIDED = "decided"  # announced
 
 
 def kind_of(message: RankMessage) -> str:
@@ -252,7 +245,6 @@ class GivenUpCopy(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedCopy(Message):
     reason: str
-    tombstoned: bool
     next_latest: CheckpointId | None
 
 
@@ -287,36 +279,7 @@ class ExternalCommit(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BegunCommand(Message):
-    kind: CommandKind
-    wall_time_s: float
+class DecidedEntries(Message):
+    """The names of entries of what is decided."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandPart(Message):
-    """What one rank could not do of a command, by tier. ``unmarked``: a copy may be without the mark."""
-
-    failed: Mapping[str, ErrorMessage]
-    unmarked: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedCommand(Message):
-    """The tiers on which any rank failed."""
-
-    failed: tuple[str, ...]
-    unmarked: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarksRequest(Message):
-    ids: tuple[CheckpointId, ...]
-    relies_on: tuple[CheckpointId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeMarksFound(Message):
-    """The marks of each checkpoint on one node's disk, or why they could not be read."""
-
-    marks: tuple[tuple[CheckpointId, frozenset[str]], ...] = ()
-    failed: ErrorMessage | None = None
+    names: tuple[str, ...]

@@ -33,7 +33,6 @@ from tierfall.core.scheduler.group.messages import (
     read_all,
 )
 from tierfall.core.scheduler.group.pending_commits import PendingCommits
-from tierfall.core.scheduler.group.pins import note_on_peers
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -94,7 +93,7 @@ class TierCommits:
         """Why this rank cannot write copies."""
 
     def owns(self, tier: str) -> bool:
-        """Return whether this rank writes commit records and marks on a tier."""
+        """Return whether this rank writes commit records, and what is decided, on a tier."""
         return self._topology.is_root if self._shared[tier] else self._topology.is_leader
 
     def is_stuck(self, tier: str) -> bool:
@@ -204,7 +203,7 @@ class TierCommits:
         if (tier, id) in self._made_again:
             self._ledger.partial.add((tier, id))  # it goes once something newer is whole
             return
-        self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, unreadable=True))
+        self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
         for one in (entry, *(entry.shards or ())):
@@ -299,7 +298,6 @@ class TierCommits:
             tier=tier,
             id=entry.id,
             commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
-            marks=self._flusher.pin_marks(entry),
             name_latest=self._flusher.is_newest(tier, entry),
             again=self._ledger.is_of_earlier_start(tier, entry),
         )
@@ -363,7 +361,7 @@ class TierCommits:
         self._stuck.pop(tier, None)
         self._forget(entry, tier)
         if tier in self._ledger.peer_tiers:
-            note_on_peers(entry)
+            entry.note_on_peers()
         self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
         self._ledger.partial.discard((tier, entry.id))
         self._ledger.on_few_nodes.pop((tier, entry.id), None)
@@ -380,7 +378,8 @@ class TierCommits:
             if (id.attempt, id.step) < newer.age_order and not is_owed:
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
-                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
+                known = self._ledger.decided
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, known=known))
 
 
 def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
+from tierfall.core.capture.snapshot import ON_PEERS, HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import plain
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
+from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
 from tierfall.core.types import keys
-from tierfall.core.types.errors import FlushError
+from tierfall.core.types.errors import FlushError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
+
+logger = logging.getLogger("tierfall")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,8 +26,8 @@ class LedgerEntry:
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
     ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
-    occupies ``bytes`` and bears ``marks``; a rule may delete a ``repairable`` one, any other one is kept.
-    ``leases`` counts the tasks that read a copy. ``pin_written_to``: the tiers that the pin in memory was written to.
+    occupies ``bytes``; a rule may delete a ``repairable`` one, any other one is kept. ``leases`` counts the tasks that
+    read a copy.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
     ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
@@ -31,8 +35,10 @@ class LedgerEntry:
 
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
     is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
-    during capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
-    ``image_bytes``: those of all ranks; 0 while not known.
+    during capture. ``commit`` is the record for uncompressed images. ``image_bytes``: those of all ranks; 0 while not
+    known.
+
+    ``pinned``, ``deleted`` and ``tags`` are what persons have decided, with the tags of its save.
 
     ``shards``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
     entry that shares what is known of the checkpoint; there may be none.
@@ -55,15 +61,15 @@ class LedgerEntry:
     adopted: bool = False
     awaiting_ranks: bool = False
     failed: bool = False
+    pinned: bool = False
     deleted: bool = False
-    marks: dict[str, frozenset[str]] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
     states: dict[str, CopyState] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     damage: dict[str, str] = field(default_factory=dict)
     verified: set[str] = field(default_factory=set)
     repairable: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
-    pin_written_to: frozenset[str] = frozenset()
     owed: set[str] = field(default_factory=set)
     uploaded_to: set[str] = field(default_factory=set)
     commit_unknown_on: set[str] = field(default_factory=set)
@@ -91,14 +97,6 @@ class LedgerEntry:
                 state not in (CopyState.COMMITTED, CopyState.LEAVING)
                 for state in self.states.values()
             )
-        )
-
-    @property
-    def is_unverified(self) -> bool:
-        """Return whether a tier has a committed copy of it that is not verified."""
-        return any(
-            state is CopyState.COMMITTED and tier not in self.verified
-            for tier, state in self.states.items()
         )
 
     @property
@@ -136,10 +134,17 @@ class LedgerEntry:
     def sealed_regions(self) -> list[HostRegion]:
         return [region for region in self.regions if region.sealed]
 
-    def add_memory_mark(self, mark: Mark) -> None:
-        """Append a mark to each image in memory. Raises TierfallError where there is no room."""
+    def note_on_peers(self) -> None:
+        """Note beside each image in memory, once, that peer memory has committed its checkpoint: a start after a loss
+        sees which checkpoints were reported."""
         for region in self.sealed_regions:
-            region.add_mark(mark.encode())
+            try:
+                if ON_PEERS not in region.marks():
+                    region.add_mark(ON_PEERS)
+            except TierfallError as error:
+                logger.warning(
+                    "%s in memory does not say that peer memory has it: %s", self.id, error
+                )
 
     def free(self) -> None:
         """Release its memory regions."""
@@ -154,25 +159,13 @@ class LedgerEntry:
         known = self.manifest or self.snapshot
         return None if known is None else known.pieces
 
-    @property
-    def pinned(self) -> bool:
-        return any(keys.PIN_MARK in marks for marks in self.marks.values())
-
-    @property
-    def tombstoned(self) -> bool:
-        """Whether it was deleted by command: of this process, or by a mark that was found."""
-        return self.deleted or any(keys.TOMBSTONE_MARK in m for m in self.marks.values())
-
-    @property
-    def tags(self) -> frozenset[str]:
-        given = self.commit.tags if self.commit else ()
-        marks = {mark for marks in self.marks.values() for mark in marks}
-        return keys.tags_of(given, marks) if marks else frozenset(given)
-
-    def set_mark(self, tier: str, name: str, *, there: bool) -> None:
+    def decide(self, decided: DecidedList) -> None:
+        """Apply what is decided about it."""
         self.changed.add(self.id)
-        old = self.marks.get(tier, frozenset())
-        self.marks[tier] = old | {name} if there else old - {name}
+        self.pinned = decided.is_pinned(self.id, self.attempt_id)
+        self.deleted = decided.is_deleted(self.id, self.attempt_id)
+        given = self.commit.tags if self.commit else ()
+        self.tags = decided.tags(self.id, self.attempt_id, given)
 
     @property
     def start(self) -> AttemptStart | None:
@@ -209,7 +202,6 @@ class LedgerEntry:
             self.verified.discard(tier)
             if tier not in self.damage:
                 self.bytes.pop(tier, None)
-                self.marks.pop(tier, None)
             return
         self.states[tier] = state
         if bytes is not None:

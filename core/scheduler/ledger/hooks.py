@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import NamedFile
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy, Task
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
@@ -121,34 +122,16 @@ class Hooks(Protocol):
     def is_urgent(self) -> bool:
         """Return whether flushes must run unthrottled: a save needs memory, or there is a deadline."""
 
-    # Verification
+    def is_verifying(self, tier: str) -> bool:
+        """Return, on rank 0, whether a copy on a tier is being read, so that more may be deleted there soon."""
 
-    def verify(self, tier: str, *, hurry: bool = False) -> bool:
-        """Start reading the newest unverified copy that a deletion on ``tier`` may rely on; return False where there
-        is none. ``hurry``: room on the tier depends on the result."""
+    # What is decided
 
-    def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
-        """Start reading the copies on other tiers of what is to be deleted from ``tier``; return whether the deletion
-        has to wait for the result."""
+    def decided(self, tier: str, found: DecidedList) -> None:
+        """The list of a tier was read."""
 
-    # Commands
-
-    def finish_deletion(self, id: CheckpointId) -> None:
-        """Delete the remaining copies of a checkpoint that bears a tombstone."""
-
-    def was_deleted(self, id: CheckpointId) -> bool:
-        """Return whether this process carried out a person's deletion of a checkpoint."""
-
-    def is_unpinning(self, id: CheckpointId) -> bool:
-        """Return whether an unpin command of a checkpoint is in progress."""
-
-    # Marks on tiers of which each node has its own
+    def is_noted(self, id: CheckpointId, tier: str) -> bool:
+        """Return whether a person's deletion is noted, so that the copy on a tier may go."""
 
     def is_split(self, tier: str) -> bool:
         """Return whether other nodes store parts of the copies on a tier."""
-
-    def read_marks(self, task: ReadMarks) -> None:
-        """Read marks on this node or, where the tier is split, on all nodes."""
-
-    def read_marks_first(self, task: DeleteCopy) -> bool:
-        """Where the tier is split, read the marks of a copy on all nodes before it is deleted; else return False."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
-from tierfall.core.types import keys
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
@@ -33,18 +33,18 @@ class Ledger(Overview):
         shard: Shard = ALONE,
         scattered: frozenset[CheckpointId] = frozenset(),
         on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
-        deleted: frozenset[CheckpointId] = frozenset(),
+        decided: DecidedList | None = None,
     ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
         be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
-        tier. ``deleted`` ones bear a tombstone on some tier. ``found_pinned`` ones bear a pin that some rank found at
-        open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
-        checkpoint; before, rules delete nothing. ``lags``: a listing of this start left out what is there, and they
-        never do. ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored
-        tiers; what could not be read counts to the end. ``failing`` tells why tiers accept no copies at present, and
-        why host memory does not survive the process. ``now_s`` is the time of the present step. ``evaluated_at`` is the
-        training step of the last evaluation: earlier checkpoints may lack its metrics."""
+        tier. ``decided`` is what is decided by the lists of all tiers together, the same on all ranks. ``continues``:
+        this start has restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``:
+        a listing of this start left out what is there, and they never do. ``reading`` counts the readers of a
+        checkpoint: meanwhile only a command deletes its copies on stored tiers; what could not be read counts to the
+        end. ``failing`` tells why tiers accept no copies at present, and why host memory does not survive the process.
+        ``now_s`` is the time of the present step. ``evaluated_at`` is the training step of the last evaluation: earlier
+        checkpoints may lack its metrics."""
         super().__init__()
         self.shard = shard
         self.rules = rules
@@ -58,8 +58,8 @@ class Ledger(Overview):
             for tier, few in on_few_nodes.items()
             for id, may_be_reported in few.items()
         }
-        self.deleted = deleted
-        self.may_delete_by_rule = False
+        self.decided = decided or DecidedList()
+        self.continues = False
         self.evaluated_at: float = 0
         self.lags = False
         self.reading: Counter[CheckpointId] = Counter()
@@ -69,7 +69,6 @@ class Ledger(Overview):
         self.least_ordinal = 0
         self.now_s = 0.0
         self.wall_offset_s = 0.0
-        self.found_pinned: set[CheckpointId] = set()
         self.rates = TierThroughput()
 
     @property
@@ -101,25 +100,26 @@ class Ledger(Overview):
                     entry.note_damage(tier, why, repairable=copy.repairable)
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
-                entry.marks[tier] = copy.marks
-                entry.pin_written_to |= copy.pin_written_to
             entry.overtaken.update(late.get(checkpoint.id, ()))
-            self.entries[checkpoint.id] = entry
+            self.enter(entry)
         listings = tuple(listings)
         self.lineage.set_starts({start.key: start for start in starts_in(listings)})
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
 
-    def note_marks(self, marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]]) -> None:
-        """Add the marks that any rank found, by tier, so that all ranks decide by the same marks."""
-        for tier, found in marks.items():
-            for id, names_of_marks in found.items():
-                if keys.PIN_MARK in names_of_marks:
-                    self.found_pinned.add(id)
-                if self._has(tier, id):
-                    entry = self.entries[id]
-                    entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
+    def enter(self, entry: LedgerEntry) -> None:
+        """Add a checkpoint, with what is decided about it."""
+        entry.decide(self.decided)
+        self.entries[entry.id] = entry
+
+    def learn(self, new: DecidedList) -> list[LedgerEntry]:
+        """Add what is decided; return the entries that it is about."""
+        self.decided |= new
+        found = [e for id in sorted(new.checkpoints) if (e := self.entries.get(id)) is not None]
+        for entry in found:
+            entry.decide(self.decided)
+        return found
 
     def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died
@@ -145,15 +145,11 @@ class Ledger(Overview):
         """Note what was restored, and the attempt that continues from it."""
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
-        self.may_delete_by_rule = True
+        self.continues = True
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number, this one counts from now on
             self.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
-
-    def set_knows_good(self) -> None:
-        """Permit deletions by rule from now on."""
-        self.may_delete_by_rule = True
 
     def ordered(self) -> list[LedgerEntry]:
         """Return the entries by the time of their saves."""
@@ -165,16 +161,14 @@ class Ledger(Overview):
 
     def view(
         self,
-        held: Collection[CheckpointId] = (),
         *,
         settling: Collection[CheckpointId] = (),
         restoring: bool = False,
     ) -> View:
-        """Return the view for policies. ``held`` checkpoints count as being read; ``settling`` and ``restoring`` are as
-        in ``View``."""
+        """Return the view for policies. ``settling`` and ``restoring`` are as in ``View``."""
         return View(
             tiers=self._tiers(),
-            checkpoints=self._checkpoints(held, settling),
+            checkpoints=self._checkpoints(settling),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
             attempt=self.attempt,
@@ -199,29 +193,25 @@ class Ledger(Overview):
             for rules in self.rules
         )
 
-    def _checkpoints(
-        self, held: Collection[CheckpointId], settling: Collection[CheckpointId]
-    ) -> tuple[CheckpointView, ...]:
+    def _checkpoints(self, settling: Collection[CheckpointId]) -> tuple[CheckpointView, ...]:
         views = self.views()
         reading = {id for id, count in self.reading.items() if count > 0}
-        special = reading.union(held, settling)
+        special = reading.union(settling)
         if not special:
             return views
         return tuple(
-            self._special(view, held, settling, reading) if view.id in special else view
-            for view in views
+            self._special(view, settling, reading) if view.id in special else view for view in views
         )
 
     def _special(
         self,
         view: CheckpointView,
-        held: Collection[CheckpointId],
         settling: Collection[CheckpointId],
         reading: Collection[CheckpointId],
     ) -> CheckpointView:
-        is_held, is_read = view.id in held, view.id in reading
+        is_read = view.id in reading
         copies = {
-            tier: replace(copy, leased=copy.leased or is_held or (is_read and tier != self.host))
+            tier: replace(copy, leased=copy.leased or (is_read and tier != self.host))
             for tier, copy in view.copies.items()
         }
         return replace(view, copies=copies, changing=view.id in settling)
@@ -234,7 +224,7 @@ class Ledger(Overview):
             started_from=entry.started_from,
             abandoned=abandoned,
             pinned=entry.pinned,
-            tombstoned=entry.tombstoned,
+            deleted=entry.deleted,
             copies={
                 tier: CopyView(
                     state=state,
@@ -255,31 +245,18 @@ class Ledger(Overview):
 
     @property
     def all_live(self) -> bool:
-        """Whether no checkpoint is abandoned or bears a tombstone."""
-        return not self.abandoned() and not self.has_tombstoned()
+        """Whether no checkpoint is abandoned, or was deleted by a person."""
+        return not self.abandoned() and not self.deleted()
 
-    def unverified(self, tier: str) -> list[LedgerEntry]:
-        """Return the committed unverified copies on a tier, newest first, without abandoned and deleted ones: no
-        deletion relies on them."""
+    def live_copies(self, tier: str) -> list[LedgerEntry]:
+        """Return the committed copies on a tier, newest first, without abandoned and deleted ones."""
         abandoned = self.abandoned()
         return [
             entry
             for entry in map(self.entries.peek, self.entries.ids(newest_first=True))
-            if entry.state(tier) is CopyState.COMMITTED and tier not in entry.verified
-            if entry.id not in abandoned and not entry.tombstoned
+            if entry.state(tier) is CopyState.COMMITTED
+            if entry.id not in abandoned and not entry.deleted
         ]
-
-    def changed_marks(
-        self, tier: str, found: Mapping[CheckpointId, frozenset[str]]
-    ) -> set[CheckpointId]:
-        """Return the checkpoints whose marks on a tier differ from those in the ledger."""
-        return {
-            id
-            for id, marks in found.items()
-            if (entry := self.entries.get(id)) is not None
-            and entry.has_record_on(tier)
-            and entry.marks.get(tier, frozenset()) != marks
-        }
 
     def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
         """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""
@@ -291,7 +268,7 @@ class Ledger(Overview):
                 if id not in abandoned
                 and id not in without
                 and entries.peek(id).state(tier) is CopyState.COMMITTED
-                and not entries.peek(id).tombstoned
+                and not entries.peek(id).deleted
             ),
             None,
         )

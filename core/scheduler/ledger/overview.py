@@ -155,8 +155,7 @@ class Overview(ABC):
         self.lineage = AbandonedLines()
         self._views: dict[CheckpointId, CheckpointView] = {}
         self._counted: dict[CheckpointId, tuple[dict[str, int], dict[str, CopyState]]] = {}
-        self._unverified: set[CheckpointId] = set()
-        self._tombstoned: set[CheckpointId] = set()
+        self._deleted: set[CheckpointId] = set()
         self._repairable: set[CheckpointId] = set()
         self._overtaken: set[CheckpointId] = set()
         self._used: Counter[str] = Counter()
@@ -209,15 +208,10 @@ class Overview(ABC):
         self._refresh()
         return [self.entries.peek(id) for id in sorted(self._repairable, key=_key)]
 
-    def has_tombstoned(self) -> bool:
-        """Return whether some entry bears a tombstone."""
+    def deleted(self) -> list[LedgerEntry]:
+        """Return the entries that a person has deleted, while there is something left of them."""
         self._refresh()
-        return bool(self._tombstoned)
-
-    def has_unverified(self) -> bool:
-        """Return whether a tier has a committed copy that is not verified."""
-        self._refresh()
-        return bool(self._unverified)
+        return [self.entries.peek(id) for id in sorted(self._deleted, key=_key)]
 
     def views(self) -> tuple[CheckpointView, ...]:
         """Return the views of all entries, by step and attempt. Those of open entries are never cached."""
@@ -252,10 +246,9 @@ class Overview(ABC):
             else:
                 self._open[id] = entry
             self._count(id, entry)
-            _keep_if(self._unverified, id, entry is not None and entry.is_unverified)
             _keep_if(self._overtaken, id, entry is not None and bool(entry.overtaken))
             _keep_if(self._repairable, id, entry is not None and bool(entry.repairable))
-            _keep_if(self._tombstoned, id, entry is not None and entry.tombstoned)
+            _keep_if(self._deleted, id, entry is not None and entry.deleted)
         self._past.clear()
 
     def _count(self, id: CheckpointId, entry: LedgerEntry | None) -> None:

@@ -18,8 +18,9 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.copies.images import Image
+from tierfall.core.format.decided import Decided, DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, NamedFile
+from tierfall.core.format.records import Commit, Geometry, Manifest, NamedFile
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.types.errors import IntegrityError
@@ -104,7 +105,6 @@ class CommitCopy:
     tier: str
     id: CheckpointId
     commit: Commit
-    marks: tuple[Mark, ...]
     name_latest: bool
     again: bool = False
 
@@ -117,8 +117,8 @@ class AbortShard:
 
 
 class NotWholeError(IntegrityError):
-    """Nothing was deleted, as copies that the deletion relies on are damaged. ``damaged`` tells of each what is wrong,
-    and whether its commit record is there; it is empty where one could not be checked, for the reason ``why``."""
+    """Nothing was deleted, as copies that are to stay are damaged. ``damaged`` tells of each what is wrong, and whether
+    its commit record is there; it is empty where one could not be checked, for the reason ``why``."""
 
     def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]], why: str = "") -> None:
         super().__init__(why or "; ".join(why for why, _ in damaged.values()))
@@ -129,42 +129,41 @@ class NotWholeError(IntegrityError):
 class DeleteCopy:
     """Delete a committed copy, or the files of an ``unfinished`` one: all, or those of ``shard``.
 
-    The outcome's value is the marks that were there, or the commit record of an unfinished copy that turned out to be
-    committed. ``tombstoned``: all other copies are deleted, too. ``next_latest`` is what ``latest`` names afterwards if
-    it named this one. ``unreadable``: all ranks have given it up, and no mark keeps it. ``relies_on``: other copies on
-    the tier because of which this one may be deleted; NotWholeError if one of them lacks files.
+    It was decided by what is ``known`` to be decided: if the tier's list has more, nothing is deleted, and the
+    outcome's value is that list. None: all ranks have given the copy up, whatever is decided. Otherwise the value is
+    None, or the commit record of an unfinished copy that turned out to be committed. The first
+    deletion of a ``batch`` reads the list anew. ``next_latest`` is what ``latest``
+    names afterwards if it named this one. ``stay`` are copies on the tier that stay; NotWholeError if one of them lacks
+    files.
     """
 
     tier: str
     id: CheckpointId
     reason: str
-    tombstoned: bool = False
+    known: DecidedList | None = None
+    batch: int = 0
     unfinished: bool = False
     shard: Shard | None = None
     next_latest: CheckpointId | None = None
-    unreadable: bool = False
-    relies_on: tuple[CheckpointId, ...] = ()
+    stay: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadMarks:
-    """Read the marks of the given checkpoints, and of all others if a person has changed any since the last read: the
-    outcome's value. ``number`` identifies a request of rank 0. ``relies_on`` is as in ``DeleteCopy``: it is checked
-    before all nodes delete their parts of a copy."""
+class ReadDecided:
+    """Read a tier's list of what is decided, unless it was read at most ``max_age_s`` seconds ago: the outcome's
+    value."""
 
     tier: str
-    ids: tuple[CheckpointId, ...]
-    number: int = 0
-    relies_on: tuple[CheckpointId, ...] = ()
+    max_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeMark:
-    """Write a mark, or remove it."""
+class AddDecided:
+    """Add an entry to a tier's list, unless a newer attempt exists."""
 
     tier: str
-    mark: Mark
-    remove: bool = False
+    entry: Decided
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +212,8 @@ Task = (
     | CommitCopy
     | AbortShard
     | DeleteCopy
-    | ReadMarks
-    | ChangeMark
+    | ReadDecided
+    | AddDecided
     | ReadCommit
     | RecordStart
     | OpenCheck
@@ -278,21 +277,21 @@ class AssignmentRequest:
 class CommandKind(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
+    TAG = "tag"
+    UNTAG = "untag"
     DELETE = "delete"
 
 
 @dataclass(slots=True, kw_only=True)
 class Command:
-    """A person's command about one checkpoint. ``on_answer`` is called once, with the tiers that failed."""
+    """A person's command about one checkpoint. ``on_answer`` is called once, with the tiers that failed. It waits for
+    the tiers ``waiting``: first for ``entry`` in their lists, then, for a deletion, until their copies are gone."""
 
     kind: CommandKind
     id: CheckpointId
-    wall_time_s: float
     on_answer: Callable[[dict[str, BaseException]], None]
-    begun: bool = False
-    reserving: bool = False
-    deletes: bool = False
-    unmarked: bool = False
+    tag: str = ""
+    entry: Decided | None = None
     waiting: set[str] = field(default_factory=set)
     failed: dict[str, BaseException] = field(default_factory=dict)
 

@@ -1,0 +1,375 @@
+"""What persons decide: from their commands and the tiers' lists to the ledgers of all ranks, and to every list.
+
+    a rank that writes to a tier     rank 0                          every rank
+    reads the tier's list            a command decides
+    reports what is new           -> announces what is new        -> its ledger has it
+                                                                     adds it to the lists of the tiers that it owns
+
+A list is read when a copy is committed, before a deletion, and every minute. A command is answered once each tier that
+rank 0 writes to has its entry in the list; a deletion, once its copies there are gone, too. Then the deleter deletes,
+as for any rule. What a list lacks is added at its next reading. It belongs to the coordinator's thread and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from tierfall.core.format.decided import Decided, DecidedList, Word
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.deletion.planner import DELETED
+from tierfall.core.scheduler.flush.admission import Admissions
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.messages import DecidedEntries, GroupMessages, MessageKind
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import (
+    AddDecided,
+    Command,
+    CommandKind,
+    DeleteCopy,
+    Outcome,
+    ReadDecided,
+)
+from tierfall.core.types.errors import StepError, StorageFullError, UnreachableError
+from tierfall.core.types.values import CheckpointId, CopyState
+
+logger = logging.getLogger("tierfall")
+
+READ_EVERY_S = 60.0
+MAX_AGE_S = 1.0
+"""At a commit, a list that was read at most so many seconds ago is not read again."""
+WORDS = {
+    CommandKind.PIN: Word.PIN,
+    CommandKind.UNPIN: Word.UNPIN,
+    CommandKind.TAG: Word.TAG,
+    CommandKind.UNTAG: Word.UNTAG,
+    CommandKind.DELETE: Word.DELETED,
+}
+
+
+class Decisions:
+    """See the module. ``lists`` has what the list of each tier had when it was opened; ``unread`` are the tiers that
+    could not be listed then."""
+
+    KINDS = frozenset((MessageKind.DECIDED_FOUND, MessageKind.DECIDED))
+
+    def __init__(
+        self,
+        *,
+        message_tree: MessageTree,
+        commits: Commits,
+        ledger: Ledger,
+        lanes: Iterable[FlushLane],
+        deleter: Deleter,
+        admissions: Admissions,
+        backlog: Backlog,
+        hooks: Hooks,
+        lists: Mapping[str, DecidedList],
+        unread: Iterable[str],
+    ) -> None:
+        self._messages = GroupMessages(message_tree)
+        self._is_alone = message_tree.topology.world_size == 1
+        self._commits = commits
+        self._ledger = ledger
+        self._lanes = list(lanes)
+        self._deleter = deleter
+        self._admissions = admissions
+        self._backlog = backlog
+        self._hooks = hooks
+        self._unread = tuple(unread)
+        owned = (lane.tier for lane in self._lanes if commits.owns(lane.tier))
+        self._lists = {tier: lists.get(tier, DecidedList()) for tier in owned}
+        """What is in the list of each tier that this rank owns, as it was read last, or added."""
+        self._adding: set[tuple[str, Decided]] = set()
+        self._due_s: dict[str, float] = {}
+        self._open: list[Command] = []
+        self._to_free: set[CheckpointId] = set()
+        """Deleted checkpoints whose image in memory is still read or written."""
+        self._conditions = Conditions()
+
+    def start(self, *, reads: bool) -> None:
+        """Carry out what was decided before this start. ``reads``: read the lists again from time to time."""
+        if reads:
+            self._due_s = dict.fromkeys(self._lists, self._ledger.now_s + READ_EVERY_S)
+        for entry in self._ledger.deleted():
+            self._delete(entry)
+        self._delete_partial()
+        for tier in self._lists:
+            self._add_missing(tier)
+        self._deleter.plan_all_tiers()
+
+    # Commands --------------------------------------------------------------------------------------
+
+    def submit(self, command: Command) -> None:
+        """Carry out a command; for rank 0."""
+        self._open.append(command)
+        why = self._why_not(command)
+        entry = self._ledger.entries.get(command.id)
+        if why is not None or entry is None:
+            command.failed["tierfall"] = why or StepError(
+                f"{command.kind}: {command.id} is not known"
+            )
+            self._end(command)
+            return
+        word = WORDS[command.kind]
+        command.entry = self._ledger.decided.next(word, command.id, entry.attempt_id, command.tag)
+        self._decide(DecidedList([command.entry]))
+        command.waiting.update(tier for tier, added in self._adding if added == command.entry)
+
+    def _why_not(self, command: Command) -> StepError | None:
+        entry = self._ledger.entries.get(command.id)
+        if entry is None:
+            return None
+        if command.kind is CommandKind.DELETE:
+            if entry.pinned:
+                return StepError(f"delete: {entry.id} is pinned; unpin it first")
+        elif entry.deleted:
+            return StepError(f"{command.kind}: {entry.id} was {DELETED}")
+        return None
+
+    def fail_all(self, error: BaseException) -> None:
+        """Answer all commands with ``error``: the coordinator has stopped."""
+        for command in list(self._open):
+            command.failed = {"tierfall": error}
+            self._end(command)
+
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def advance(self, now_s: float) -> None:
+        """Answer the commands that are done, free deleted images that nobody reads, and read the lists that are due."""
+        self._free_deleted()
+        for command in list(self._open):
+            self._advance(command)
+        for tier, due_s in self._due_s.items():
+            if now_s >= due_s:
+                self._read(tier, 0.0)
+
+    def next_s(self) -> float | None:
+        return min(self._due_s.values(), default=None)
+
+    def _advance(self, command: Command) -> None:
+        if command.kind is CommandKind.DELETE and not self._is_adding(command):
+            command.waiting = self._left(command.id) - command.failed.keys()
+        if command.waiting:
+            return
+        entry = self._ledger.entries.get(command.id)
+        if command.kind is CommandKind.DELETE:
+            if entry is not None and entry.pinned:
+                command.failed["tierfall"] = StepError(
+                    f"delete: {command.id} is pinned; unpin it first"
+                )
+            for tier in self._unread:
+                command.failed[tier] = UnreachableError(
+                    f"it could not be read when the run was opened: if it has {command.id}, the next start that "
+                    "reaches it deletes it there"
+                )
+        elif command.kind is CommandKind.PIN and (entry is None or _is_leaving(entry)):
+            command.failed["tierfall"] = StepError(f"pin: {command.id} is just being dropped")
+        self._end(command)
+
+    def _is_adding(self, command: Command) -> bool:
+        return any(added == command.entry for _, added in self._adding)
+
+    def _left(self, id: CheckpointId) -> set[str]:
+        """Return the tiers that have a deleted checkpoint still, and are to delete it; none if a pin keeps it."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or not entry.deleted:
+            return set()
+        states = {tier for tier, state in entry.states.items() if state is not CopyState.ABSENT}
+        return states | {lane.tier for lane in self._lanes if lane.tier in entry.damage}
+
+    def late_tiers(self, command: Command) -> tuple[str, ...]:
+        """Return the tiers whose answer a command waits for: to have its entry noted, or a copy deleted."""
+        if self._is_adding(command):
+            return tuple(sorted(command.waiting))
+        entry = self._ledger.entries.get(command.id)
+        leaving = [
+            tier for tier in command.waiting if entry and entry.state(tier) is CopyState.LEAVING
+        ]
+        return tuple(sorted(leaving))
+
+    def _end(self, command: Command) -> None:
+        self._open.remove(command)
+        command.on_answer(command.failed)
+
+    def on_deleted(self, task: DeleteCopy, outcome: Outcome) -> None:
+        """A copy was deleted, or could not be: then the commands about it do not wait for the tier any more."""
+        for command in self._open:
+            if command.id == task.id and command.kind is CommandKind.DELETE:
+                if outcome.error is not None:
+                    command.failed[task.tier] = outcome.error
+                else:
+                    command.failed.pop(task.tier, None)
+        if outcome.error is None and task.tier in self._lists:
+            self._add_missing(task.tier)  # a full tier may have room for it now
+
+    # Deciding --------------------------------------------------------------------------------------
+
+    def _decide(self, new: DecidedList) -> None:
+        """Have all ranks know what is decided; for rank 0."""
+        self._apply(new)
+        if not self._is_alone:
+            body = DecidedEntries(names=new.names)
+            self._messages.announce_of_run(MessageKind.DECIDED, body)
+
+    def on_found(self, tier: str, found: DecidedList) -> None:
+        """The list of a tier that this rank owns was read."""
+        self._lists[tier] = self._lists.get(tier, found) | found
+        if new := found.of_all_tiers - self._ledger.decided:
+            logger.info("%s: persons have decided: %s", tier, ", ".join(new.names))
+            if self._commits.decides:
+                self._decide(new)
+            else:
+                body = DecidedEntries(names=new.names)
+                self._messages.report_of_run(MessageKind.DECIDED_FOUND, body)
+        self._add_missing(tier)
+
+    def on_message(self, news: RankMessage) -> None:
+        assert isinstance(news, RankReported | DecisionAnnounced)
+        rank = news.rank if isinstance(news, RankReported) else 0
+        names = DecidedEntries.from_json(news.body, rank=rank).names
+        if new := DecidedList.parse(names) - self._ledger.decided:
+            (self._decide if isinstance(news, RankReported) else self._apply)(new)
+
+    def _apply(self, new: DecidedList) -> None:
+        for entry in self._ledger.learn(new):
+            if entry.deleted:
+                logger.info("%s was %s: it is deleted from every tier", entry.id, DELETED)
+                self._delete(entry)
+        self._delete_partial()
+        for tier in self._lists:
+            self._add_missing(tier)
+        self._deleter.plan_all_tiers()
+
+    # Deleting --------------------------------------------------------------------------------------
+
+    def _delete(self, entry: LedgerEntry) -> None:
+        """Give up the copies that tiers are owed of a deleted checkpoint, and free its image in memory. What tiers have
+        is deleted by the deleter."""
+        self._backlog.forget(entry.id)
+        why = f"it was {DELETED}"
+        owed = frozenset(entry.owed)
+        entry.give_up(owed, entry.given_up(why))
+        for lane in self._lanes:
+            if lane.is_copying(entry.id):
+                lane.give_up(StepError(f"{entry.id} was {DELETED}"))
+            if self._commits.decides and lane.tier in owed:  # some ranks may have uploaded images
+                self._commits.give_up(lane.tier, entry.id, why)
+        self._to_free.add(entry.id)
+
+    def _delete_partial(self) -> None:
+        """Delete the parts of deleted checkpoints that this node has on its own tiers."""
+        for tier, id in sorted(self._ledger.partial):
+            if tier in self._lists and self._ledger.decided.is_deleted(id, None):
+                self._ledger.partial.discard((tier, id))
+                known = self._ledger.decided
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, known=known))
+
+    def _free_deleted(self) -> None:
+        host = self._ledger.host
+        for id in sorted(self._to_free):
+            entry = self._ledger.entries.get(id)
+            if entry is None or not entry.deleted or entry.state(host) is CopyState.ABSENT:
+                self._to_free.discard(id)
+            elif self._may_free(entry):
+                self._to_free.discard(id)
+                self._admissions.free(entry)
+
+    def _may_free(self, entry: LedgerEntry) -> bool:
+        """Return whether the image is complete, and no task and no restore reads it."""
+        is_made = entry.snapshot is None and not entry.awaiting_ranks
+        is_read = self._deleter.paused or any(entry.leases.values())
+        return is_made and not is_read and self.is_noted(entry.id)
+
+    def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
+        """Return whether a deletion is noted where the next start reads it, so that it completes it after a kill: on
+        some tier, if any accepts it; and nothing is still being noted on ``tier``."""
+        entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
+        adding = {on for on, entry in self._adding if entry in entries}
+        noted = any(not known.entries.isdisjoint(entries) for known in self._lists.values())
+        return tier not in adding and (noted or not adding)
+
+    # Lists -----------------------------------------------------------------------------------------
+
+    def on_committed(self, tier: str) -> None:
+        """A checkpoint was committed on a tier: read its list, unless that was done just now."""
+        if tier in self._due_s:
+            self._read(tier, MAX_AGE_S)
+
+    def _read(self, tier: str, max_age_s: float) -> None:
+        self._due_s[tier] = self._ledger.now_s + READ_EVERY_S
+        if self._hooks.may_write():
+            self._hooks.dispatch(ReadDecided(tier=tier, max_age_s=max_age_s))
+
+    def on_read(self, outcome: Outcome) -> None:
+        """Apply the outcome of reading a list."""
+        task = outcome.task
+        assert isinstance(task, ReadDecided)
+        if outcome.error is not None:
+            self._conditions.report(
+                task.tier, logging.WARNING,
+                "%s: what persons have decided could not be read, and is read again within %g s: %s",
+                task.tier, READ_EVERY_S, outcome.error,
+            )  # fmt: skip
+            return
+        self._conditions.end(task.tier, "%s: what persons have decided is read again", task.tier)
+        self.on_found(task.tier, outcome.value)
+
+    def next_on(self, tier: str, word: Word, id: CheckpointId, attempt_id: str) -> Decided:
+        """Make an entry for the list of one tier."""
+        return (self._lists.get(tier, DecidedList()) | self._ledger.decided).next(
+            word, id, attempt_id
+        )
+
+    def _add_missing(self, tier: str) -> None:
+        """Add what a list lacks of what is decided by the others."""
+        for entry in self._ledger.decided - self._lists[tier]:
+            if (tier, entry) not in self._adding:
+                self._adding.add((tier, entry))
+                self._hooks.dispatch(AddDecided(tier=tier, entry=entry))
+
+    def on_added(self, outcome: Outcome) -> None:
+        """Apply the outcome of adding an entry to a list."""
+        task = outcome.task
+        assert isinstance(task, AddDecided)
+        self._adding.discard((task.tier, task.entry))
+        if outcome.error is None:
+            self._lists[task.tier] |= DecidedList([task.entry])
+            self._conditions.end(
+                (task.tier, "add"), "%s: what was decided is noted there", task.tier
+            )
+        else:
+            self._conditions.report(
+                (task.tier, "add"), logging.WARNING, "%s: %s of %s could not be noted there yet: %s",
+                task.tier, task.entry.word, task.entry.checkpoint, outcome.error,
+            )  # fmt: skip
+        if task.entry.word is Word.DELETED:
+            self._deleter.plan_all_tiers()
+        for command in self._open:
+            if command.entry == task.entry:
+                command.waiting.discard(task.tier)
+                if outcome.error is not None and not _frees_room(command, outcome.error):
+                    command.failed[task.tier] = outcome.error
+
+
+def _is_leaving(entry: LedgerEntry) -> bool:
+    """Return whether all copies of a checkpoint are being deleted."""
+    there = [state for state in entry.states.values() if state is not CopyState.ABSENT]
+    return not entry.damage and all(state is CopyState.LEAVING for state in there)
+
+
+def _frees_room(command: Command, error: BaseException) -> bool:
+    """Return whether an entry found no room on a tier, and the deletion makes some: the entry is added then."""
+    return command.kind is CommandKind.DELETE and isinstance(error, StorageFullError)
