@@ -153,7 +153,7 @@ class TaskRunner:
         store.decided.add(task.entry, reason=task.reason)
 
     def _read_decided(self, task: ReadDecided, store: TaskStore) -> DecidedList:
-        return store.decided.read(max_age_s=task.max_age_s)
+        return store.decided.read()
 
     def _open(
         self, task: OpenShard, store: TaskStore

@@ -275,8 +275,14 @@ def decide_on_tiers(
 ) -> CommandResult:
     """Add the entry of a command to the list of every stored tier that can be reached; the trainer reads it.
 
-    What is pinned is looked at once more then: StepError if the trainer has deleted the last copy just now.
+    What is pinned is looked at once more then: StepError if the trainer has deleted the last copy just now. StepError
+    too if no stored tier has the checkpoint.
     """
+    if not any(tier.name in checkpoint.copies for tier in config.stored):
+        raise StepError(
+            f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process may mark: wait "
+            "until it is flushed, or call it in the trainer"
+        )
     stores, errors = open_stores(config, config.run, is_bounded=True, creates=False)
     commit = checkpoint.commit
     attempt_id = commit.lineage.attempt_id if commit else None
@@ -305,11 +311,10 @@ def decide_on_tiers(
     finally:
         close_stores(stores, ANSWER_S)
     holding = checkpoint.copies.keys()
-    in_memory = not holding & {*stores, *errors}
     return CommandResult(
         id=checkpoint.id,
-        done=tuple(name for name in done if in_memory or name in holding),
-        failed={name: error for name, error in failed.items() if in_memory or name in holding},
+        done=tuple(name for name in done if name in holding),
+        failed={name: error for name, error in failed.items() if name in holding},
     )
 
 

@@ -47,8 +47,8 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 READ_EVERY_S = 60.0
-MAX_AGE_S = 1.0
-"""At a commit, a list that was read at most so many seconds ago is not read again."""
+READ_APART_S = 1.0
+"""Seconds between two readings of a list, however fast commits follow each other."""
 WORDS = {
     CommandKind.PIN: Word.PIN,
     CommandKind.UNPIN: Word.UNPIN,
@@ -134,6 +134,11 @@ class Decisions:
         if command.kind is CommandKind.DELETE:
             if entry.pinned:
                 return StepError(f"delete: {entry.id} is pinned; unpin it first")
+            if not entry.states and entry.damage and not entry.repairable:
+                why = "; ".join(f"{tier}: {text}" for tier, text in entry.damage.items())
+                return StepError(
+                    f"delete: {entry.id}: nothing is deleted of what cannot be read: {why}"
+                )
         elif entry.deleted:
             return StepError(f"{command.kind}: {entry.id} was {DELETED}")
         return None
@@ -154,7 +159,7 @@ class Decisions:
             self._advance(command)
         for tier, due_s in self._due_s.items():
             if now_s >= due_s:
-                self._read(tier, 0.0)
+                self._read(tier)
 
     def next_s(self) -> float | None:
         return min(self._due_s.values(), default=None)
@@ -304,14 +309,15 @@ class Decisions:
     # Lists -----------------------------------------------------------------------------------------
 
     def on_committed(self, tier: str) -> None:
-        """A checkpoint was committed on a tier: read its list, unless that was done just now."""
+        """A checkpoint was committed on a tier: read its list now, or soon, if it was read just now."""
         if tier in self._due_s:
-            self._read(tier, MAX_AGE_S)
+            soon_s = self._due_s[tier] - READ_EVERY_S + READ_APART_S
+            self._due_s[tier] = min(self._due_s[tier], max(soon_s, self._ledger.now_s))
 
-    def _read(self, tier: str, max_age_s: float) -> None:
+    def _read(self, tier: str) -> None:
         self._due_s[tier] = self._ledger.now_s + READ_EVERY_S
         if self._hooks.may_write():
-            self._hooks.dispatch(ReadDecided(tier=tier, max_age_s=max_age_s))
+            self._hooks.dispatch(ReadDecided(tier=tier))
 
     def on_read(self, outcome: Outcome) -> None:
         """Apply the outcome of reading a list."""

@@ -150,11 +150,9 @@ class DeleteCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadDecided:
-    """Read a tier's list of what is decided, unless it was read at most ``max_age_s`` seconds ago: the outcome's
-    value."""
+    """Read a tier's list of what is decided: the outcome's value."""
 
     tier: str
-    max_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
