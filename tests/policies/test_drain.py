@@ -44,7 +44,7 @@ def checkpoints(draw: Any, step: int) -> CheckpointView:
         ordinal=step,
         started_from=None,
         abandoned=draw(st.booleans()) and draw(st.booleans()),
-        tombstoned=draw(st.booleans()) and draw(st.booleans()),
+        deleted=draw(st.booleans()) and draw(st.booleans()),
         copies=copies,
         owed=frozenset(owed),
     )

@@ -141,7 +141,7 @@ def _views(draw: st.DrawFn) -> View:
                 ordinal=step,
                 started_from=None if start is None else CheckpointId(start, attempt - 1),
                 pinned=draw(BOOLEANS) and draw(BOOLEANS),
-                tombstoned=draw(ONE_OF_EIGHT) == 0,
+                deleted=draw(ONE_OF_EIGHT) == 0,
                 copies=drawn_copies(draw, rules),
                 owed=draw(names),
                 metrics=draw(METRICS),
@@ -256,7 +256,7 @@ def test_retention_takes_an_abandoned_one_only_where_the_new_line_is_as_safe(vie
                 continue
             lost = LOSS_CLASSES[RANK.index(tier.survives) - 1]
             newer = {id for id in survivors(view, lost) if id.attempt > checkpoint.id.attempt}
-            assert newer or checkpoint.tombstoned
+            assert newer or checkpoint.deleted
 
 
 @EXAMPLES
@@ -266,7 +266,7 @@ def test_the_only_source_of_what_a_tier_waits_for_stays(view: View, random: obje
     for before, then in zip(view.checkpoints, after.checkpoints, strict=True):
         waiting = before.owed - view.failing
         had = any(c.state in WHOLE for c in before.copies.values())
-        if waiting and had and not before.tombstoned:
+        if waiting and had and not before.deleted:
             assert any(c.state in WHOLE for c in then.copies.values())
 
 
@@ -320,7 +320,7 @@ def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
         assert copy.state is CopyState.SEALED
         assert gone.owed
         assert not view.restoring
-        assert not any((gone.pinned, gone.changing, gone.tombstoned))
+        assert not any((gone.pinned, gone.changing, gone.deleted))
         assert [name for name in gone.copies if gone.readable_on(name)] == ["host"]
         assert CopyState.LEAVING not in [copy.state for copy in gone.copies.values()]
         others = [c for c in view.checkpoints if c.live and c.id != gone.id]

@@ -10,7 +10,7 @@
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
-    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [deleted] [abandoned] [settling] [owed=TIER,TIER]
         [damaged=TIER,TIER] [saved=SECONDS] [tags=A,B] [METRIC:VALUE] [size=BYTES]
         TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
@@ -309,7 +309,7 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         started_from=_id(options["from"]) if "from" in options else None,
         abandoned="abandoned" in words,
         pinned="pinned" in words,
-        tombstoned="tombstoned" in words,
+        deleted="deleted" in words,
         changing="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),

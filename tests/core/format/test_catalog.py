@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt, to_view
+from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.types.errors import IntegrityError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
@@ -22,7 +23,7 @@ def commit(step: int, attempt: int = 1, started_from: CheckpointId | None = None
         lineage=Lineage(
             run="run",
             checkpoint=CheckpointId(step, attempt),
-            attempt_id="0" * 32,
+            attempt_id="a" * 32,
             ordinal=step * 10,
             started_from=started_from,
         ),
@@ -44,16 +45,21 @@ def copy(step: int, attempt: int = 1, **members: object) -> FoundCopy:
     return FoundCopy(**given)  # type: ignore[arg-type]
 
 
-def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
-    known = merge(
+def decided(word: Word, step: int, attempt_id: str = "a" * 32, tag: str = "") -> DecidedList:
+    return DecidedList().adding(word, CheckpointId(step, 1), attempt_id, tag)
+
+
+def test_what_the_list_of_any_tier_says_counts_for_the_checkpoint() -> None:
+    """Also of a tier that has no copy of it."""
+    (known,) = merge(
         [
-            Listing(tier="nvme", copies=(copy(1, marks=frozenset({"tag-best"})),)),
-            Listing(tier="store", copies=(copy(1, marks=frozenset({"pin"})),)),
+            Listing(tier="nvme", copies=(copy(1),), decided=decided(Word.TAG, 1, tag="best")),
+            Listing(tier="store", decided=decided(Word.PIN, 1)),
         ]
     )
-    assert known[0].pinned
-    assert not known[0].tombstoned
-    assert known[0].marks == {"pin", "tag-best"}
+    assert known.pinned
+    assert not known.deleted
+    assert known.tags == {"best"}
 
 
 def test_a_damaged_record_abandons_nothing() -> None:
@@ -66,7 +72,7 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
     bad = copy(2, commit=None, damage=IntegrityError("digest"))
     known = merge(
         [
-            Listing(tier="nvme", copies=(copy(1, marks=frozenset({"pin"})), bad)),
+            Listing(tier="nvme", copies=(copy(1), bad), decided=decided(Word.PIN, 1)),
             Listing(tier="store", copies=(copy(1),)),
         ]
     )
@@ -78,18 +84,24 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
     assert dict(second.copies) == {}
 
 
-def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones() -> None:
+def test_a_copy_of_another_life_is_damage_and_what_was_decided_of_it_is_not_of_the_living_one() -> (
+    None
+):
     """The same step and attempt twice: a run began anew while a tier could not be asked."""
     old = commit(1)
     new = replace(old, wall_time_s=2.0, lineage=replace(old.lineage, attempt_id="f" * 32))
     (known,) = merge(
         [
             Listing(tier="nvme", copies=(copy(1, commit=new),)),
-            Listing(tier="store", copies=(copy(1, commit=old, marks=frozenset({"tombstone"})),)),
+            Listing(
+                tier="store",
+                copies=(copy(1, commit=old),),
+                decided=decided(Word.DELETED, 1, old.lineage.attempt_id),
+            ),
         ]
     )
     assert known.commit == new
-    assert not known.tombstoned
+    assert not known.deleted
     assert known.copies["nvme"].damage is None
     assert "another attempt" in str(known.copies["store"].damage)
 

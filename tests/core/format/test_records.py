@@ -1,4 +1,4 @@
-"""Manifest, commit record, attempt and mark: they round-trip, and any error in one is damage."""
+"""Manifest, commit record and attempt: they round-trip, and any error in one is damage."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from tierfall.core.format.records import (
     Geometry,
     Lineage,
     Manifest,
-    Mark,
     NamedFile,
     parse_attempt_record,
     parse_commit,
     parse_manifest,
-    parse_mark,
 )
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -64,13 +62,11 @@ COMMIT = Commit(
     tags=("best",),
 )
 ATTEMPT = Attempt(run="gpt", number=7, id="0f" * 16, node="node-a", pid=42, wall_time_s=1.5e9)
-MARK = Mark(name="pin", checkpoint=CheckpointId(400, 7), wall_time_s=1.5e9, reason="the good one")
 
 RECORDS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "manifest": (MANIFEST, parse_manifest),
     "commit": (COMMIT, parse_commit),
     "attempt": (ATTEMPT, parse_attempt_record),
-    "mark": (MARK, parse_mark),
 }
 HUGE = 10**400
 NO_TEXT = [None, 7, 1.5, True, [], {}]
@@ -146,13 +142,6 @@ HOSTILE: dict[str, dict[str, list[Any]]] = {
         "node": NO_TEXT,
         "pid": NO_NUMBER,
         "wall_time_s": NO_TIME,
-    },
-    "mark": {
-        "mark": [*NO_NAME, "commit.json", "notes", "tag-"],
-        "step": NO_NUMBER,
-        "attempt": [*NO_NUMBER, 0],
-        "wall_time_s": NO_TIME,
-        "reason": NO_TEXT,
     },
 }
 

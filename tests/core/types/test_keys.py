@@ -26,6 +26,8 @@ def test_names_are_those_of_the_format() -> None:
     assert keys.shard_name(shard, Codec.ZSTD) == "rank-00000-of-00004.safetensors.zst"
     assert keys.shard_name(shard, Codec.PLANES) == "rank-00000-of-00004.safetensors.tfz"
     assert keys.stored_name(shard) == "rank-00000-of-00004.stored.json"
+    entry = keys.decided_name(12, "tag", checkpoint, "0123456789abcdef", "best")
+    assert entry == "000012-tag-step-00000400-a0007-0123456789abcdef-best"
 
 
 @given(steps, attempts)
@@ -94,29 +96,10 @@ def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "commit.json",
-        "marks/pin",
-        "marks/tombstone",
-        "marks/tag-best",
-        "marks/untag-best",
-        "marks/restore-a0008-1",
-    ],
-)
-def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
-    assert keys.is_tierfall_name(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
         "notes.txt",
         "pin",
-        "marks/notes",
-        "marks/pin.txt",
-        "marks/tag-",
-        "marks/tag-a/b",
+        "decided/000001-pin-step-00000400-a0007-0123456789abcdef",
         "other/commit.json",
-        "marks/commit.json",
         "/commit.json",
         "../commit.json",
         "commit.json\n",
