@@ -151,15 +151,16 @@ class TierCatalog:
             lags=lags,
         )
 
-    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read."""
+    def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
+        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read. What is
+        decided is read anew for a ``batch`` of deletions."""
         files = {file.key: file for file in self.files(checkpoint)}
         commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
         if commit is None:
             what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
             self.marker.confirm_absence(KeyNotFoundError(f"{what}: it is not there"))
             return None
-        self.decided.read(max_age_s=FENCE_VALID_S)
+        self.decided.read(max_age_s=FENCE_VALID_S, batch=batch)
         return self._with_damage(_found(checkpoint, files, commit), files)
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:

@@ -148,7 +148,7 @@ class TaskRunner:
         return store.discard(task.id, own, attempt=self._attempt())
 
     def _add_decided(self, task: AddDecided, store: TaskStore) -> None:
-        doing = f"entry {task.entry.word!r} of {task.entry.checkpoint}"
+        doing = f"entry {task.entry.word} of {task.entry.checkpoint}"
         store.check_newest(self._attempt(), doing=doing)
         store.decided.add(task.entry, reason=task.reason)
 
@@ -362,7 +362,7 @@ def _check_whole(task: DeleteCopy, store: TaskStore) -> None:
     damaged = {}
     for id in task.stay:
         try:
-            found = store.find_copy(id)
+            found = store.find_copy(id, batch=task.batch)
             if found is not None and found.unread is not None:
                 raise found.unread
         except TierfallError as error:
