@@ -152,8 +152,8 @@ class TierCatalog:
         )
 
     def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
-        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read. What is
-        decided is read anew for a ``batch`` of deletions."""
+        """Read one copy as ``list`` reads all; None where it has no commit record, and the tier's id can be read. For a
+        ``batch`` of deletions, what is decided is read anew."""
         files = {file.key: file for file in self.files(checkpoint)}
         commit = self._cached_commit(checkpoint, files.get(keys.COMMIT_NAME))
         if commit is None:
