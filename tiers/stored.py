@@ -283,8 +283,8 @@ class StoredTier(TierCatalog):
 
         The caller has decided it by what is decided as far as it is ``known``. If the list of this tier has any more,
         nothing is deleted, and the list is returned: the caller decides again. The list is read at the beginning of a
-        ``batch`` of deletions, and if it was read more than FENCE_VALID_S ago. Without ``known``, the checkpoint is
-        deleted whatever is decided, because its commit was revoked.
+        ``batch`` of deletions (0: one alone), and if it was read more than FENCE_VALID_S ago. Without ``known``, the
+        checkpoint is deleted whatever is decided, because its commit was revoked.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
@@ -294,7 +294,7 @@ class StoredTier(TierCatalog):
         folder, which the next start collects. Files that tierfall did not write are kept.
         """
         if known is not None:
-            decided = self.decided.read(max_age_s=FENCE_VALID_S, batch=batch)
+            decided = self.decided.read(max_age_s=FENCE_VALID_S if batch else 0.0, batch=batch)
             if decided.of_all_tiers - known:
                 return decided
         doing = f"drop of {checkpoint}"
