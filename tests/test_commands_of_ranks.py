@@ -16,17 +16,16 @@ import torch
 
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all
+from tests.steps import wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core.format.records import Mark
+from tierfall.core.format.decided import Word
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OPEN
 from tierfall.tiers.stored import StoredTier
-
-STEP = "run/step-00000001-a0001"
 
 
 class Nodes(Opener):
@@ -53,8 +52,8 @@ class Nodes(Opener):
     def disks(self) -> list[Path]:
         return [self.folder / "0/nvme", self.folder / "1/nvme", self.folder / "pfs"]
 
-    def with_mark(self, name: str, step: str = STEP) -> list[bool]:
-        return [(disk / step / "marks" / name).exists() for disk in self.disks()]
+    def decided(self) -> list[str]:
+        return [path.name for disk in self.disks() for path in (disk / "run").glob("decided/*")]
 
 
 @pytest.fixture
@@ -100,10 +99,10 @@ def tier_at(place: Path) -> Iterator[StoredTier]:
         store.close()
 
 
-def leave_mark(place: Path, name: str) -> None:
-    """Leave a mark beside step 1, as a command there does."""
+def decide(place: Path, word: Word) -> None:
+    """Add an entry about step 1 to the list there, as a command does."""
     with tier_at(place) as store:
-        store.add_mark(Mark(name=name, checkpoint=CheckpointId(1, 1), wall_time_s=0.0))
+        store.decided.add(store.decided.read().next(word, CheckpointId(1, 1), None))
 
 
 def assert_next_start_leaves(folder: Path, steps: list[int]) -> None:
@@ -125,7 +124,7 @@ def test_a_call_of_one_rank_alone_is_reported_within_its_bound(tmp_path: Path) -
         with pytest.raises(RanksError, match="ranks 1, 2 did not call pin within 1 s"):
             ckpts[0].pin(1)
         assert time.monotonic() - began < SOON_S
-        assert Nodes(tmp_path, few).with_mark("pin") == [False] * 3
+        assert Nodes(tmp_path, few).decided() == []
         abandon(ckpts)
 
 
@@ -137,39 +136,53 @@ def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
     save(ckpts, 1, 2)
     close_all(ckpts)
     for place in ("0/nvme", "1/nvme", "pfs"):
-        leave_mark(tmp_path / place, "tombstone")
+        decide(tmp_path / place, Word.DELETED)
         if place != "1/nvme":
             with tier_at(tmp_path / place) as store:
-                store.delete(CheckpointId(1, 1), attempt=None, tombstoned=True)
+                store.delete(CheckpointId(1, 1), attempt=None, known=None)
     assert_next_start_leaves(tmp_path, [2])
 
 
 def test_a_pin_that_was_left_on_one_node_alone_keeps_the_step_on_all(nodes: Nodes) -> None:
-    """As by a command there, of a step that no shared tier has."""
+    """As by a command there, of a step that no shared tier has, once the job has read it."""
+    ckpts = nodes.all_open(rules={"retain": {"last": 2}})
+    save(ckpts, 1)
+    decide(nodes.folder / "1/nvme", Word.PIN)
+    save(ckpts, 2)
+    wait_until(lambda: all(c.checkpoints()[0].pinned for c in ckpts), "it is known")
+    save(ckpts, 3, 4)
+    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 3, 4]] * 3
+    close_all(ckpts)
+
+
+def test_a_pin_that_nobody_has_read_yet_keeps_what_lies_on_its_node(nodes: Nodes) -> None:
     ckpts = nodes.all_open(rules={"retain": {"last": 1}})
     save(ckpts, 1)
-    leave_mark(nodes.folder / "1/nvme", "pin")
-    save(ckpts, 2, 3)
+    decide(nodes.folder / "1/nvme", Word.PIN)
+    save(ckpts, 2)
     assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
-    assert [steps_on(disk) for disk in nodes.disks()[:2]] == [[1, 3]] * 2
+    assert steps_on(nodes.folder / "1/nvme") == [1, 2]
     close_all(ckpts)
 
 
-def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes) -> None:
+def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes, tmp_path: Path) -> None:
     ckpts = nodes.all_open()
     save(ckpts, 1, 2, 3)
-    planned = call(ckpts, lambda c: c.prune(dry_run=True))
-    assert planned[0] == planned[1] == planned[2]
-    assert {(d.checkpoint.step, d.tier, str(d.verdict)) for d in planned[0]} == {
-        (step, tier, "keep") for step in (1, 2, 3) for tier in ("nvme", "pfs")
-    }
-    path = nodes.folder / "pfs" / STEP
-    leave_mark(nodes.folder / "pfs", "tombstone")
-    assert path.exists()
-    pruned = call(ckpts, lambda c: c.prune())
-    assert pruned[0] == pruned[1] == pruned[2]
-    assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
     close_all(ckpts)
+    with network(["a", "a", "b"]) as again:
+        ckpts = Nodes(tmp_path, again).all_open(rules={"retain": {"last": 2}})
+        planned = call(ckpts, lambda c: c.prune(dry_run=True))
+        assert planned[0] == planned[1] == planned[2]
+        assert {(d.checkpoint.step, d.tier, str(d.verdict)) for d in planned[0]} == {
+            (step, tier, "keep" if step > 1 else "drop")
+            for step in (1, 2, 3)
+            for tier in ("nvme", "pfs")
+        }
+        assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2, 3]] * 3
+        assert call(ckpts, lambda c: c.prune()) == planned
+        assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
+        close_all(ckpts)
 
 
 def test_drain_waits_for_the_shortest_deadline_of_any_rank(

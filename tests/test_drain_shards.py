@@ -23,7 +23,8 @@ from tests.open_ranks import (
 from tests.steps import memory_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.format.decided import Word
+from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId
@@ -168,8 +169,8 @@ def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: 
 
 
 def test_pins_go_along(left: Opener, tmp_path: Path) -> None:
-    with owned_memory(left.config(0)) as memory:
-        mark = Mark(name="pin", checkpoint=FIRST, wall_time_s=1.0)
-        memory[0].region.add_mark(mark.encode())
+    store = StoredTier(name="nvme", run="run", backend=PosixBackend(tmp_path / "0/nvme"))
+    store.decided.add(store.decided.read().next(Word.PIN, FIRST, None))
+    store.close()
     drain(left.config(0), SOON_S)
-    assert len(list(tmp_path.glob("0/*/run/step-*/marks/pin"))) == 2
+    assert len(list(tmp_path.glob("0/*/run/decided/*-pin-*"))) == 2

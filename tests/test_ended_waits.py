@@ -18,6 +18,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.tiers.decided import DecidedFolder
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -25,21 +26,21 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Holds calls of one method of a tier until it is opened."""
+    """Holds calls of one method of a tier, or of its list, until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, *, shut: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, method: str, *, of: type = StoredTier
+    ) -> None:
         self.opened = threading.Event()
         self.arrived = threading.Event()
-        if not shut:
-            self.opened.set()
-        original = getattr(StoredTier, method)
+        original = getattr(of, method)
 
         def held(*words: Any, **more: Any) -> Any:
             self.arrived.set()
             assert self.opened.wait(PATIENCE_S)
             return original(*words, **more)
 
-        monkeypatch.setattr(StoredTier, method, held)
+        monkeypatch.setattr(of, method, held)
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_when_the_coordinator_breaks_down_whoever_waits_is_notified(
 def test_an_order_never_holds_the_training_up_for_longer_than_max_wait(
     make_config: MakeConfig, tmp_path: Path, gate: Callable[..., Gate], order: str
 ) -> None:
-    held = gate("add_mark")
+    held = gate("add", of=DecidedFolder)
     with tierfall.open(make_config(max_wait="1s")) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)

@@ -24,7 +24,7 @@ SEED = 20261121
 
 @pytest.fixture
 def step_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
-    """A pinned checkpoint of 24 KiB in chunks of 4 KiB, with several dtypes."""
+    """A checkpoint of 24 KiB in chunks of 4 KiB, with several dtypes."""
     state = {
         "w": torch.randn(2000),
         "h": torch.randn(1501).bfloat16(),
@@ -33,7 +33,6 @@ def step_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> P
     }
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         ckpt.save(1, state, metrics={"loss": 0.5}, tags=["first"], block=True)
-        ckpt.pin(1)
     return tmp_path / "disk" / "run" / "step-00000001-a0001"
 
 
@@ -43,7 +42,6 @@ def flips(folder: Path, trials: int) -> Iterator[tuple[str, int]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     assert [str(path.relative_to(folder)) for path in files] == [
         "commit.json",
-        "marks/pin",
         "rank-00000-of-00001.json",
         "rank-00000-of-00001.safetensors",
     ]
@@ -78,17 +76,8 @@ def test_a_check_finds_every_flipped_bit(step_folder: Path, trials: int) -> None
 
 @TRIALS
 def test_a_load_refuses_every_flipped_bit(step_folder: Path, trials: int) -> None:
-    """A mark says nothing about the bytes of a checkpoint: it alone does not keep one from being loaded."""
-    expected = tierfall.load(step_folder)["w"]
-    refused = harmless = 0
     for file, bit in flips(step_folder, trials):
-        if file == "marks/pin":
-            harmless += 1
-            assert torch.equal(tierfall.load(step_folder)["w"], expected)
-            continue
         with pytest.raises(RestoreError) as caught:
             tierfall.load(step_folder)
         assert "1@1" in str(caught.value), (file, bit)
-        refused += 1
-    assert refused + harmless == trials
-    assert refused > trials / 2
+    assert tierfall.load(step_folder)["w"].shape == (2000,)

@@ -16,9 +16,8 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all, restore_all
 from tests.steps import wait_until
 from tierfall.config import Config
-from tierfall.core.format.records import Mark
+from tierfall.core.format.decided import Word
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.keys import TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.setup.peers import close_peers
@@ -156,8 +155,8 @@ def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:
     with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
         save(all_ranks, 1, "peers", "pfs")
         save(all_ranks, 2, "peers", "pfs")
-        mark = Mark(name=TOMBSTONE_MARK, checkpoint=CheckpointId(2, 1), wall_time_s=1.0, reason="")
-        all_ranks[0]._session.stores["pfs"].add_mark(mark)
+        decided = all_ranks[0]._session.stores["pfs"].decided
+        decided.add(decided.read().next(Word.DELETED, CheckpointId(2, 1), None))
     lose(tmp_path, "1")
     with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
         assert in_memory(all_ranks[1]) == FIRST

@@ -91,9 +91,7 @@ def test_prune_takes_no_attempt_flushes_nothing_and_collects_nothing(
     assert steps_on(tmp_path / "disk") == [3]
     assert [path.name for path in (run / "attempts").iterdir()] == ["a0001.json"]
     assert len(list((run / "step-00000009-a0002").iterdir())) == 3
-    assert list((tmp_path / "far").iterdir()) == [], (
-        "far is owed a copy, and gets it from a trainer"
-    )
+    assert steps_on(tmp_path / "far") == [], "far is owed a copy, and gets it from a trainer"
 
 
 def test_a_run_of_another_node_is_warned_about(

@@ -16,7 +16,8 @@ import tierfall
 from tests.steps import files_below, state_of, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format import documents
-from tierfall.core.format.records import Attempt, Commit, Mark
+from tierfall.core.format.decided import Word
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types.errors import StorageFullError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops import sync
@@ -35,7 +36,7 @@ DAMAGED = [
     if (what, here) != ("record", "none")
 ]
 """What is damaged, and the codecs of the damaged copy and of its source: each pair of the three once at least."""
-ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
+TWO = CheckpointId(2, 1)
 
 
 def folder(root: Path, step: int = 1) -> Path:
@@ -44,8 +45,7 @@ def folder(root: Path, step: int = 1) -> Path:
 
 def files_of_persons(root: Path) -> dict[str, bytes]:
     """Every file, but what says of a copy that it was found damaged."""
-    reports = ("/marks/damaged-", "/marks-changed")
-    return {n: data for n, data in files_below(root).items() if not any(r in n for r in reports)}
+    return {name: data for name, data in files_below(root).items() if "-damaged-" not in name}
 
 
 def store_of(root: Path) -> StoredTier:
@@ -99,7 +99,6 @@ def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
     assert document["damage"] == []
     assert cli.json("verify")["notes"] == []
     assert steps_on(tmp_path / "disk") == [1, 2]
-    assert (disk / "marks" / "pin").exists()
     assert (files_below(tmp_path / "far"), files_below(folder(tmp_path / "disk", 2))) == others
 
 
@@ -168,7 +167,6 @@ def test_a_repair_that_ends_after_any_write_can_be_done_again(
     monkeypatch.setattr(PosixBackend, "create", fail_late)
     answer = cli("verify", "--repair", code=-1)
     assert files_below(tmp_path / "far") == good
-    assert (folder(tmp_path / "disk") / "marks" / "pin").exists()
     assert (folder(tmp_path / "disk") / "commit.json").exists(), "it never seems unfinished"
     assert answer.code == (1 if count >= write else 0)
     monkeypatch.undo()
@@ -176,9 +174,6 @@ def test_a_repair_that_ends_after_any_write_can_be_done_again(
     assert tierfall.load(cli.config, step=1)["extra"] == {"step": 1}
     cli("verify", "--repair")
     assert steps_on(tmp_path / "disk") == [1, 2]
-
-
-# Marks, and files of a tier as a whole ---------------------------------------------------------------
 
 
 def test_a_shared_copy_is_repaired_from_the_parts_of_nodes(tmp_path: Path) -> None:
@@ -247,10 +242,9 @@ def test_beside_a_copy_of_a_newer_tierfall_a_damaged_one_is_not_called_lost(
 
 def test_what_is_to_be_deleted_is_not_repaired(cli: Cli, tmp_path: Path) -> None:
     store = store_of(tmp_path / "far")
-    store.remove_mark(ONE, "pin")
-    store.add_mark(Mark(name="tombstone", checkpoint=ONE, wall_time_s=1.0))
+    store.decided.add(store.decided.read().next(Word.DELETED, TWO, None))
     store.close()
-    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    flip(folder(tmp_path / "disk", 2) / IMAGE, -1)
     assert "marked for deletion" in cli("verify", "--repair", code=1).err
 
 
@@ -263,7 +257,7 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
     real = StoredTier.commit
 
     def drop_first(store: StoredTier, commit: Commit, **words: Any) -> None:
-        store.delete(commit.lineage.checkpoint, attempt=None)
+        store.delete(commit.lineage.checkpoint, attempt=None, known=None)
         real(store, commit, **words)
 
     monkeypatch.setattr(StoredTier, "commit", drop_first)

@@ -12,7 +12,7 @@ from cli_kit import Cli, Trainer, flip, save_on_two_nodes
 
 import tierfall
 from tests.steps import state_of, wait_until
-from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
+from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -37,22 +37,20 @@ def damage(cli: Cli, *words: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def cli(make_cli: MakeCli, saved: Saved) -> Cli:
-    """Two pinned steps on two tiers, two chunks and a header each."""
+    """Two steps on two tiers, two chunks and a header each."""
     cli = make_cli(disk={}, far={})
     with tierfall.open(cli.config) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
-            ckpt.pin(step)
     return cli
 
 
 def test_a_record_that_was_moved_here_from_another_step_is_found(cli: Cli, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    for file in ("commit.json", "marks/pin"):
-        shutil.copy(folder(disk, 2) / file, folder(disk, 1) / file)
-    found = {one["file"]: one["problem"] for one in damage(cli)}
-    assert set(found) == {"commit.json", "marks/pin"}
-    assert "2@1" in found["marks/pin"]
+    shutil.copy(folder(disk, 2) / "commit.json", folder(disk, 1) / "commit.json")
+    (found,) = damage(cli)
+    assert (found["file"], found["step"]) == ("commit.json", 1)
+    assert "2@1" in found["problem"]
 
 
 def test_two_whole_copies_of_one_step_that_differ_are_found(
@@ -82,11 +80,10 @@ def test_copies_of_which_a_node_has_its_own_part_are_good(tmp_path: Path) -> Non
 
 @pytest.fixture
 def kept(make_cli: MakeCli) -> Cli:
-    """A step whose image, pinned, stays in memory."""
+    """A step whose image stays in memory."""
     cli = make_cli(disk={}, host={"on_close": "keep"})
     with tierfall.open(cli.config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        ckpt.pin(1)
     return cli
 
 
@@ -99,13 +96,12 @@ def record_offset(memory: Path, start: bytes) -> int:
     return arena(memory).read_bytes().index(start, EXTENTS_START + 70_000)
 
 
-@pytest.mark.parametrize("what", ["manifest", "commit record", "seal", "marks"])
+@pytest.mark.parametrize("what", ["manifest", "commit record", "seal"])
 def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path, what: str) -> None:
     places = {
         "manifest": record_offset(memory, b'{"format":1') + 40,
         "commit record": record_offset(memory, b'"wall_time_s"') + 20,
         "seal": BLOCK_BYTES + 100,
-        "marks": BLOCK_BYTES + PAGE_BYTES + 40,
     }
     flip(arena(memory), places[what])
     (found,) = damage(kept)
@@ -141,10 +137,6 @@ def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
 # What was found is known later -----------------------------------------------------------------------
 
 
-def marks_of_damage(root: Path) -> list[Path]:
-    return list(root.rglob("marks/damaged-*"))
-
-
 def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
     make_cli: MakeCli, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,5 +155,4 @@ def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
         old = [folder(tmp_path / "disk", step) for step in (1, 2)]
         gone = lambda: not any((path / "commit.json").exists() for path in old)  # noqa: E731
         wait_until(gone, "two newer ones are good")
-        wait_until(lambda: marks_of_damage(tmp_path) == [], "the damaged copy has gone")
     cli("verify")
