@@ -243,7 +243,8 @@ class StoredTier(TierCatalog):
         self.latest.write(checkpoint)
 
     def note_damaged(self, commit: Commit, why: str) -> None:
-        """Note that the copy here is damaged, for later listings of any process."""
+        """Note that the copy here is damaged, for later listings of any process. Where another one may have decided
+        anything since the list was read, the caller reads it before."""
         self._decide(Word.DAMAGED, commit, why)
 
     def note_mended(self, commit: Commit) -> None:

@@ -252,6 +252,7 @@ def of_one_lineage(
         else replace(
             copy,
             commit=None,
+            on_peers=False,
             foreign=True,
             damage=IntegrityError(
                 f"{tier}: {copy.id} was saved by another attempt of this number; another tier has the one that counts"

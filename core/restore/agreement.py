@@ -263,7 +263,7 @@ def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing
         damage = IntegrityError(
             f"{listing.tier}: {copy.id} is of another life of this run than the one that the ranks agreed on"
         )
-        return replace(copy, commit=None, damage=damage, foreign=True)
+        return replace(copy, commit=None, damage=damage, on_peers=False, foreign=True)
 
     return replace(listing, copies=tuple(map(held, listing.copies)))
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from arena_help import KIB, MIB, flip
 
-from tierfall.core.format.records import Commit, Lineage, Mark, NamedFile
+from tierfall.core.capture.snapshot import ON_PEERS
+from tierfall.core.format.records import Commit, Lineage, NamedFile
 from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
@@ -34,10 +35,6 @@ def commit_of(step: int, run: str = "gpt") -> Commit:
         nodes=("n",),
         wall_time_s=1.0,
     )
-
-
-def mark(step: int, name: str) -> bytes:
-    return Mark(name=name, checkpoint=CheckpointId(step, 1), wall_time_s=0.0).encode()
 
 
 def host_in(folder: Path, **options: Any) -> HostTier:
@@ -140,19 +137,14 @@ def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Pa
     after.close(keep=False)
 
 
-def test_marks_in_memory_are_read_in_the_order_in_which_they_were_left(folder: Path) -> None:
+def test_the_next_start_sees_which_images_peer_memory_had_committed(folder: Path) -> None:
     host = host_in(folder)
-    region = put(host, 1)
-    region.add_mark(mark(1, "pin"))
-    assert host.list().copies[0].marks == {"pin"}
-    region.add_mark(mark(1, "unpin"))
-    assert host.list().copies[0].marks == frozenset()
-    region.add_mark(mark(1, "tag-best"))
-    region.add_mark(mark(1, "pin"))
+    put(host, 1).add_mark(ON_PEERS)
+    put(host, 2)
     host.close(keep=True)
     after = host_in(folder)
     after.attach()
-    assert after.images()[CheckpointId(1, 1)].marks == {"pin", "tag-best"}
+    assert [copy.on_peers for copy in after.list().copies] == [True, False]
     after.close(keep=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
@@ -19,7 +20,6 @@ from tierfall.core.format.records import (
     KnownTier,
     Lineage,
     Manifest,
-    Mark,
     NamedFile,
     TierRecord,
 )
@@ -39,6 +39,7 @@ from tierfall.tiers.stored import StoredTier
 SHARD = Shard(0, 1)
 STEM = "rank-00000-of-00001"
 IMAGE = b"image" * 100
+NOTHING = DecidedList()
 CUT = Geometry(image_bytes=len(IMAGE), data_start=100, chunk_bytes=4096)
 
 
@@ -80,10 +81,6 @@ def manifest_of(step: int, number: int = 1) -> Manifest:
     )
 
 
-def mark(step: int, name: str = "pin") -> Mark:
-    return Mark(name=name, checkpoint=CheckpointId(step, 1), wall_time_s=0.0)
-
-
 def tier_on(backend: object, name: str = "nvme") -> StoredTier:
     return StoredTier(name=name, run="run", backend=backend)  # type: ignore[arg-type]
 
@@ -120,9 +117,9 @@ def write_image(tier: StoredTier, step: int, number: int = 1) -> None:
     tier.write_manifest(id, SHARD, b"manifest")
 
 
-def commit(tier: StoredTier, step: int, number: int = 1, marks: Iterable[Mark] = ()) -> None:
+def commit(tier: StoredTier, step: int, number: int = 1) -> None:
     write_image(tier, step, number)
-    tier.commit(commit_of(step, number), attempt=attempt(number), marks=marks)
+    tier.commit(commit_of(step, number), attempt=attempt(number))
 
 
 def steps(tier: StoredTier) -> list[str]:
@@ -148,17 +145,6 @@ def test_without_a_commit_record_nothing_exists(tier: StoredTier) -> None:
     assert copy.state is CopyState.COMMITTED
     assert copy.commit == commit_of(1)
     assert copy.bytes > len(IMAGE) + 8
-
-
-def test_marks_are_there_before_the_commit_is(disk: MemoryBackend) -> None:
-    """A kill between the two must not leave a checkpoint that has lost its pin."""
-    plan = [Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*/commit.json")]
-    tier = tier_on(Faulty(disk, seed=0, plan=plan))
-    write_image(tier, 1)
-    with pytest.raises(UnreachableError):
-        tier.commit(commit_of(1), attempt=attempt(), marks=[mark(1)])
-    assert "step-00000001-a0001/marks/pin" in keys(disk)
-    assert steps(tier) == []
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_AFTER, FaultKind.FAIL_BEFORE])
@@ -213,17 +199,6 @@ def test_after_a_failed_sync_a_record_is_put_there_anew(disk: MemoryBackend) -> 
     tier.sync_commit(CheckpointId(1, 1))
     assert disk._objects[record] is not before
     assert disk._objects[record] == before
-
-
-def test_a_pin_whose_last_fsync_failed_is_left_anew_by_the_next_try(disk: MemoryBackend) -> None:
-    faulty = unsynced(disk, "*/marks/pin")
-    tier = tier_on(faulty)
-    commit(tier, 1)
-    with pytest.raises(BackendError, match="may not survive a power cut"):
-        tier.add_mark(mark(1))
-    tier.add_mark(mark(1))
-    assert faulty.cut_power() == ()
-    assert tier.marks(CheckpointId(1, 1)) == {"pin"}
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tier: StoredTier) -> None:
@@ -313,7 +288,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     class Dropping(MemoryBackend):
         def read_into(self, key: str, offset: int, view: memoryview) -> None:
             if key.endswith("step-00000001-a0001/commit.json"):
-                tier.delete(CheckpointId(1, 1), attempt=None)
+                tier.delete(CheckpointId(1, 1), attempt=None, known=NOTHING)
             super().read_into(key, offset, view)
 
     racing = Dropping("disk")
@@ -330,7 +305,7 @@ def test_what_is_committed_while_it_is_listed_is_whole(
     class Growing(MemoryBackend):
         scans = 0
 
-        def scan(self, prefix: str) -> Iterable[object]:  # type: ignore[override]
+        def scan(self, prefix: str) -> Iterator[StoredObject]:
             self.scans += 1
             for stored in super().scan(prefix):
                 if self.scans > 1 or not stored.key.endswith(".safetensors"):
@@ -500,13 +475,15 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
     for at in range(1, 60):
         disk._objects.clear()
         tier_on(disk).fence.create(attempt())
-        commit(tier_on(disk), 1, marks=[mark(1, "tag-best")])
+        commit(tier_on(disk), 1)
         tier_on(disk).write_latest(CheckpointId(1, 1))
         if act == "discard":
             disk.delete(f"run/step-00000001-a0001/{COMMIT_NAME}")
         taken = TakenMeanwhile(disk, at)
         calls = {
-            "delete": lambda tier: tier.delete(CheckpointId(1, 1), attempt=attempt()),
+            "delete": lambda tier: tier.delete(
+                CheckpointId(1, 1), attempt=attempt(), known=NOTHING
+            ),
             "discard": lambda tier: tier.discard(CheckpointId(1, 1), attempt=attempt()),
             "discard_unfinished": lambda tier: tier.discard_unfinished(attempt=attempt()),
         }
@@ -527,7 +504,9 @@ def test_nothing_is_deleted_where_a_newer_attempt_could_not_be_looked_for(
     commit(tier, 1)
     fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="run/attempts/*")
     with pytest.raises(UnreachableError):
-        tier_on(Faulty(disk, seed=0, plan=[fault])).delete(CheckpointId(1, 1), attempt=attempt())
+        tier_on(Faulty(disk, seed=0, plan=[fault])).delete(
+            CheckpointId(1, 1), attempt=attempt(), known=NOTHING
+        )
     assert steps(tier) == ["1@1"]
 
 
@@ -542,41 +521,22 @@ def test_a_drop_that_breaks_off_leaves_an_unfinished_folder_and_can_be_repeated(
         fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, first=broken)
         with pytest.raises(UnreachableError):
             tier_on(Faulty(disk, seed=0, plan=[fault])).delete(
-                CheckpointId(broken, 1), attempt=None
+                CheckpointId(broken, 1), attempt=None, known=NOTHING
             )
         assert steps(tier) == ([] if broken > 1 else ["1@1"])
-        tier.delete(CheckpointId(broken, 1), attempt=None)
+        tier.delete(CheckpointId(broken, 1), attempt=None, known=NOTHING)
         assert keys(disk, "step-") == []
-
-
-def test_a_pin_that_was_left_a_moment_ago_stops_a_drop(tier: StoredTier) -> None:
-    commit(tier, 1, marks=[mark(1)])
-    assert tier.delete(CheckpointId(1, 1), attempt=None) == {"pin"}
-    assert steps(tier) == ["1@1"]
-    tier.remove_mark(CheckpointId(1, 1), "pin")
-    assert tier.delete(CheckpointId(1, 1), attempt=None) == frozenset()
-    assert steps(tier) == []
-
-
-def test_a_drop_that_cannot_read_the_marks_drops_nothing(
-    tier: StoredTier, disk: MemoryBackend
-) -> None:
-    commit(tier, 1)
-    fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="*/marks/*")
-    with pytest.raises(UnreachableError):
-        tier_on(Faulty(disk, seed=0, plan=[fault])).delete(CheckpointId(1, 1), attempt=None)
-    assert steps(tier) == ["1@1"]
 
 
 def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) -> None:
     for step in (1, 2, 3):
         commit(tier, step)
         tier.write_latest(CheckpointId(step, 1))
-    tier.delete(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
+    tier.delete(CheckpointId(1, 1), attempt=None, known=NOTHING, next_latest=CheckpointId(2, 1))
     assert tier.latest.read() == CheckpointId(3, 1)
-    tier.delete(CheckpointId(3, 1), attempt=None, next_latest=CheckpointId(2, 1))
+    tier.delete(CheckpointId(3, 1), attempt=None, known=NOTHING, next_latest=CheckpointId(2, 1))
     assert tier.latest.read() == CheckpointId(2, 1)
-    tier.delete(CheckpointId(2, 1), attempt=None)
+    tier.delete(CheckpointId(2, 1), attempt=None, known=NOTHING)
     assert tier.latest.read() is None
 
 
@@ -585,8 +545,8 @@ def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) ->
     for step in (1, 2):
         commit(tier, step)
     tier.write_latest(CheckpointId(2, 1))
-    tier.delete(CheckpointId(1, 1), attempt=None)
-    tier.delete(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
+    tier.delete(CheckpointId(1, 1), attempt=None, known=NOTHING)
+    tier.delete(CheckpointId(2, 1), attempt=None, known=NOTHING, next_latest=CheckpointId(1, 1))
     assert tier.latest.read() is None
 
 
@@ -615,7 +575,7 @@ def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: St
     for step in (4, 5):
         write_image(tier, step, 2)
         tier.commit(went_on(step, 2, CheckpointId(1, 1)), attempt=attempt(2))
-        tier.delete(CheckpointId(step, 2), attempt=None)
+        tier.delete(CheckpointId(step, 2), attempt=None, known=NOTHING)
     assert steps(tier) == ["1@1"]
     assert begun(tier) == [(1, None), (2, "1@1")]
 
@@ -630,7 +590,7 @@ def test_a_commit_counts_though_how_its_attempt_began_is_not_recorded(
     commit(tier_on(Faulty(disk, seed=0, plan=plan)), 1)
     later = tier_on(disk)
     assert (steps(later), begun(later)) == (["1@1"], [])
-    later.delete(CheckpointId(1, 1), attempt=None)
+    later.delete(CheckpointId(1, 1), attempt=None, known=NOTHING)
     assert (steps(later), begun(later)) == ([], [(1, None)])
 
 
@@ -645,7 +605,7 @@ def test_a_checkpoint_stays_while_how_its_attempt_began_cannot_be_recorded(
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     commit(tier, 1)
     with pytest.raises(UnreachableError):
-        tier.delete(CheckpointId(1, 1), attempt=None)
+        tier.delete(CheckpointId(1, 1), attempt=None, known=NOTHING)
     assert steps(tier_on(disk)) == ["1@1"]
 
 
@@ -675,26 +635,6 @@ def test_a_record_that_was_written_anew_is_read_anew() -> None:
         assert isinstance(tier.list().copies[0].damage, IntegrityError)
     put(disk, key, whole)
     assert tier.list().copies[0].damage is None
-
-
-def test_a_mark_that_is_left_between_two_looks_is_not_lost() -> None:
-    """However a look at the marks ends, and whatever this process itself has marked meanwhile."""
-    disk = MemoryBackend("disk")
-    tier, other = tier_on(disk), tier_on(disk)
-    commit(tier, 1)
-    commit(tier, 2)
-    tier.list()
-    other.add_mark(mark(1, "tombstone"))
-    tier.add_mark(mark(2))  # writes over what says that marks have changed
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryBackend, "scan", _unreachable)
-        with pytest.raises(UnreachableError):
-            tier.read_marks(())
-    assert tier.read_marks(())[CheckpointId(1, 1)] == {"tombstone"}
-
-
-def _unreachable(backend: MemoryBackend, prefix: str) -> Iterator[StoredObject]:
-    raise UnreachableError("it is away")
 
 
 class ReplacedMeanwhile(Wrapper):

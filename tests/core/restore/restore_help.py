@@ -13,6 +13,7 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import CheckpointReader
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing
+from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import plan_layout
@@ -70,7 +71,7 @@ def checkpoint(
     line = Lineage(
         run="run",
         checkpoint=CheckpointId(step, attempt),
-        attempt_id=f"{attempt:032x}",
+        attempt_id=f"{attempt:016x}" * 2,
         ordinal=step,
         started_from=started_from,
     )
@@ -139,6 +140,7 @@ class Tiers:
         self.found: dict[tuple[str, CheckpointId], FoundCopy] = {}
         self.errors: dict[str, TierfallError] = {}
         self.damaged: dict[str, tuple[TierfallError, ...]] = {}
+        self.decided: dict[str, DecidedList] = {}
 
     def put(self, tier: str, made: Made, **members: Any) -> DictImage:
         """Lay a copy of its own on a tier."""
@@ -151,6 +153,11 @@ class Tiers:
         self.found[tier, id] = FoundCopy(id=id, state=state, bytes=len(made.image), **known)
         return image
 
+    def decide(self, tier: str, word: Word, made: Made) -> None:
+        """Add an entry about a checkpoint to the list of a tier."""
+        line, known = made.commit.lineage, self.decided.get(tier, DecidedList())
+        self.decided[tier] = known.adding(word, line.checkpoint, line.attempt_id)
+
     def listings(self) -> tuple[Listing, ...]:
         return tuple(
             Listing(
@@ -159,6 +166,7 @@ class Tiers:
                     copy for (tier, _), copy in sorted(self.found.items()) if tier == name
                 ),
                 damaged=self.damaged.get(name, ()),
+                decided=self.decided.get(name, DecidedList()),
             )
             if name not in self.errors
             else Listing(tier=name, error=self.errors[name])

@@ -10,6 +10,7 @@ import pytest
 from several_help import sharded
 
 from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import whole_on
 from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
@@ -68,6 +69,14 @@ def test_a_tier_lags_if_its_listing_does_on_any_rank() -> None:
     assert listing.lags
 
 
+def test_what_is_decided_in_the_list_of_any_node_is_in_the_merged_one() -> None:
+    lists = [DecidedList().adding(word, ID, "a" * 32) for word in (Word.PIN, Word.DELETED)]
+    listings = {rank: Listing(tier="nvme", decided=one) for rank, one in enumerate(lists)}
+    described = {rank: describe([one], mine=["nvme"]) for rank, one in listings.items()}
+    (listing,) = merge_ranks(carried(described), ["nvme"])
+    assert listing.decided == lists[0] | lists[1]
+
+
 def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_record() -> None:
     damage = IntegrityError("nvme: rank-00001: it is missing")
     copy = only(merged(found(part(0)), found(part(1), damage=damage)))
@@ -86,12 +95,12 @@ def test_a_tier_that_nobody_has_looked_at_is_not_taken_for_empty() -> None:
 
 
 def test_records_of_several_nodes_become_one_that_names_all_shards() -> None:
-    copy = only(merged(found(part(0), marks=frozenset({"pin"})), found(part(1), bytes=70)))
+    copy = only(merged(found(part(0), on_peers=True), found(part(1), bytes=70)))
     assert copy.commit is not None
     assert copy.commit.files == part(0).files + part(1).files
     assert copy.commit.lineage == part(0).lineage
     assert copy.bytes == 170
-    assert copy.marks == {"pin"}
+    assert copy.on_peers
     assert copy.damage is None
 
 
@@ -110,18 +119,17 @@ def test_two_records_that_name_different_files_of_one_name_are_damage() -> None:
 def test_of_two_lives_under_one_name_the_one_that_was_saved_last_is_kept() -> None:
     line = replace(part(1).lineage, attempt_id="f" * 32)
     newer = part(1, lineage=line, wall_time_s=2.0)
-    listing = merged(found(part(0), marks=frozenset({"tombstone"})), found(newer))
+    listing = merged(found(part(0), on_peers=True), found(newer))
     copy = only(listing)
     assert copy.commit == newer
-    assert copy.marks == set(), "the mark is of the other life"
+    assert not copy.on_peers, "that was the other life"
     assert ["another attempt" in str(damage) for damage in listing.damaged] == [True]
 
 
 def test_a_damaged_record_of_one_node_leaves_what_the_others_hold() -> None:
-    bad = found(None, damage=IntegrityError("commit.json: digest"), marks=frozenset({"tombstone"}))
+    bad = found(None, damage=IntegrityError("commit.json: digest"))
     listing = merged(bad, found(part(1)))
     assert only(listing).commit == part(1)
-    assert only(listing).marks == {"tombstone"}
     assert [str(damage) for damage in listing.damaged] == ["rank 0: commit.json: digest"]
 
 

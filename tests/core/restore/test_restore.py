@@ -16,6 +16,7 @@ from restore_help import (
     state_of,
 )
 
+from tierfall.core.format.decided import Word
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -114,7 +115,8 @@ def test_what_a_person_deleted_is_not_restored_though_it_lies_there_still(
     tiers = Tiers("nvme", "store")
     tiers.put("nvme", checkpoint(4))
     tiers.put("nvme", checkpoint(5))
-    tiers.put("store", checkpoint(5), marks=frozenset({"tombstone"}))
+    tiers.put("store", checkpoint(5))
+    tiers.decide("store", Word.DELETED, checkpoint(5))
     restored = tiers.restore(state)
     assert restored is not None
     assert holds(state, 4)

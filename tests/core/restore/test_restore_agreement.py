@@ -20,6 +20,7 @@ from several_help import (
 )
 
 from tierfall.core.format.catalog import Listing
+from tierfall.core.format.decided import Word
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
@@ -31,7 +32,6 @@ from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.types.errors import RestoreError, UnreachableError
-from tierfall.core.types.keys import ON_PEERS_MARK, PIN_MARK, TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId
 
 ORDER = ("host", "nvme", "store")
@@ -128,24 +128,26 @@ def few_of(ranks: list[Tiers]) -> Mapping[CheckpointId, bool]:
 
 
 @pytest.mark.parametrize(
-    ("in_memory", "marks", "counts"),
+    ("in_memory", "on_peers", "words", "counts"),
     [
-        (False, set(), True),  # nobody knows
-        (True, set(), False),
-        (True, {ON_PEERS_MARK}, True),
-        (True, {ON_PEERS_MARK, TOMBSTONE_MARK}, False),
-        (True, {ON_PEERS_MARK, TOMBSTONE_MARK, PIN_MARK}, True),
+        (False, False, (), True),  # nobody knows
+        (True, False, (), False),
+        (True, True, (), True),
+        (True, True, (Word.DELETED,), False),
+        (True, True, (Word.DELETED, Word.PIN), True),
     ],
 )
 def test_what_too_few_nodes_have_counts_if_it_may_have_been_reported(
-    in_memory: bool, marks: set[str], counts: bool
+    in_memory: bool, on_peers: bool, words: tuple[Word, ...], counts: bool
 ) -> None:
-    """Where images are in memory, that of rank 1 bears the marks."""
+    """Where images are in memory, that of rank 1 tells what was reported."""
     ranks = several(2)
     put_parts(ranks, "nvme", 5)
     if in_memory:
         ranks[0].put("host", sharded(5, 0, 2))
-        ranks[1].put("host", sharded(5, 1, 2), marks=frozenset(marks))
+        ranks[1].put("host", sharded(5, 1, 2), on_peers=on_peers)
+    for word in words:
+        ranks[1].decide("nvme", word, sharded(5, 1, 2))
     assert few_of(ranks) == {CheckpointId(5, 1): counts}
 
 
@@ -203,11 +205,11 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
 
 
 def test_a_step_that_peer_memory_had_committed_is_not_passed_over_for_a_first_start() -> None:
-    """The tier was taken out of the configuration after a loss. An image in memory bears the mark of its commit."""
+    """The tier was taken out of the configuration after a loss. An image in memory tells of its commit."""
     ranks = several(2)
     ranks[0].put("host", sharded(5, 0, 2))
     assert chosen(ranks).order == ()
-    ranks[0].put("host", sharded(5, 0, 2), marks=frozenset({ON_PEERS_MARK}))
+    ranks[0].put("host", sharded(5, 0, 2), on_peers=True)
     with pytest.raises(RestoreError, match="rank 1 of 2 is on no tier that answered"):
         chosen(ranks)
     put_shared(ranks, "store", 4)
