@@ -36,6 +36,7 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
             "restore",
             "wait_captured",
             "pin",
+            "tag",
             "delete",
             "prune",
             "drain",
@@ -50,7 +51,7 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
         for name in ("captured", "wait", "done", "add_done_callback")
     },
 }
-THE_SAME = {"maybe_save": "save", "unpin": "pin"}
+THE_SAME = {"maybe_save": "save", "unpin": "pin", "untag": "tag"}
 REPORTS = (
     tierfall.CheckpointInfo,
     tierfall.DrainReport,

@@ -37,6 +37,8 @@ CHECKPOINTER = {
     "checkpoints": "self",
     "pin": "self, step, *, attempt=None",
     "unpin": "self, step, *, attempt=None",
+    "tag": "self, step, tag, *, attempt=None",
+    "untag": "self, step, tag, *, attempt=None",
     "delete": "self, step, *, attempt=None, even_the_last=False",
     "prune": "self, *, dry_run=False",
     "drain": "self, deadline=None",

@@ -1,0 +1,125 @@
+"""``tag`` and ``untag``: of what is saved already, with and without a trainer; rules go by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_kit import Cli
+
+import tierfall
+from tests.steps import state_of, steps_on, wait_until
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+
+
+def tags(cli: Cli) -> dict[int, list[str]]:
+    """What ``ls`` shows, by step."""
+    return {c["step"]: c["tags"] for c in cli.json("ls")["checkpoints"]}
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, saved: Saved) -> Cli:
+    cli = make_cli(disk={}, far={"flush": {"every": 2}})
+    saved(cli, [1, 2])
+    return cli
+
+
+def test_a_tag_is_added_and_removed_without_a_trainer(cli: Cli) -> None:
+    answer = cli("tag", "release", "1", "2")
+    assert answer.out == "tagged 1@1 on disk\ntagged 2@1 on disk, far\n"
+    cli("tag", "good.loss", "2")
+    assert tags(cli) == {1: ["release"], 2: ["good.loss", "release"]}
+    assert "#good.loss, #release" in cli("ls").out
+    assert cli("untag", "release", "latest").out == "untagged 2@1 on disk, far\n"
+    assert tags(cli) == {1: ["release"], 2: ["good.loss"]}
+    cli("tag", "release", "2")
+    with tierfall.open(cli.config) as ckpt:
+        assert [c.tags for c in ckpt.checkpoints()] == [("release",), ("good.loss", "release")]
+
+
+def test_a_tag_of_the_save_can_be_removed_and_comes_back(make_cli: MakeCli) -> None:
+    cli = make_cli()
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), tags=["a", "b"], block=True)
+        ckpt.untag(1, "a")
+        ckpt.tag(1, "c")
+        assert ckpt.checkpoints()[0].tags == ("b", "c")
+    assert tags(cli) == {1: ["b", "c"]}
+    cli("untag", "c", "1")
+    cli("tag", "a", "1")
+    assert tags(cli) == {1: ["a", "b"]}
+
+
+def test_json_has_what_was_done(cli: Cli) -> None:
+    document = cli.json("tag", "release", "2")
+    asked = {"run": "run", "order": "tag", "step": 2, "attempt": 1, "done": ["disk", "far"]}
+    assert asked.items() <= document.items()
+    assert (document["failed"], document["left_to"], document["ok"]) == ({}, None, True)
+    several = cli.json("untag", "release", "1", "2")
+    assert [one["order"] for one in several["steps"]] == ["untag", "untag"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("tag", "no/folder", "1"), "tag: 'no/folder' is not a usable name; expected at most 200 "),
+        (("untag", "", "1"), "untag: '' is not a usable name"),
+        (("tag", "x" * 129, "1"), "tag: a tag of 129 characters is too long, 128 at most"),
+    ],
+)
+def test_a_bad_tag_is_refused(cli: Cli, tmp_path: Path, words: list[str], reason: str) -> None:
+    assert reason in cli(*words, code=2).err
+    assert cli.json(*words, code=2)["problems"]
+    with tierfall.open(cli.config) as ckpt:
+        with pytest.raises(tierfall.errors.ConfigError, match="tag"):
+            getattr(ckpt, words[0])(1, words[1])
+    assert tags(cli) == {1: [], 2: []}
+
+
+def test_a_step_that_is_not_there_is_not_tagged(cli: Cli) -> None:
+    assert "tag: step 7 is not there" in cli("tag", "release", "1", "7", code=1).err
+    assert tags(cli) == {1: [], 2: []}
+
+
+# Beside a trainer ------------------------------------------------------------------------------------
+
+
+def test_what_is_tagged_from_outside_is_kept_by_the_rule_of_a_trainer(
+    make_cli: MakeCli, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={"retain": {"last": 1, "tags": ["release"]}}, far={})
+
+    def held() -> list[str]:
+        return [id for id, copies in cli.steps().items() if "disk" in copies]
+
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        answer = cli("tag", "release", "1")
+        assert answer.out.startswith("tagged 1@1 on disk, far: the trainer (process ")
+        assert "reads that at its next commit there, and within a minute" in answer.out
+        for step in (2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        wait_until(lambda: held() == ["1@1", "3@1"], "2 has gone")
+        assert ckpt.checkpoints()[0].tags == ("release",)
+        left = cli.json("untag", "release", "1")["left_to"]
+        assert left["pid"] > 0
+        ckpt.save(4, state_of(4), block=True)
+        wait_until(lambda: held() == ["4@1"], "nothing keeps 1 any more")
+        assert steps_on(tmp_path / "far") == [1, 2, 3, 4]
+
+
+def test_a_tag_of_the_training_keeps_the_step_at_the_next_start(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={"retain": {"last": 1, "tags": True}})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.tag(1, "release")
+    saved(cli, [2, 3])
+    assert steps_on(tmp_path / "disk") == [1, 3]
+    cli("untag", "release", "1")
+    assert cli.json("prune")["decisions"][0]["verdict"] == "drop"
+    assert steps_on(tmp_path / "disk") == [3]
