@@ -73,9 +73,8 @@ def test_json_has_what_was_done(cli: Cli) -> None:
 def test_a_bad_tag_is_refused(cli: Cli, tmp_path: Path, words: list[str], reason: str) -> None:
     assert reason in cli(*words, code=2).err
     assert cli.json(*words, code=2)["problems"]
-    with tierfall.open(cli.config) as ckpt:
-        with pytest.raises(tierfall.errors.ConfigError, match="tag"):
-            getattr(ckpt, words[0])(1, words[1])
+    with tierfall.open(cli.config) as ckpt, pytest.raises(tierfall.errors.ConfigError, match="tag"):
+        getattr(ckpt, words[0])(1, words[1])
     assert tags(cli) == {1: [], 2: []}
 
 
