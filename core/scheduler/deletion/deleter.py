@@ -155,15 +155,11 @@ class Deleter:
 
     def _delete_planned(self, tier: str) -> None:
         busy = self._leaving[tier]
-        by_person = [
-            decision
-            for decision in self._planner.deleted(tier, busy)
-            if self._hooks.is_noted(decision.checkpoint, tier)
-        ]
-        ids = {decision.checkpoint for decision in by_person}
-        by_rule = (
-            self._plan(tier, busy | ids) if self._applies_rules() and self.is_due(tier) else []
-        )
+        deleted = self._planner.deleted(tier, busy)
+        by_person = [d for d in deleted if self._hooks.is_noted(d.checkpoint, tier)]
+        ids = {d.checkpoint for d in by_person}
+        others = busy | {d.checkpoint for d in deleted}
+        by_rule = self._plan(tier, others) if self._applies_rules() and self.is_due(tier) else []
         self._trusted.discard(tier)
         drops = {d.checkpoint: d.reason for d in (*by_person, *by_rule)}
         newest = self._ledger.newest_on(tier, without=drops) if drops else None

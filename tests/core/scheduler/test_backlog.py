@@ -88,9 +88,7 @@ def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
     world.fail_capture(world.begin(1, region), CaptureError("on purpose"))
     world.go_on(1.0)
     world.save_soon(2)
-    delete = Command(
-        kind=CommandKind.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, on_answer=print
-    )
+    delete = Command(kind=CommandKind.DELETE, id=CheckpointId(2, 1), on_answer=print)
     world.coordinator.post(delete)
     world.go_on(100.0)
     assert world.coordinator.backlog.late == {}

@@ -7,30 +7,31 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults import Fault, FaultKind, Faulty, Operation
-from tests.simulation.many import NODE_TIER, Many
-from tests.simulation.world import IMAGE, World, file_rules, images_of
-from tierfall.core.format.records import Mark
+from tests.memory_backend import MemoryBackend
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.world import IMAGE, World, decided_on, file_rules
+from tierfall.core.format.decided import Word
 from tierfall.core.scheduler.ledger.tasks import (
-    ChangeMark,
+    AddDecided,
     Command,
     CommandKind,
     DeleteCopy,
-    ReadMarks,
+    ReadDecided,
     Task,
 )
-from tierfall.core.types import events, keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import FlushError, StepError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.tiers.stored import StoredTier
 
 FIRST = CheckpointId(1, 1)
 Answer = list[dict[str, BaseException]]
 
 
-def give(world: World, kind: CommandKind, id: CheckpointId) -> Answer:
+def give(world: World, kind: CommandKind, id: CheckpointId, tag: str = "") -> Answer:
     """Give an order, and carry out no task yet."""
     answer: Answer = []
-    world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=id, tag=tag, on_answer=answer.append))
     world.step()
     return answer
 
@@ -42,9 +43,7 @@ def carry_out(world: World, kind: type[Task], **members: object) -> None:
         for t in world.tasks
         if isinstance(t, kind) and all(getattr(t, k) == v for k, v in members.items())
     )
-    world.tasks.remove(task)
-    world.coordinator.post(world.runner.run(task))
-    world.step()
+    world.run(task)
 
 
 def until(world: World, condition: Callable[[], bool]) -> None:
@@ -56,18 +55,30 @@ def waiting(world: World, kind: type[Task]) -> bool:
     return any(isinstance(task, kind) for task in world.tasks)
 
 
-def test_a_pin_is_not_lost_to_marks_that_were_read_before_it_was_written() -> None:
-    world = World([file_rules("nvme", retain_last=1)])
-    world.save(1)
-    world.settle()
-    world.save(2)
-    until(world, lambda: waiting(world, ReadMarks))
-    answer = give(world, CommandKind.PIN, FIRST)
-    carry_out(world, ReadMarks)  # it does not know of the pin
-    world.settle()
-    assert answer == [{}]
-    assert world.steps_on("nvme") == [1, 2]
-    assert world.stores["nvme"].marks(FIRST) == {"pin"}
+def decide(disk: MemoryBackend, word: Word, attempt_id: str, id: CheckpointId = FIRST) -> None:
+    """What a person's command does beside a living trainer."""
+    tier = StoredTier(name="disk", run="run", backend=disk)
+    tier.decided.add(tier.decided.read().next(word, id, attempt_id))
+
+
+def leave(world: World, tier: str, word: Word) -> None:
+    entry = world.coordinator.ledger.entries[FIRST]
+    assert entry.attempt_id is not None
+    decide(world.disks[tier], word, entry.attempt_id)
+
+
+def saved(*tiers: str, steps: int = 2, **rules: object) -> World:
+    world = World([file_rules(tier, **rules) for tier in tiers])  # type: ignore[arg-type]
+    for step in range(1, steps + 1):
+        world.save(step)
+        world.settle()
+    return world
+
+
+def save_three_more(world: World) -> None:
+    for step in (2, 3, 4):
+        world.save(step)
+        world.settle()
 
 
 def test_a_pin_that_comes_too_late_is_refused() -> None:
@@ -78,19 +89,36 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     world.seal(world.begin(2, region))
     world.step()
     until(world, lambda: waiting(world, DeleteCopy))
-    (failed,) = give(world, CommandKind.PIN, FIRST)
-    assert isinstance(failed["tierfall"], StepError)
-    assert "just being dropped" in str(failed["tierfall"])
+    answer = give(world, CommandKind.PIN, FIRST)
+    carry_out(world, DeleteCopy)
     world.settle()
+    assert isinstance(answer[0]["tierfall"], StepError)
+    assert "just being dropped" in str(answer[0]["tierfall"])
     assert world.steps_on("nvme") == [2]
 
 
-def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peace() -> None:
-    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
-    world.save(1)
+@pytest.mark.parametrize("by", ["trainer", "outside"])
+def test_a_pin_that_is_there_when_a_copy_is_to_be_deleted_keeps_it(by: str) -> None:
+    world = saved("nvme", steps=1, retain_last=1)
+    world.save(2)
+    until(world, lambda: waiting(world, DeleteCopy))
+    if by == "trainer":
+        answer = give(world, CommandKind.PIN, FIRST)
+        carry_out(world, AddDecided)
+        assert answer == [{}], "memory has it still"
+    else:
+        leave(world, "nvme", Word.PIN)
     world.settle()
-    for tier, name in (("nvme", "pin"), ("store", "pin"), ("store", "tombstone")):
-        world.stores[tier].add_mark(Mark(name=name, checkpoint=FIRST, wall_time_s=0.0))
+    world.save(3)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 3]
+    assert world.coordinator.ledger.entries[FIRST].pinned
+
+
+def test_a_pin_wins_over_a_deletion_until_it_is_taken_away() -> None:
+    world = saved("nvme", "store", steps=1, retain_last=1)
+    leave(world, "nvme", Word.PIN)
+    leave(world, "store", Word.DELETED)
     for step in (2, 3):
         world.save(step)
         world.settle()
@@ -124,115 +152,100 @@ def test_whoever_waits_for_a_copy_that_is_given_up_is_notified(how: str) -> None
         second.wait(timeout=0)
 
 
-# Tombstones that others left -------------------------------------------------------------------------
+def test_a_tag_is_noted_on_every_tier_and_known_to_the_next_start() -> None:
+    world = saved("nvme", "store")
+    assert [give(world, kind, FIRST, "best") for kind in (CommandKind.TAG, CommandKind.UNTAG)]
+    answer = give(world, CommandKind.TAG, FIRST, "worst")
+    world.settle()
+    assert answer == [{}]
+    lists = [decided_on([world.disks[tier]]) for tier in ("nvme", "store")]
+    assert lists[0] == lists[1]
+    for _ in range(2):
+        assert world.coordinator.ledger.entries[FIRST].tags >= {"worst"}
+        assert "best" not in world.coordinator.ledger.entries[FIRST].tags
+        world.crash()
+        world.start()
 
 
-def leave_tombstone(world: World, tier: str, id: CheckpointId = FIRST) -> None:
-    """What ``tierfall rm`` does beside a living trainer."""
-    world.stores[tier].add_mark(Mark(name="tombstone", checkpoint=id, wall_time_s=0.0))
+# Deletions -------------------------------------------------------------------------------------------
 
 
-def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> None:
-    """Room was needed on its tier, and nobody had read the marks since."""
-    world = World([file_rules("nvme", retain_last=1), file_rules("store")])
+@pytest.mark.parametrize("retained", [1, 5])
+def test_a_deletion_in_the_list_of_one_tier_holds_on_all(retained: int) -> None:
+    """Also if the copy on that tier is about to be deleted by a rule, and nobody has read the list since."""
+    world = World([file_rules("nvme", retain_last=retained), file_rules("store")])
     world.save(1)
     world.settle()
     world.save(2)
-    until(world, lambda: waiting(world, DeleteCopy))
-    leave_tombstone(world, "nvme")
+    if retained == 1:
+        until(world, lambda: waiting(world, DeleteCopy))
+    leave(world, "nvme", Word.DELETED)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [id.step for id, _ in images_of(world.memory)] == [2]
+    assert [region.image_bytes for region in world.memory.regions] == [IMAGE]
 
 
-def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> None:
-    """It must not go with the first copy: a crash before the last would bring the checkpoint back."""
-    marking = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*tombstone*", times=2
+def test_a_deletion_that_one_list_does_not_take_is_carried_out_there_too_and_noted_later() -> None:
+    fault = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*-deleted-*", times=2
     )
 
     def wrap(name: str, inner: Backend) -> Backend:
-        return Faulty(inner, seed=0, plan=[marking]) if name == "store" else inner
+        return Faulty(inner, seed=0, plan=[fault]) if name == "store" else inner
 
     world = World([file_rules("nvme"), file_rules("store")], wrap=wrap)
     for step in (1, 2):
         world.save(step)
         world.settle()
-    leave_tombstone(world, "nvme")
-    world.coordinator.deleter.plan_all_tiers()
-    rounds = 0
-    world.step()
-    while world.run_one():
-        rounds += 1
-        assert rounds < 100, "the scheduler goes round and round"
-    assert world.steps_on("nvme") == world.steps_on("store") == [1, 2]
-    assert not world.coordinator.busy()
+    leave(world, "nvme", Word.DELETED)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert world.now_s == 60.0
+    assert decided_on([world.disks["store"]]) == decided_on([world.disks["nvme"]])
 
 
-# Marks in memory, and drops that had failed ----------------------------------------------------------
-
-
-def dropped(world: World) -> list[events.Dropped]:
-    return [event for event in world.lives[-1].events if isinstance(event, events.Dropped)]
-
-
-def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_reported() -> (
+def test_a_pin_that_comes_between_the_deletion_and_the_drop_keeps_the_copy_and_is_reported() -> (
     None
 ):
-    world = World([file_rules("nvme")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+    world = saved("nvme")
     answer = give(world, CommandKind.DELETE, FIRST)
     until(world, lambda: waiting(world, DeleteCopy))
-    world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
+    leave(world, "nvme", Word.PIN)
     world.settle()
-    assert isinstance(answer[0]["nvme"], StepError)
-    assert "is pinned on nvme" in str(answer[0]["nvme"])
+    assert "is pinned" in str(answer[0]["tierfall"])
     assert world.steps_on("nvme") == [1, 2]
 
 
-# Two things at once ----------------------------------------------------------------------------------
-
-
-def work_on(world: World, tier: str) -> None:
-    """Carry out all tasks of one tier, and none of the others."""
-    while any(task.tier == tier for task in world.tasks):
-        task = next(task for task in world.tasks if task.tier == tier)
-        world.tasks.remove(task)
-        world.coordinator.post(world.runner.run(task))
-        world.step()
-
-
-def test_no_copy_goes_before_every_copy_bears_the_tombstone() -> None:
-    """A crash after the first would bring the others back, though the person was told that it is done."""
-    world = World([file_rules("nvme"), file_rules("store")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+def test_a_deletion_that_a_crash_interrupts_is_completed_by_the_next_start() -> None:
+    """The copy on the other tier would bring the checkpoint back."""
+    world = saved("nvme", "store")
     answer = give(world, CommandKind.DELETE, FIRST)
-    work_on(world, "nvme")
-    assert world.steps_on("nvme") == [1, 2]
+    while any(task.tier == "nvme" for task in world.tasks):
+        world.run(next(task for task in world.tasks if task.tier == "nvme"))
+    assert world.steps_on("nvme") == [2]
+    assert world.steps_on("store") == [1, 2]
+    assert answer == []
     world.crash()
     world.start()
     world.settle()
-    assert answer == []
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
 
 
+def test_no_copy_is_deleted_before_the_deletion_is_noted() -> None:
+    world = saved("nvme", "store")
+    give(world, CommandKind.DELETE, FIRST)
+    assert not waiting(world, DeleteCopy)
+    assert len(world.memory.regions) == 2
+    carry_out(world, AddDecided, tier="store")
+    assert [t.tier for t in world.tasks if isinstance(t, DeleteCopy)] == ["store"]
+
+
 def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
-    world = World([file_rules("nvme")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+    world = saved("nvme")
     world.coordinator.deleter.set_paused(True)
     answer = give(world, CommandKind.DELETE, FIRST)
-    world.settle()
+    world.run_all()
     assert answer == []
-    assert world.stores["nvme"].marks(FIRST) == {"tombstone"}
+    assert [entry.word for entry in decided_on([world.disks["nvme"]])] == [Word.DELETED]
     assert world.steps_on("nvme") == [1, 2]
     assert len(world.memory.regions) == 2
     world.coordinator.deleter.set_paused(False)
@@ -241,121 +254,88 @@ def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
     assert world.steps_on("nvme") == [2]
 
 
-def test_a_deletion_waits_for_what_leaves_because_of_the_checkpoint_that_it_takes() -> None:
-    """Room is made by dropping the older one, since the newer one is there: one after the other, not both at once."""
-    world = World([file_rules("nvme", capacity_bytes=int(2.5 * IMAGE))])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
+def test_a_drop_for_room_is_planned_anew_if_a_person_deletes_another_meanwhile() -> None:
+    """The older one goes because the newer one is there: not both at once. With that gone, there is room."""
+    world = saved("nvme", capacity_bytes=int(2.5 * IMAGE))
     world.save(3)
     assert waiting(world, DeleteCopy)
     answer = give(world, CommandKind.DELETE, CheckpointId(2, 1))
     assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
-    carry_out(world, ChangeMark)
+    carry_out(world, AddDecided)
     assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
     world.settle()
     assert answer == [{}]
-    assert world.steps_on("nvme") == [3]
+    assert world.steps_on("nvme") == [1, 3]
 
 
-def test_a_deletion_is_not_finished_while_a_tier_could_not_be_read() -> None:
-    """It may have a copy without the mark: with the last tombstone gone, the checkpoint would come back from there."""
-    world = World([file_rules("nvme"), file_rules("store")])
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    leave_tombstone(world, "nvme")
+def test_a_deletion_is_completed_on_a_tier_that_could_not_be_read_by_the_start_that_reads_it() -> (
+    None
+):
+    world = saved("nvme", "store")
     world.crash()
     world.start(unread=("store",))
-    world.settle()
-    assert world.steps_on("nvme") == [1, 2]
-    failed = world.order(CommandKind.DELETE, CheckpointId(1, 1))
+    failed = world.order(CommandKind.DELETE, FIRST)
     assert "could not be read when the run was opened" in str(failed["store"])
+    assert world.steps_on("nvme") == [2], "no tier waits for another"
+    assert world.steps_on("store") == [1, 2]
     world.crash()
     world.start()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
 
 
-def test_a_pin_found_in_memory_alone_is_written_to_the_tier_by_the_next_start() -> None:
-    """The tier could not be listed when the pin was requested: only memory has it, and is lost with the machine."""
+# Lists that others read and write --------------------------------------------------------------------
+
+
+def test_a_pin_of_what_memory_alone_has_is_noted_on_a_tier_before_it_is_flushed() -> None:
     world = World([file_rules("nvme", retain_last=1)])
     world.save(1)
-    world.settle()
-    world.crash()
-    world.start(unread=["nvme"])
-    assert give(world, CommandKind.PIN, FIRST) == [{}]
+    answer = give(world, CommandKind.PIN, FIRST)
+    carry_out(world, AddDecided)
+    assert answer == [{}]
     world.crash()
     world.start()
     world.settle()
-    world.crash()
-    world.memory.regions.clear()
-    world.start()
-    for step in (2, 3, 4):
-        world.save(step)
-        world.settle()
+    save_three_more(world)
     assert world.steps_on("nvme") == [1, 4]
 
 
-def unpin_from_outside(world: World, *tiers: str) -> None:
-    """A person's unpin beside the trainer, from a process that cannot write its memory."""
-    for tier in tiers:
-        world.stores[tier].remove_mark(FIRST, keys.PIN_MARK)
-
-
-def save_three_more(world: World) -> None:
-    for step in (2, 3, 4):
-        world.save(step)
-        world.settle()
-
-
-def test_an_unpin_from_outside_is_not_undone_by_the_pin_that_memory_kept() -> None:
-    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
-    world.save(1)
-    world.settle()
+def test_an_unpin_from_outside_in_the_list_of_one_tier_holds_on_all() -> None:
+    world = saved("nvme", "store", steps=1, retain_last=1)
     assert world.order(CommandKind.PIN, FIRST) == {}
-    unpin_from_outside(world, "nvme", "store")
-    for _ in range(2):  # the trainer dies before it reads the marks
+    leave(world, "nvme", Word.UNPIN)
+    for _ in range(2):  # the trainer dies before it reads the list
         world.crash()
         world.start()
         world.settle()
-    assert world.stores["nvme"].marks(FIRST) == world.stores["store"].marks(FIRST) == frozenset()
+        assert not world.coordinator.ledger.entries[FIRST].pinned
     save_three_more(world)
     assert world.steps_on("nvme") == world.steps_on("store") == [4]
 
 
-def test_a_pin_on_one_tier_holds_while_a_person_has_removed_it_from_the_other() -> None:
-    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
-    world.save(1)
-    world.settle()
-    assert world.order(CommandKind.PIN, FIRST) == {}
-    unpin_from_outside(world, "nvme")  # the other tier did not answer, and the person was told
-    world.crash()
-    world.start()
-    save_three_more(world)
-    assert world.steps_on("nvme") == world.steps_on("store") == [1, 4]
-    unpin_from_outside(world, "nvme", "store")
-    world.crash()
-    world.start()
-    world.save(5)
-    world.settle()
-    assert world.steps_on("nvme") == world.steps_on("store") == [5]
+def test_what_a_person_decides_beside_the_trainer_is_read_within_a_minute() -> None:
+    world = saved("nvme", "store")
+    began_s = world.now_s
+    leave(world, "store", Word.PIN)
+    world.settle(limit_s=61.0)
+    assert not waiting(world, ReadDecided)
+    assert world.now_s <= began_s + 61.0
+    assert world.coordinator.ledger.entries[FIRST].pinned
+    assert decided_on([world.disks["nvme"]]).names == decided_on([world.disks["store"]]).names
 
 
-def test_an_unpin_from_outside_holds_on_every_rank() -> None:
-    run = Many((0, 1), [file_rules(NODE_TIER)])
+def test_what_is_decided_on_the_disk_of_one_node_is_known_to_every_rank() -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
     for rank in run.ranks:
         rank.save(1)
     run.settle()
-    answer = run.ranks[0].order(CommandKind.PIN, FIRST)
-    run.settle()
-    assert answer == [{}]
-    for rank in run.ranks:
-        rank.stores[NODE_TIER].remove_mark(FIRST, keys.PIN_MARK)
-    for _ in range(2):
-        run.crash()
-        run.start()
-        run.settle()
-        assert not any(rank.coordinator.ledger.entries[FIRST].pinned for rank in run.ranks)
-    for disk in run.disks(NODE_TIER).values():
-        assert not [key for key in disk._objects if key.endswith(f"/{keys.PIN_MARK}")]
+    attempt_id = run.ranks[1].coordinator.ledger.entries[FIRST].attempt_id
+    assert attempt_id is not None
+    last = run.ranks[1].stores[NODE_TIER].decided
+    for word in (Word.PIN, Word.UNPIN):
+        last.add(last.known.next(word, FIRST, attempt_id))
+        run.settle(limit_s=61.0)
+        pinned = [rank.coordinator.ledger.entries[FIRST].pinned for rank in run.ranks]
+        assert pinned == [word is Word.PIN] * 2
+    disks = [*run.disks(NODE_TIER).values(), *run.disks(SHARED_TIER).values()]
+    assert {decided_on([disk]) for disk in disks} == {decided_on(disks)}

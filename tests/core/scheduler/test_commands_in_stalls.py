@@ -27,7 +27,7 @@ def until_end_is_open(world: World) -> None:
 
 def give(world: World, kind: CommandKind) -> list[dict[str, BaseException]]:
     answer: list[dict[str, BaseException]] = []
-    world.coordinator.post(Command(kind=kind, id=FIRST, wall_time_s=0.0, on_answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=FIRST, on_answer=answer.append))
     world.step()
     return answer
 

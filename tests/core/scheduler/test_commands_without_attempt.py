@@ -17,7 +17,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
     world.settle()
-    world.stores["store"].delete(ID, attempt=None)
+    world.stores["store"].delete(ID, attempt=None, known=None)
     world.save(2)
     world.crash()
     monkeypatch.setattr(Coordinator, "start", Coordinator.start_for_commands)

@@ -35,11 +35,10 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
         Command(
             kind=CommandKind.DELETE,
             id=CheckpointId(1, 1),
-            wall_time_s=0.0,
             on_answer=lambda failed: None,
         )
     )
-    world.step()  # its tombstones are on their way, and the far one takes long
+    world.step()  # its entries are on their way, and the far one takes long
     full = True
     world.save(3)
     opened = 0
@@ -58,7 +57,7 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
     assert world.steps_on("store") == [2, 3]
 
 
-def test_a_tier_whose_marks_hang_keeps_no_copy_from_another_tier() -> None:
+def test_a_tier_whose_list_hangs_keeps_no_copy_from_another_tier() -> None:
     world = World([file_rules("disk"), file_rules("slow")], memory_images=4)
     world.save(1)
     while world.steps_on("disk") != [1]:
@@ -68,9 +67,7 @@ def test_a_tier_whose_marks_hang_keeps_no_copy_from_another_tier() -> None:
         world.step()
     for kind in (CommandKind.PIN, CommandKind.UNPIN):
         world.coordinator.post(
-            Command(
-                kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, on_answer=lambda failed: None
-            )
+            Command(kind=kind, id=CheckpointId(1, 1), on_answer=lambda failed: None)
         )
     world.step()
     for step in (2, 3):

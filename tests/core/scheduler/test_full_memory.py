@@ -50,7 +50,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
         region, _ = world.ask_for_region(step, records_bytes=RECORDS)
         world.seal(world.begin(step, region))
     id = CheckpointId(pinned, 1)
-    pin = Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, on_answer=lambda failed: None)
+    pin = Command(kind=CommandKind.PIN, id=id, on_answer=lambda failed: None)
     world.coordinator.post(pin)
     answer = world.ask_for_region(5, image_bytes=image_bytes, records_bytes=records_bytes)
     lost = [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]

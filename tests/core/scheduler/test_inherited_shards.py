@@ -8,8 +8,7 @@ from tests.core.scheduler.test_commits import failing, folder_is_empty, talk, wo
 from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import image_of
-from tests.simulation.world import marks_in
-from tierfall.core.format.records import Mark
+from tierfall.core.format.decided import Word
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import StorageFullError, UnreachableError
@@ -21,15 +20,15 @@ ONE = CheckpointId(1, 1)
 def killed_with_all_in_memory(
     places: list[list[int]], node_of: tuple[int, ...], tiers: str = "both", *, pinned: bool = False
 ) -> Many:
-    """All ranks have sealed step 1, and perhaps pinned it, and are killed; at the next start each finds the images of
-    those ranks."""
+    """All ranks have sealed step 1, which a person may have pinned, and are killed; at the next start each finds the
+    images of those ranks."""
     run = world(node_of, tiers)
     for rank in run.ranks:
         rank.save(1)
     talk(run)
-    for rank in run.ranks if pinned else ():
-        mark = Mark(name=keys.PIN_MARK, checkpoint=ONE, wall_time_s=0.0)
-        rank.memory.regions[0].add_mark(mark.encode())
+    if pinned:
+        folder, attempt_id = run.ranks[-1].stores[NODE_TIER].decided, run.ranks[-1].attempt.id
+        folder.add(folder.known.next(Word.PIN, ONE, attempt_id))
     run.crash()
     regions = {rank.number: list(rank.memory.regions) for rank in run.ranks}
     for rank, there in zip(run.ranks, places, strict=True):
@@ -113,19 +112,12 @@ def test_no_rank_waits_to_flush_what_only_a_tier_has_whole_that_another_rank_can
 
 
 @pytest.mark.parametrize("places", [[[1], [0]], [[0, 1], []], [[], [0, 1]]])
-def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) -> None:
+def test_a_deletion_reaches_every_part_in_memory(places: list[list[int]]) -> None:
     run = killed_with_all_in_memory(places, (0, 1))
     run.settle()
-    pinned = run.ranks[0].order(CommandKind.PIN, ONE)
+    answer = run.ranks[0].order(CommandKind.DELETE, ONE)
     run.settle()
-    assert pinned == [{}]
-    parts = [region for rank in run.ranks for region in rank.memory.regions]
-    assert [marks_in(region) for region in parts] == [{keys.PIN_MARK}] * 2
-    for answer in (
-        run.ranks[0].order(kind, ONE) for kind in (CommandKind.UNPIN, CommandKind.DELETE)
-    ):
-        run.settle()
-        assert answer == [{}]
+    assert answer == [{}]
     assert not any(rank.memory.regions for rank in run.ranks)
     assert folder_is_empty(run, NODE_TIER)
     assert folder_is_empty(run, SHARED_TIER)
@@ -146,7 +138,7 @@ def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_dur
     run = killed_with_all_in_memory([[0, 1], []], (0, 0), SHARED_TIER)
     trouble = run.ranks[0].troubles[SHARED_TIER]
     pinned = run.ranks[0].order(CommandKind.PIN, ONE)
-    trouble.strike(failing(Operation.WRITE, StorageFullError))
+    trouble.strike(failing(Operation.WRITE, StorageFullError, "*.safetensors"))
     run.settle()
     assert pinned == [{}]
     trouble.stop()

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 from tests.core.scheduler.test_damaged_entries import CODECS, FIRST, damage, saved, state
-from tests.simulation.world import World, file_rules
+from tests.simulation.world import World, decided_on, file_rules
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.copies.verify import CopyVerifier, Damage
-from tierfall.core.types import keys
 from tierfall.core.types.values import Codec, CopyState
 
 IMAGE = "*.safetensors*"
@@ -44,13 +43,13 @@ def nvme_alone(codec: Codec) -> tuple[World, Misreading]:
     return world, nvme
 
 
-def marks(world: World) -> list[str]:
-    return [key for key in world.disks["nvme"]._objects if f"/{keys.MARKS_FOLDER}/" in key]
+def is_noted(world: World) -> bool:
+    return decided_on([world.disks["nvme"]]).damage(FIRST, None) is not None
 
 
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_source_that_is_misread_once_is_flushed_from_and_not_marked(
+def test_a_source_that_is_misread_once_is_flushed_from_and_not_reported(
     codec: Codec, files: str
 ) -> None:
     world, nvme = nvme_alone(codec)
@@ -61,7 +60,7 @@ def test_a_source_that_is_misread_once_is_flushed_from_and_not_marked(
     assert state(world, "pfs") is CopyState.COMMITTED
     world.check("pfs")
     assert damage(world, "nvme") is None
-    assert not marks(world)
+    assert not is_noted(world)
 
 
 @pytest.mark.parametrize("files", FILES)
@@ -95,4 +94,4 @@ def test_a_copy_whose_second_read_is_wrong_too_is_damaged(codec: Codec) -> None:
     nvme.files, nvme.times = IMAGE, 2
     world.settle()
     assert damage(world, "nvme") is not None
-    assert marks(world), "the next start has to know it, too"
+    assert is_noted(world), "the next start has to know it, too"

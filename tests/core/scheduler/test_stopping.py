@@ -52,7 +52,6 @@ def test_what_is_asked_before_and_after_is_answered() -> None:
             Command(
                 kind=CommandKind.DELETE,
                 id=CheckpointId(1, 1),
-                wall_time_s=0.0,
                 on_answer=lambda failed: answers.append(failed),
             )
         )

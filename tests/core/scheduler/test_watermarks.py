@@ -71,7 +71,7 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
         world.disks["nvme"].delete(key)
     world.crash()
     world.start()
-    world.coordinator.ledger.set_knows_good()
+    world.coordinator.begin_anew()
     assert world.steps_on("nvme") == []
     owed = {(id.step, tier) for id, tier in world.coordinator.owed_copies()}
     assert owed == {(1, "nvme"), (2, "nvme")}
