@@ -97,7 +97,7 @@ def test_a_pickle_is_never_unpickled(
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    for name in ("data.pkl", ".metadata", "__0_0.distcp", "optimizer.pt", f"marks/{IMAGE}"):
+    for name in ("data.pkl", ".metadata", "__0_0.distcp", "optimizer.pt", f"deep/{IMAGE}"):
         (newest / name).parent.mkdir(exist_ok=True)
         (newest / name).write_bytes(bomb)
     assert step_in(tierfall.load(newest)) == 2
