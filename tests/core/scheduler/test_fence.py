@@ -139,8 +139,10 @@ def disk_of(world: World, tier: str = "nvme") -> dict[str, bytes]:
 
 
 def is_at_rest(world: World) -> bool:
-    """Nothing is under way, and nothing is to be tried again."""
-    return world.step() is None and not world.coordinator.busy() and not world.tasks
+    """Nothing is under way, and nothing is tried again."""
+    done = len(world.trace)
+    world.settle(limit_s=200.0)
+    return len(world.trace) == done and not world.coordinator.busy()
 
 
 def test_what_looks_unfinished_is_not_collected() -> None:
