@@ -24,17 +24,18 @@ from tests.simulation.world import (
     CommitReader,
     World,
     abandoned,
+    decided_on,
     file_rules,
     flip_bit,
     image_key,
-    marks_in,
     read_image,
     start_in,
 )
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Mark
+from tierfall.core.format.records import Commit
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, DeleteCopy, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
@@ -93,10 +94,10 @@ class Asked:
 
 @dataclass
 class Held:
-    """What lies on one disk, or in memory, as a look at the bytes finds it."""
+    """What lies on one disk, or in memory, as a look at the bytes finds it, and what is decided by the disk's list."""
 
     commits: dict[CheckpointId, Commit] = field(default_factory=dict)
-    marks: dict[CheckpointId, set[str]] = field(default_factory=dict)
+    decided: DecidedList = field(default_factory=DecidedList)
 
 
 class History:
@@ -182,7 +183,7 @@ class History:
             (2, self.pin),
             (1, self.unpin),
             (1, self.delete),
-            (1, self.mark_from_outside),
+            (1, self.decide_from_outside),
             (1, self.fail_capture),
             (1, self.crash),
             (1, self.go_back_in_process),
@@ -267,10 +268,10 @@ class History:
             answer.append(failed)
             self.unpinning[id] -= kind is CommandKind.UNPIN
             if kind is CommandKind.PIN and not failed and number == self.unpins[id]:
-                self.pinned[id] = self._marked(keys.PIN_MARK, id)
+                self.pinned[id] = {t for t, held in self.look().items() if id in held.commits}
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
-        self.world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=tell))
+        self.world.coordinator.post(Command(kind=kind, id=id, on_answer=tell))
         self.world.step()
         return answer
 
@@ -295,23 +296,24 @@ class History:
             self.deleted.add(id)
             self._order(CommandKind.DELETE, id)
 
-    def mark_from_outside(self) -> None:
-        """A command line beside the trainer leaves a mark."""
+    def decide_from_outside(self) -> None:
+        """A command line beside the trainer adds to the list of a tier."""
         tier = self.draw.choice(sorted(self.world.disks))
         held = self.look()[tier].commits
         if not held:
             return
         id = self.draw.choice(sorted(held))
-        name = self.draw.choice((keys.PIN_MARK, keys.TOMBSTONE_MARK))
-        if name == keys.TOMBSTONE_MARK:
+        word = self.draw.choice((Word.PIN, Word.DELETED))
+        if word is Word.DELETED:
             if id in self.pinned:
                 return  # a command line refuses to delete what is pinned
             self.deleted.add(id)
             self.buried.add(id)
         elif id not in self.deleted and not self.unpinning[id] and not self._is_rotten(id):
             self.pinned.setdefault(id, set()).add(tier)
-        self.log.append(f"{name} of {id} on {tier} from outside")
-        self._clean(tier).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
+        self.log.append(f"{word} of {id} on {tier} from outside")
+        entry = self._decided(self.look()).next(word, id, held[id].lineage.attempt_id)
+        self._clean(tier).decided.add(entry)
 
     def crash(self) -> None:
         self.begin_anew(calm=self.draw.random() < 0.7)
@@ -333,8 +335,17 @@ class History:
         self.world.start()
         for weather in self.weathers:
             weather.bad = True
+        self._forget_pins_of_memory()
         self._go_on_from(self._choose_restore())
         self.world.step()
+
+    def _forget_pins_of_memory(self) -> None:
+        """The pin of an image that is only in memory is in the lists of the tiers: it holds for a start that can read
+        one of them."""
+        known = self.world.coordinator.ledger.decided
+        for id in [id for id, tiers in self.pinned.items() if tiers == {"host"}]:
+            if not known.is_pinned(id, None):
+                del self.pinned[id]
 
     def purge(self) -> None:
         """While no trainer lives a tier loses an image; its commit record stays. A tier that survives as much has
@@ -399,7 +410,7 @@ class History:
 
     def _choose_restore(self) -> CheckpointId | None:
         known = self._known(self._seen())
-        fit = sorted(id for id in known if id not in self._tombstoned(self.look()))
+        fit = sorted(id for id in known if id not in self._deleted(self.look()))
         live = [id for id in fit if id not in self._abandoned(known)]
         if not live:
             return None
@@ -458,14 +469,13 @@ class History:
         found = {tier: self._look_at(tier, disk) for tier, disk in self.world.disks.items()}
         for tier, weather in zip(self.world.disks, self.weathers, strict=True):
             for key in weather.unsynced & self.world.disks[tier]._objects.keys():
-                if (id := self._id_of(key)) is not None and "/marks/" not in key:
+                if (id := self._id_of(key)) is not None:
                     found[tier].commits.pop(id, None)
         memory = found.setdefault("host", Held())
         for region in self.world.memory.regions:
             if region.sealed:
                 commit = self._read(region.commit())
                 memory.commits[commit.lineage.checkpoint] = commit
-                memory.marks[commit.lineage.checkpoint] = set(marks_in(region))
         return found
 
     def _id_of(self, key: str) -> CheckpointId | None:
@@ -473,7 +483,7 @@ class History:
         return keys.parse_step_folder(key.removeprefix("run/").partition("/")[0])
 
     def _look_at(self, tier: str, disk: MemoryBackend) -> Held:
-        held = Held()
+        held = Held(decided=decided_on([disk]))
         for key, data in disk._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
             if (began := start_in(key)) is not None:
@@ -483,8 +493,6 @@ class History:
             id = keys.parse_step_folder(folder)
             if id is not None and rest == keys.COMMIT_NAME:
                 held.commits[id] = self._read(data)
-            elif id is not None and rest.startswith(keys.MARKS_FOLDER):
-                held.marks.setdefault(id, set()).add(rest.partition("/")[2])
         for id in [id for where, id in self.purged if where == tier]:
             commit = held.commits.get(id)
             file = None if commit is None else image_file(commit, SHARD)
@@ -526,23 +534,20 @@ class History:
     def _abandoned(self, known: dict[CheckpointId, Commit]) -> set[CheckpointId]:
         return abandoned(known, self._starts)
 
-    def _marked(self, mark: str, id: CheckpointId) -> set[str]:
-        return {
-            tier
-            for tier, held in self.look().items()
-            if id in held.commits and mark in held.marks.get(id, ())
-        }
+    def _decided(self, now: dict[str, Held]) -> DecidedList:
+        entries: set[Decided] = set()
+        return DecidedList(entries.union(*(held.decided.entries for held in now.values())))
 
-    def _tombstoned(self, now: dict[str, Held]) -> set[CheckpointId]:
-        return self._marked_deleted(now) | self.deleted
+    def _deleted(self, now: dict[str, Held]) -> set[CheckpointId]:
+        """What a person has deleted, here or by a command line, pinned or not."""
+        return self._noted_deleted(now) | self.deleted
 
-    def _marked_deleted(self, now: dict[str, Held]) -> set[CheckpointId]:
-        return {
-            id
-            for held in now.values()
-            for id, marks in held.marks.items()
-            if keys.TOMBSTONE_MARK in marks
-        }
+    def _noted_deleted(self, now: dict[str, Held]) -> set[CheckpointId]:
+        return {e.checkpoint for e in self._decided(now) if e.word is Word.DELETED}
+
+    def _pinned(self, now: dict[str, Held]) -> set[CheckpointId]:
+        decided = self._decided(now)
+        return {id for id in decided.checkpoints if decided.is_pinned(id, None)}
 
     # What must hold ----------------------------------------------------------------------------------
 
@@ -604,7 +609,7 @@ class History:
         """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
         deleted it or the run went back behind it."""
         left = self._abandoned(self._known(self.before) | self._known(now))
-        deleted = self._tombstoned(now)
+        deleted = self._deleted(now)
         for lost in LOSS_CLASSES:
             had = self._durable(self.before, lost) - left - deleted
             had = {id for id in had if not self._is_taken_twice(id)}  # which one counts may change
@@ -653,12 +658,12 @@ class History:
         ):
             return
         again = any(task is seen for seen in self.seen_drops)
-        if again or self.world.coordinator._commands._unread:
+        if again or self.world.coordinator._decisions._unread:
             return  # what lies where it could not look, it cannot count
         self.seen_drops.append(task)
         now = self.look()
         left = self._abandoned(self._known(now))
-        # a mark from outside may not have been read yet: what bears one counts
+        # what was decided from outside may not have been read yet: what it is about counts
         held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
         # what nobody has read yet takes up a place
         held |= {id: c for (t, id), (_, c) in self.rotten.items() if t == task.tier}
@@ -702,7 +707,7 @@ class History:
         commit = self.before["host"].commits[id]
         if id in self._abandoned(known | {id: commit}):
             return
-        newer = {i for i in set(known) - self._abandoned(known) - self._tombstoned(now) if i > id}
+        newer = {i for i in set(known) - self._abandoned(known) - self._deleted(now) if i > id}
         assert newer & set(now["host"].commits), f"{id} was the newest in memory"
         for rules in self.world.rules[1:]:
             if commit.lineage.ordinal % rules.flush_every or rules.name not in self.world.stores:
@@ -721,17 +726,12 @@ class History:
         world, coordinator = self.world, self.world.coordinator
         now = self.look()
         assert not coordinator.busy(), "the coordinator is still busy"
-        pinned = {
-            id
-            for held in now.values()
-            for id, marks in held.marks.items()
-            if keys.PIN_MARK in marks
-        }
+        pinned = self._pinned(now)
         left_undone = coordinator.owed_copies()
         for id, tier in left_undone:
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
             assert not free, f"{id} is still owed to {tier}, which has room"
-        unread = coordinator._commands._unread  # what lies there is for the next start to see
+        unread = set(coordinator._decisions._unread)  # what lies there is for the next start to see
         for tier, disk in world.disks.items():
             for key in disk._objects:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
@@ -740,27 +740,13 @@ class History:
                 known |= (tier, id) in self._bad() or (tier, key) in self.left_by_zombies
                 known |= (id, tier) in left_undone  # it is written over once there is room
                 assert known, f"{tier}: {key} is a leftover"
-            for id, marks in now[tier].marks.items():
-                if keys.TOMBSTONE_MARK in marks:
-                    # what a start could not see, it cannot know: check_ledger_is_true follows
-                    entry = coordinator.ledger.entries.get(id)
-                    unseen = entry is None or not entry.readable_on(tier)
-                    # it waits for a start that can read every tier
-                    postponed = bool(unread) and id in coordinator.deleter.awaited
-                    kept = unseen or postponed or id in pinned | set(self.pinned)
-                    kept |= coordinator.fenced is not None  # another start has its number
-                    assert kept, f"{id} should be deleted on {tier}"
-            for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
+            gone = self._noted_deleted({t: now[t] for t in now.keys() - unread}) | self.buried
+            for id in set(now[tier].commits) & gone - pinned - set(self.pinned):
                 entry = coordinator.ledger.entries.get(id)
-                unseen = entry is None or not entry.readable_on(tier)
-                postponed = bool(unread) and id in coordinator.deleter.awaited
-                # the mark may lie beside a record that this start read as damaged: the next one sees it
-                postponed |= entry is not None and not any(
-                    keys.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)
-                    for other, held in now.items()
-                )
-                postponed |= coordinator.fenced is not None
-                assert unseen or postponed, f"{id} was deleted from outside, and is still on {tier}"
+                unseen = entry is None or not entry.readable_on(tier) or tier in unread
+                # another start has its number, or the list that says so could not be read
+                postponed = coordinator.fenced is not None or bool(unread)
+                assert unseen or postponed, f"{id} was deleted, and is still on {tier}"
             latest = self._clean(tier).latest.read()
             there = latest in now[tier].commits or (tier, latest) in self._bad()
             assert latest is None or there, f"{tier}: latest names {latest}"
@@ -769,8 +755,7 @@ class History:
             messages = handle.outcome is not SaveOutcome.PENDING
             assert messages or id in owed, f"whoever waits for {id} waits for ever"
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
-        kept &= self._marked_deleted({tier: now[tier] for tier in now.keys() - unread})
-        kept -= coordinator.deleter.awaited if unread else set()
+        kept &= self._noted_deleted({tier: now[tier] for tier in now.keys() - unread})
         kept -= kept if coordinator.fenced is not None else set()
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
@@ -799,7 +784,7 @@ class History:
 
     def _check_flushed(self, now: dict[str, Held]) -> None:
         """What an earlier start left in memory has come to every tier that is owed it."""
-        gone = self._abandoned(self._known(now)) | self._marked_deleted(now)
+        gone = self._abandoned(self._known(now)) | self._noted_deleted(now)
         gone |= {id for id in now["host"].commits if self._is_taken_twice(id)}
         for rules in self.world.rules[1:]:
             there = set(now[rules.name].commits) - gone

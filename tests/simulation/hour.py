@@ -295,7 +295,7 @@ class Hour(History):
         safe = (
             self._durable(self.before, lost)
             - self._abandoned(known)
-            - self._tombstoned(self.before)
+            - self._deleted(self.before)
         )
         self._under_way.clear()
         self.before = self.look()
@@ -350,7 +350,7 @@ class Hour(History):
             assert known == attempt.id or both_blind, f"{tier} has another attempt {attempt.number}"
 
     def _unread(self) -> frozenset[str]:
-        return self.world.coordinator._commands._unread
+        return frozenset(self.world.coordinator._decisions._unread)
 
     def _unmount(self) -> None:
         """A tier's file system is unmounted, and mounted again after a while; the process may end meanwhile."""
@@ -460,7 +460,7 @@ class Hour(History):
     def check_mended(self, was_set_aside: list[SetAside]) -> None:
         """The next start brings what can be written now, where neither a rule nor want of room keeps it off."""
         now = self.look()
-        gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        gone = self._abandoned(self._known(now)) | self._deleted(now)
         owed = {(event.tier, event.id) for event in was_set_aside}
         for event in was_set_aside:
             rules = self.world.coordinator.ledger.view().tier(event.tier)
@@ -500,7 +500,7 @@ class Hour(History):
 
     def _person(self) -> None:
         self.draw.choices(
-            (self.pin, self.unpin, self.delete, self.mark_from_outside), (3, 2, 1, 1)
+            (self.pin, self.unpin, self.delete, self.decide_from_outside), (3, 2, 1, 1)
         )[0]()
 
     def settle(self) -> None:

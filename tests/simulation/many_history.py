@@ -212,7 +212,7 @@ class ManyHistory:
             (1, self.recover),
             (1, self.fail_capture),
             (1, self.skip),
-            *(((2, self.person.order), (1, self.person.leave_mark)) if self.has_person else ()),
+            *(((2, self.person.order), (1, self.person.decide_beside)) if self.has_person else ()),
         ]
         weights = [weight for weight, _ in actions]
         for action in self.draw.choices([action for _, action in actions], weights, k=events):

@@ -19,7 +19,7 @@ from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.tries import check_tries
 from tests.simulation.world import IMAGE
-from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, OpenShard, ReadMarks, Task
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, OpenShard, ReadDecided, Task
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
 
@@ -81,7 +81,7 @@ class ManyHour(ManyHistory):
         clock.now_and_then(self.fail_capture, 0.5 * seconds)
         if self.has_person:
             clock.now_and_then(self.person.order, 0.2 * seconds)
-            clock.now_and_then(self.person.leave_mark, 0.4 * seconds)
+            clock.now_and_then(self.person.decide_beside, 0.4 * seconds)
         draw = self.faults.draw
         events = (self._unmount, self.faults.fail_syncs, self.faults.replace_next_folder)
         for event in events if self.storage else ():
@@ -140,7 +140,7 @@ class ManyHour(ManyHistory):
     def _done(self, rank: Rank, task: Task) -> None:
         if self._under_way.pop(id(task), None) is not None:  # else the process that had it is dead
             rank.run(task)
-            self._is_changed |= not isinstance(task, OpenShard | CopyRun | ReadMarks)
+            self._is_changed |= not isinstance(task, OpenShard | CopyRun | ReadDecided)
 
     def check(self) -> None:
         """Look, where something was changed that is looked at."""

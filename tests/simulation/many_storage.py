@@ -82,7 +82,6 @@ class Damage:
             id
             for node, disk in self.world.disks(tier).items()
             for key in self.world.unsynced(tier, node).keys & disk._objects.keys()
-            if "/marks/" not in key  # no copy needs those
             if (id := id_of(key)) is not None
         }
 

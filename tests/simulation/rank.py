@@ -26,6 +26,7 @@ from tests.simulation.world import (
     found_in,
     images_of,
     packing,
+    reads_anew,
 )
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.handle import SaveHandle
@@ -40,7 +41,7 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
-from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.catalog import FoundCopy, Listing, decided_in, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
 from tierfall.core.ranks.message_tree import (
@@ -183,12 +184,14 @@ class Rank:
         trouble = self.troubles[tier]
         trouble.strike(())
         trouble.opened()
-        return StoredTier(
-            name=tier,
-            run="run",
-            backend=trouble,
-            packing=packing(self.world.codecs.get(tier)),
-            set_identity_check=trouble.set_identity_check,
+        return reads_anew(
+            StoredTier(
+                name=tier,
+                run="run",
+                backend=trouble,
+                packing=packing(self.world.codecs.get(tier)),
+                set_identity_check=trouble.set_identity_check,
+            )
         )
 
     def go_without(self, tiers: Mapping[str, TierfallError]) -> None:
@@ -218,7 +221,7 @@ class Rank:
             tiers=self.described(),
             unlisted=unlisted(self.listings, self.reporters()),
             nothing=all(x.error is None for x in self.listings)
-            and all(known.tombstoned for known in merge(self.listings)),
+            and all(known.deleted for known in merge(self.listings)),
         )
 
     def described(self) -> dict[str, TierMessage]:
@@ -308,13 +311,12 @@ class Rank:
             shard=self.shard,
             scattered=start.scattered,
             on_few_nodes=start.on_few_nodes,
-            deleted=start.deleted,
+            decided=decided_in(held),
         )
         ledger.load(merge(held), held)
         ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.wall_s)
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.commits)
-        ledger.note_marks(start.marks)
         note_overtaken(ledger, start.overtaken)
         attempt = self.attempt
         self.runner = TaskRunner(
@@ -339,6 +341,7 @@ class Rank:
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
             unread=[x.tier for x in listings if x.error is not None],
+            decided={x.tier: x.decided for x in listings},
             notify=life.events.append,
             leftovers=self.inheritance,
         )
@@ -505,7 +508,7 @@ class Rank:
     def order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
         """Give an order; its answer is appended once there is one."""
         answer: list[dict[str, BaseException]] = []
-        order = Command(kind=kind, id=id, wall_time_s=self.world.now_s, on_answer=answer.append)
+        order = Command(kind=kind, id=id, on_answer=answer.append)
         self.coordinator.post(order)
         self.step()
         return answer

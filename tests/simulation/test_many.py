@@ -35,7 +35,7 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
         "pin",
         "unpin",
         "delete",
-        "mark",
+        "beside",
     )
     rare = {what for what in common if not seen[what]}
     assert not rare, f"{rare} never came about: too little happens for a test of it"

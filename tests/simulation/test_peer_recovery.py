@@ -15,7 +15,7 @@ from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFailedError
 from tests.simulation.world import FakeRegion, commit_in_memory, file_rules
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.format.records import parse_mark
+from tierfall.core.capture.snapshot import ON_PEERS
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import (
@@ -24,7 +24,6 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
@@ -300,19 +299,19 @@ def test_an_image_in_memory_says_once_that_peer_memory_has_it_before_a_handle_do
     for _ in range(2):
         world.replace([0])
         (region,) = world.ranks[0].memory.regions
-        assert marks([region]) == [(CheckpointId(2, 1), [ON_PEERS_MARK])]
+        assert marks([region]) == [(CheckpointId(2, 1), [ON_PEERS])]
         world.settle(after_each=world.watch.look)
     for rank in world.ranks:
         newest = max(marks(rank.memory.regions))
-        assert newest == (CheckpointId(2, 1), [ON_PEERS_MARK])
+        assert newest == (CheckpointId(2, 1), [ON_PEERS])
 
 
-def marks(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, list[str]]]:
-    """The checkpoints of sealed images, and the names of their marks."""
+def marks(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, list[bytes]]]:
+    """The checkpoints of sealed images, and their marks."""
     return [
         (
             commit_in_memory(region.commit()).lineage.checkpoint,
-            [parse_mark(mark, what="mark").name for mark in region.marks()],
+            list(region.marks()),
         )
         for region in regions
         if region.sealed

@@ -13,23 +13,23 @@ from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import Image, check_digest
 from tierfall.core.format import catalog
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Manifest
 from tierfall.core.scheduler import executor
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.deletion import deleter
+from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.entry import CopyFailures
-from tierfall.core.types.values import CopyState
+from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
+from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
-from tierfall.policies import cadence, eviction, protection
+from tierfall.policies import cadence, protection
 from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.tiers import stored
 from tierfall.tiers.attempts import Fence
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.listing import TierCatalog
+from tierfall.tiers.stored import StoredTier
 
 SEEDS = 60
 """How many hours may pass until a bug is found. ``first`` is the seed that found it last."""
@@ -58,18 +58,26 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
-    """Neither the policies nor the worker that takes a copy apart know of pins."""
-    real = protection.reason_to_keep
+    """What is decided by a pin does not reach the policies."""
+    real = LedgerEntry.decide
 
-    def reason_to_keep(*arguments: Any) -> str | None:
-        reason = real(*arguments)
-        return None if reason == "pinned" else reason
+    def decide(entry: LedgerEntry, decided: DecidedList) -> None:
+        real(entry, decided)
+        entry.pinned = False
 
-    for module in (protection, eviction):
-        patch.setattr(module, "reason_to_keep", reason_to_keep)
-    patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
-    for module in (deleter, stored):
-        patch.setattr(module, "prevents_deletion", lambda marks, *, tombstoned: False)
+    patch.setattr(LedgerEntry, "decide", decide)
+
+
+def delete_by_what_was_known(patch: pytest.MonkeyPatch) -> None:
+    """The worker that deletes a copy does not look whether the tier's list has more than was known."""
+
+    def delete(store: StoredTier, id: CheckpointId, **more: Any) -> DecidedList | None:
+        if more["known"] is not None:
+            more["known"] = store.decided.read()
+        return real(store, id, **more)
+
+    real = StoredTier.delete
+    patch.setattr(StoredTier, "delete", delete)
 
 
 def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
@@ -108,9 +116,8 @@ def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
 
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
-    patch.setattr(deleter.Deleter, "plans", True)
-    patch.setattr(Coordinator, "read_marks", Coordinator.dispatch)
-    patch.setattr(Coordinator, "read_marks_first", lambda self, task: False)
+    patch.setattr(Deleter, "plan_tier", lambda self, tier: self._due.add(tier))
+    patch.setattr(Deleter, "_applies_rules", lambda self: not self.rules_are_suspended)
     patch.setattr(Commits, "on_deleted", lambda self, task: None)
 
 
@@ -209,6 +216,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
     [
         (evict_before_the_successors_commit, run_hour, 5),
         (forget_a_pin, run_hour, 0),
+        (delete_by_what_was_known, run_hour, 0),
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),
         (believe_the_commit_record, run_hour, 2),

@@ -19,6 +19,7 @@ from tests.simulation.wants import metrics_of, tags_of
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import (
+    ON_PEERS,
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
@@ -27,8 +28,9 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
-from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
+from tierfall.core.format.catalog import FoundCopy, Listing, decided_in, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced, sha256
 from tierfall.core.format.records import (
     Attempt,
@@ -39,8 +41,6 @@ from tierfall.core.format.records import (
     NamedFile,
     parse_commit,
     parse_manifest,
-    parse_mark,
-    parse_memory_marks,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -237,18 +237,23 @@ def found_in(region: FakeRegion) -> FoundCopy:
         state=CopyState.SEALED,
         bytes=IMAGE,
         commit=commit,
-        marks=marks_in(region),
-        pin_written_to=parse_memory_marks(region.marks(), what="memory").pin_written_to,
+        on_peers=ON_PEERS in region.marks(),
     )
 
 
-def marks_in(region: FakeRegion) -> frozenset[str]:
-    """The marks of an image in memory: a pin, unless it was taken away again, and any others."""
-    marks: set[str] = set()
-    for data in region.marks():
-        name = parse_mark(data, what="memory").name
-        marks = marks - {keys.PIN_MARK} if name == "unpin" else marks | {name}
-    return frozenset(marks)
+def reads_anew(store: StoredTier) -> StoredTier:
+    """No reading of a list is young: between two tasks any time may have passed."""
+    read = store.decided.read
+    store.decided.read = lambda **young: read()
+    return store
+
+
+def decided_on(disks: Iterable[MemoryBackend]) -> DecidedList:
+    """What is decided by the lists on these disks together."""
+    prefix = f"run/{keys.DECIDED_FOLDER}/"
+    return DecidedList.parse(
+        key.removeprefix(prefix) for disk in disks for key in disk._objects if key.startswith(prefix)
+    )
 
 
 def attempt_of(number: int, begun: int) -> Attempt:
@@ -306,7 +311,9 @@ class World:
 
     def _open_store(self, name: str, backend: Backend, **more: Any) -> StoredTier:
         codec = self.codecs.get(name)
-        return StoredTier(name=name, run="run", backend=backend, packing=packing(codec), **more)
+        return reads_anew(
+            StoredTier(name=name, run="run", backend=backend, packing=packing(codec), **more)
+        )
 
     # Starts ------------------------------------------------------------------------------------------
 
@@ -324,7 +331,7 @@ class World:
         for store in answered:
             store.discard_unfinished(attempt=self.attempt)
         self._attempt_taken()
-        ledger = Ledger(self.rules, "host")
+        ledger = Ledger(self.rules, "host", decided=decided_in(everything))
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
         ledger.load(merge(everything), everything)
         adopt_images(ledger, held, [], ())
@@ -345,6 +352,7 @@ class World:
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
+            decided={x.tier: x.decided for x in listings},
             set_pace=self.set_pace,
             notify=life.events.append,
         )
@@ -560,7 +568,7 @@ class World:
 
     def order(self, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
         answer: list[dict[str, BaseException]] = []
-        self.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer.append))
+        self.coordinator.post(Command(kind=kind, id=id, on_answer=answer.append))
         self.settle()
         assert answer, f"{kind} of {id} was not answered"
         return answer[0]

@@ -299,7 +299,9 @@ class Commits(Group):
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
         if self._topology.is_root:
             return  # its own deletion is under way
-        if self._shared[tier] or not self._topology.is_leader:
+        if entry.pinned and not self._shared[tier]:  # since then: this node's part stays
+            self._ledger.partial.add((tier, entry.id))
+        if self._shared[tier] or entry.pinned or not self._topology.is_leader:
             entry.note_gone(tier)
             self._ledger.forget_if_gone(entry)
             return

@@ -375,7 +375,8 @@ class TierCommits:
         for id in older:
             entry = self._ledger.entries.get(id)
             is_owed = entry is not None and tier in entry.owed
-            if (id.attempt, id.step) < newer.age_order and not is_owed:
+            is_pinned = self._ledger.decided.is_pinned(id, None)
+            if (id.attempt, id.step) < newer.age_order and not (is_owed or is_pinned):
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
                 known = self._ledger.decided
