@@ -43,7 +43,7 @@ def test_one_more_rule_never_drops_more(view: View, rules: tuple[Rule, ...], mor
 @EXAMPLES
 @given(VIEWS)
 def test_what_was_planned_is_all_that_goes(view: View) -> None:
-    """A dry run says what happens: once that is carried out, as much as a survey at a time, nothing more goes."""
+    """A dry run says what happens: once that is carried out, as much as a plan at a time, nothing more goes."""
     for tier in view.tiers[1:]:
         drops = dropped(view, tier.name)
         for done in range(len(drops) + 1):
