@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulation import many, rank, world
+from tests.simulation.history import run_history
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
@@ -203,6 +204,14 @@ def run_storage_hour(seed: int) -> ManyHour:
     return run_many_hour(seed, storage=True)
 
 
+def run_short_history(seed: int) -> None:
+    """Live through a history of 150 events, in which a person decides more often than in an hour."""
+    try:
+        run_history(seed, 150)
+    except AssertionError as error:
+        raise AssertionError(f"{error} (run_history: --first {seed} --seeds 1)") from None
+
+
 def wrong(run: Callable[[int], Any], seed: int) -> str:
     try:
         run(seed)
@@ -216,7 +225,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
     [
         (evict_before_the_successors_commit, run_hour, 5),
         (forget_a_pin, run_hour, 0),
-        (delete_by_what_was_known, run_hour, 0),
+        (delete_by_what_was_known, run_short_history, 51),
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),
         (believe_the_commit_record, run_hour, 2),
@@ -238,7 +247,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (look_for_newer_attempts_at_commits_only, run_storage_hour, 14),
         (leave_no_room_for_numbers_that_cannot_be_seen, run_storage_hour, 14),
         (ignore_what_other_ranks_have_listed, run_storage_hour, 4),
-        (try_a_copy_for_ever, run_storage_hour, 0),
+        (try_a_copy_for_ever, run_storage_hour, 7),
         (believe_a_record_that_a_start_finds, run_storage_hour, 25),
     ],
     ids=lambda value: getattr(value, "__name__", None),

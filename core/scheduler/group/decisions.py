@@ -182,7 +182,7 @@ class Decisions:
                 )
         elif command.kind is CommandKind.PIN and (entry is None or _is_leaving(entry)):
             command.failed["tierfall"] = StepError(f"pin: {command.id} is just being dropped")
-        elif not any(command.entry in known for known in self._lists.values()):
+        elif not any(command.entry in known.entries for known in self._lists.values()):
             for tier in self._unread:
                 command.failed[tier] = UnreachableError(
                     "it could not be read when the run was opened: that is noted nowhere, and holds until this "
