@@ -9,7 +9,7 @@ import pytest
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
-from tests.simulation.world import IMAGE, World, decided_on, file_rules
+from tests.simulation.world import IMAGE, World, decided_on, file_rules, images_of
 from tierfall.core.format.decided import Word
 from tierfall.core.scheduler.ledger.tasks import (
     AddDecided,
@@ -170,19 +170,23 @@ def test_a_tag_is_noted_on_every_tier_and_known_to_the_next_start() -> None:
 # Deletions -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retained", [1, 5])
-def test_a_deletion_in_the_list_of_one_tier_holds_on_all(retained: int) -> None:
+@pytest.mark.parametrize("read_by", ["a deletion by rule", "a reading", "the next start"])
+def test_a_deletion_in_the_list_of_one_tier_holds_on_all_and_in_memory(read_by: str) -> None:
     """Also if the copy on that tier is about to be deleted by a rule, and nobody has read the list since."""
+    retained = 1 if read_by == "a deletion by rule" else 5
     world = World([file_rules("nvme", retain_last=retained), file_rules("store")])
     world.save(1)
     world.settle()
     world.save(2)
-    if retained == 1:
+    if read_by == "a deletion by rule":
         until(world, lambda: waiting(world, DeleteCopy))
     leave(world, "nvme", Word.DELETED)
+    if read_by == "the next start":
+        world.crash()
+        world.start()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [region.image_bytes for region in world.memory.regions] == [IMAGE]
+    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_a_deletion_that_one_list_does_not_take_is_carried_out_there_too_and_noted_later() -> None:
