@@ -178,15 +178,12 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
 def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Delete abandoned checkpoints first; then those that another tier has that survives as much, the fastest to
-    restore from there first; then those of which such a copy is not verified; then those that no other tier has as
-    safely. In each group the oldest is first."""
+    restore from there first; then those that no other tier has as safely. In each group the oldest is first."""
     places = {rules.name: place for place, rules in enumerate(_fastest_first(tier.view))}
 
     def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
         elsewhere = _elsewhere(checkpoint, tier)
-        cost = places[elsewhere.name] if elsewhere else 2 * len(places)
-        if elsewhere and not tier.view.is_safe(checkpoint, elsewhere.name):
-            cost += len(places)
+        cost = places[elsewhere.name] if elsewhere else len(places)
         return (checkpoint.live, cost, checkpoint.id)
 
     ordered = sorted(tier.checkpoints, key=score)

@@ -39,7 +39,7 @@ class DecidedFolder:
         the same ``batch`` of deletions, whose first one reads it anew (0: none). Raises BackendError."""
         began_s = time.monotonic()
         with self._guard:
-            is_young = began_s - self._read_s <= max_age_s
+            is_young = began_s - self._read_s < max_age_s
             if is_young and batch in (0, self._batch):
                 return self._known
         found = self._documents.backend.scan(self._prefix)

@@ -241,7 +241,6 @@ class Components(Hooks):
             hooks=self,
             message_tree=message_tree,
             commits=self.commits,
-            decisions=self._decisions,
         )
         listening = (
             self._decisions,

@@ -44,6 +44,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     CopySource,
     DeleteCopy,
     FinishCopy,
+    NoteDamage,
     NotWholeError,
     OpenCheck,
     OpenShard,
@@ -150,7 +151,11 @@ class TaskRunner:
     def _add_decided(self, task: AddDecided, store: TaskStore) -> None:
         doing = f"entry {task.entry.word} of {task.entry.checkpoint}"
         store.check_newest(self._attempt(), doing=doing)
-        store.decided.add(task.entry, reason=task.reason)
+        store.decided.add(task.entry)
+
+    def _note_damage(self, task: NoteDamage, store: TaskStore) -> None:
+        store.check_newest(self._attempt(), doing=f"damage of {task.id}")
+        store.note_damaged(task.commit, task.why)
 
     def _read_decided(self, task: ReadDecided, store: TaskStore) -> DecidedList:
         return store.decided.read()
@@ -385,6 +390,7 @@ _HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {
     AbortShard: TaskRunner._abort,
     DeleteCopy: TaskRunner._drop,
     AddDecided: TaskRunner._add_decided,
+    NoteDamage: TaskRunner._note_damage,
     ReadDecided: TaskRunner._read_decided,
     ReadCommit: TaskRunner._read_commit,
     RecordStart: TaskRunner._record_start,

@@ -568,9 +568,10 @@ def test_interval_every_is_a_number_of_steps_or_a_time(place: Place) -> None:
     with place.open() as ckpt:
         assert trained(ckpt, range(1, 11)) == [4, 8]
     place.config(interval={"every": "200ms"}, run="time")
+    began = time.monotonic()
     with place.open() as ckpt:
         found = trained(ckpt, range(1, 51), pause_s=0.01)
-    assert 1 <= len(found) <= 4
+    assert 1 <= len(found) <= (time.monotonic() - began) / 0.2
 
 
 def test_at_end_saves_the_last_step_unless_it_is_false_or_the_loop_raised(place: Place) -> None:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tierfall.core.format.decided import Word
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     MessageTree,
@@ -20,12 +19,11 @@ from tierfall.core.ranks.message_tree import (
 from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.group.decisions import Decisions
 from tierfall.core.scheduler.group.messages import FoundDamage, GroupMessages, MessageKind
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import AddDecided
+from tierfall.core.scheduler.ledger.tasks import NoteDamage, Outcome
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -45,7 +43,6 @@ class DamageReports:
         hooks: Hooks,
         message_tree: MessageTree,
         commits: Commits,
-        decisions: Decisions,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
@@ -54,7 +51,6 @@ class DamageReports:
         self._messages = GroupMessages(message_tree)
         self._topology = message_tree.topology
         self._commits = commits
-        self._decisions = decisions
 
     def report(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
         """A reader of this rank has found a damaged copy; not ``repairable``: its commit record is missing, too."""
@@ -94,8 +90,14 @@ class DamageReports:
 
     def _note(self, entry: LedgerEntry, tier: str, why: str) -> None:
         """Note the damage on the tier, for later listings."""
-        if entry.attempt_id is None or tier not in self._tiers:
+        if entry.commit is None or tier not in self._tiers:
             return
         if self._hooks.may_write() and self._commits.owns(tier):
-            damage = self._decisions.next_on(tier, Word.DAMAGED, entry.id, entry.attempt_id)
-            self._hooks.dispatch(AddDecided(tier=tier, entry=damage, reason=why))
+            self._hooks.dispatch(NoteDamage(tier=tier, id=entry.id, commit=entry.commit, why=why))
+
+    def on_noted(self, outcome: Outcome) -> None:
+        task = outcome.task
+        assert isinstance(task, NoteDamage)
+        if outcome.error is not None:
+            text = "%s: the damage of %s could not be noted there: %s"
+            logger.warning(text, task.tier, task.id, outcome.error)

@@ -162,7 +162,7 @@ class Decisions:
                 self._read(tier)
 
     def next_s(self) -> float | None:
-        return min(self._due_s.values(), default=None)
+        return min(self._due_s.values(), default=None) if self._hooks.may_write() else None
 
     def _advance(self, command: Command) -> None:
         if command.kind is CommandKind.DELETE and not self._is_adding(command):
@@ -338,12 +338,6 @@ class Decisions:
             return
         self._conditions.end(task.tier, "%s: what persons have decided is read again", task.tier)
         self.on_found(task.tier, outcome.value)
-
-    def next_on(self, tier: str, word: Word, id: CheckpointId, attempt_id: str) -> Decided:
-        """Make an entry for the list of one tier."""
-        return (self._lists.get(tier, DecidedList()) | self._ledger.decided).next(
-            word, id, attempt_id
-        )
 
     def _add_missing(self, tier: str) -> None:
         """Add what a list lacks of what is decided by the others."""

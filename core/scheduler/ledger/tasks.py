@@ -161,7 +161,17 @@ class AddDecided:
 
     tier: str
     entry: Decided
-    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteDamage:
+    """Note in a tier's list, unless a newer attempt exists, that its copy of the checkpoint of ``commit`` is
+    damaged."""
+
+    tier: str
+    id: CheckpointId
+    commit: Commit
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +222,7 @@ Task = (
     | DeleteCopy
     | ReadDecided
     | AddDecided
+    | NoteDamage
     | ReadCommit
     | RecordStart
     | OpenCheck
