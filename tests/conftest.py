@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import secrets
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,27 @@ FIRST = (
 # Tests run beside each other: more threads of torch would wait for each other in loops, on cores that others need.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker of xdist first imports the test modules, in an order of its own: what one has compiled the others
+    load. All in one order, each would compile nearly every module."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    root, named = session.config.rootpath, [Path(arg.split("::")[0]) for arg in session.config.args]
+    paths = [
+        path
+        for each in named
+        for path in ([each] if each.is_file() else sorted(each.rglob("test_*.py")))
+    ]
+    names = [".".join(path.resolve().relative_to(root).with_suffix("").parts) for path in paths]
+    first = (
+        int(worker.removeprefix("gw")) * len(names) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    )
+    for name in names[first:] + names[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection reports it
+            importlib.import_module(name)
 
 
 def pytest_collection_finish() -> None:
