@@ -20,7 +20,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -462,8 +462,13 @@ from tests.contract.kit import *
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative name."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """Every file below a folder, by its relative name; without what a trainer deletes meanwhile."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for path in (Path(where, name) for name in names):
+            with suppress(FileNotFoundError):
+                found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
 
 
 def flip_a_bit(path: Path, at: int = -1) -> None:
