@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_dropped_meanwhile_is_not_called_damaged(
 ) -> None:
     def drop(done: int, total: int) -> None:
         store = StoredTier(name=tier, run="run", backend=PosixBackend(tmp_path / tier))
-        store.delete(CheckpointId(1, 1), attempt=None)
+        store.delete(CheckpointId(1, 1), attempt=None, known=None)
         store.close()
 
     with pytest.raises(IntegrityError, match=r"1@1 was deleted while it was read") as caught:
