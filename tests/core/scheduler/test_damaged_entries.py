@@ -81,19 +81,6 @@ def full_of_older_ones() -> World:
     return world
 
 
-def test_what_another_tier_holds_unread_is_the_last_reason_to_drop_a_copy() -> None:
-    world = full_of_older_ones()
-    for step in (1, 2):
-        flip(world.disks["large"], step)
-    world.start()
-    world.coordinator.ledger.continue_from(CheckpointId(3, 1), attempt=2)
-    for step in (4, 5, 6):
-        world.save(step)
-        world.settle()
-    assert 2 in world.steps_on("small"), "what large has whole went before it"
-    assert world.steps_on("small")[-1] == 6
-
-
 def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
     world = full_of_older_ones()
     world.start()
