@@ -105,9 +105,11 @@ class BackgroundVerifier:
     # Choosing copies -------------------------------------------------------------------------------
 
     def is_verifying(self, tier: str) -> bool:
-        """Return, on rank 0, whether a copy on a tier is being read: once it is known to be good, more may be deleted
-        there."""
-        return tier in self._requested and not self._is_paused()
+        """Return, on rank 0, whether a copy on a tier is being read, or is to be after the restore: once it is known to
+        be good, more may be deleted there."""
+        if self._is_paused() or tier in self._settled or tier in self._retry_s:
+            return False
+        return not all(map(self._keeps_all, self._tiers)) and self._newest_unread(tier) is not None
 
     def _request_all(self) -> None:
         """Request the newest copy of each tier that has no good one yet, if the rules of any tier delete something."""
@@ -119,16 +121,19 @@ class BackgroundVerifier:
         if all(map(self._keeps_all, self._tiers)):
             return
         for tier in sorted(open_tiers):
-            found = self._ledger.live_copies(tier)
-            if not found or self._has_good(tier):
+            id = self._newest_unread(tier)
+            if id is None:
                 self._settled.add(tier)
                 continue
             self._count += 1
-            self._requested[tier] = id = found[0].id
+            self._requested[tier] = id
             self._announce(_topic(_VERIFY, self._count, id, tier), None)
 
-    def _has_good(self, tier: str) -> bool:
-        return any(tier in entry.verified for entry in self._ledger.live_copies(tier))
+    def _newest_unread(self, tier: str) -> CheckpointId | None:
+        """Return the newest live copy on a tier; None if it has none, or one that is good."""
+        found = self._ledger.live_copies(tier)
+        has_good = any(tier in entry.verified for entry in found)
+        return found[0].id if found and not has_good else None
 
     def _keeps_all(self, tier: str) -> bool:
         rules = self._ledger.rules_of(tier)
