@@ -63,8 +63,8 @@ class Person:
         id = self.draw.choice(known)
         word = self.draw.choice((Word.PIN, Word.PIN, Word.DELETED))
         decided = self._decided(seen)
-        if word is Word.DELETED and decided.is_pinned(id, None):
-            return
+        if decided.is_pinned(id, None) if word is Word.DELETED else decided.is_deleted(id, None):
+            return  # the command line refuses that
         self.world.trace.append(f"a command on node {node}: {word} {id}")
         self.counts["beside"] += 1
         commit = next(c for p in seen if (c := self.world.records(*p).get(id)) is not None)

@@ -422,6 +422,7 @@ class PeerHour:
         self._is_delivering = False
         self._under_way.clear()
         self.world.settle(after_each=self._after)
+        self.clock.now_s = self.world.now_s  # lists are read on meanwhile
         self.watch.check_settled()
         self._is_calm, self._is_saving = False, True
 

@@ -283,6 +283,8 @@ def decide_on_tiers(
             f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process may mark: wait "
             "until it is flushed, or call it in the trainer"
         )
+    if checkpoint.deleted and kind is not CommandKind.DELETE:
+        raise StepError(f"{kind}: {checkpoint.id} was deleted by a person")
     stores, errors = open_stores(config, config.run, is_bounded=True, creates=False)
     commit = checkpoint.commit
     attempt_id = commit.lineage.attempt_id if commit else None

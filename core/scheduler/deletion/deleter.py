@@ -114,7 +114,8 @@ class Deleter:
 
     def try_now(self) -> None:
         """Try at once whatever waits for its next try."""
-        self._not_before_s = dict.fromkeys(self._not_before_s, 0.0)
+        self._not_before_s.clear()
+        self.plan_all_tiers()
         for key, (task, _) in self._failed.items():
             self._failed[key] = (task, 0.0)
 
