@@ -116,7 +116,7 @@ def _reason_nothing_is_owed(view: View, checkpoint: CheckpointView, tier: TierRu
     if checkpoint.deleted:
         return "deleted by a person already"
     if checkpoint.changing:
-        return "a copy of it, or a command about it, is in progress"
+        return "a copy of it is in progress"
     if leaving := [t.name for t in view.tiers if t != tier and _is_leaving(checkpoint, t)]:
         return f"{', '.join(leaving)} has it until it is deleted there, which a pin may prevent"
     if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:

@@ -126,7 +126,7 @@ class Fence:
             ) from error
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
-        """Raise FencedError as ``check`` does, before ``attempt`` deletes an object here or changes a mark.
+        """Raise FencedError as ``check`` does, before ``attempt`` deletes an object here or decides anything.
 
         A missing record is not created, because a full tier must stay deletable. None stands for a person's command,
         which has no attempt and is never fenced.

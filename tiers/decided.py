@@ -18,7 +18,7 @@ from tierfall.tiers.documents import Documents
 
 
 class DecidedFolder:
-    """See the module. May be used by several threads."""
+    """The list of one run on one tier. May be used by several threads."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents

@@ -196,7 +196,13 @@ class StoredTier(TierCatalog):
             self.delete_other_codecs(commit, attempt=attempt)
         else:
             self._create_commit(commit, attempt)
-        self.note_mended(commit)
+        try:
+            self.note_mended(commit)
+        except (
+            BackendError
+        ) as error:  # the copy is committed all the same, and counts as damaged until it is read
+            text = "%s: that the copy of %s is whole again is not noted: %s"
+            logger.warning(text, self.name, checkpoint, error)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
             self.fence.check(attempt)
@@ -243,9 +249,11 @@ class StoredTier(TierCatalog):
         self.latest.write(checkpoint)
 
     def note_damaged(self, commit: Commit, why: str) -> None:
-        """Note that the copy here is damaged, for later listings of any process. Where another one may have decided
-        anything since the list was read, the caller reads it before."""
-        self._decide(Word.DAMAGED, commit, why)
+        """Note that the copy here is damaged, for later listings of any process, unless that is known. The list is
+        read first."""
+        line = commit.lineage
+        if not self.decided.read().is_damaged(line.checkpoint, line.attempt_id):
+            self._decide(Word.DAMAGED, commit, why)
 
     def note_mended(self, commit: Commit) -> None:
         """Note that the copy here is whole: it was written anew, or read whole. Nothing is written if no listing, and
@@ -282,9 +290,9 @@ class StoredTier(TierCatalog):
     ) -> DecidedList | None:
         """Delete a checkpoint, the commit record first.
 
-        The caller has decided it by what is decided as far as it is ``known``. If the list of this tier has any more,
-        nothing is deleted, and the list is returned: the caller decides again. The list is read at the beginning of a
-        ``batch`` of deletions (0: one alone), and if it was read more than FENCE_VALID_S ago. Without ``known``, the
+        ``known`` are the entries that the decision took into account. If the list of this tier has any other, nothing
+        is deleted, and the list is returned: the caller decides again. The list is read at the beginning of a ``batch``
+        of deletions (0: a batch of its own), and if it was read more than FENCE_VALID_S ago. Without ``known``, the
         checkpoint is deleted whatever is decided, because its commit was revoked.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
@@ -296,7 +304,7 @@ class StoredTier(TierCatalog):
         """
         if known is not None:
             decided = self.decided.read(max_age_s=FENCE_VALID_S if batch else 0.0, batch=batch)
-            if decided.of_all_tiers - known:
+            if (decided - known).of_all_tiers:
                 return decided
         doing = f"drop of {checkpoint}"
         if self.latest.read() == checkpoint:
@@ -309,6 +317,10 @@ class StoredTier(TierCatalog):
         if known is not None:
             self._record_lineage_of(checkpoint)
         self.check_newest(attempt, doing=doing)
+        if known is not None:  # the requests until here may have taken long
+            decided = self.decided.read(max_age_s=FENCE_VALID_S)
+            if (decided - known).of_all_tiers:
+                return decided
         self._synced.discard(checkpoint)
         self._cache.pop(checkpoint, None)
         self.backend.delete(keys.step_prefix(self._run, checkpoint) + keys.COMMIT_NAME)

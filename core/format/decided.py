@@ -39,7 +39,7 @@ _WORDS = frozenset(map(str, Word))
 _ANY_ATTEMPT = "0" * 16
 """The attempt of a checkpoint without a commit record that can be read: such an entry is about each of that number."""
 _NUMBER_MAX = 10**9
-"""A name with a higher number is none of tierfall's: what follows it could not be named."""
+"""A name with such a number is none of tierfall's: what follows it could not be named."""
 _OF_ONE_TIER = (Word.DAMAGED, Word.MENDED)
 _WITH_TAG = (Word.TAG, Word.UNTAG)
 
@@ -67,7 +67,7 @@ class Decided:
         if parsed is None:
             return None
         number, word, checkpoint, attempt_id, tag = parsed
-        if word not in _WORDS or bool(tag) is not (word in _WITH_TAG) or number > _NUMBER_MAX:
+        if word not in _WORDS or bool(tag) is not (word in _WITH_TAG) or number >= _NUMBER_MAX:
             return None
         return cls(number, Word(word), checkpoint, attempt_id, tag)
 

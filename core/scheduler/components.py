@@ -35,11 +35,14 @@ from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import ReadDecided, Task
+from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, ReadDecided, Task
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, WhenFull
 from tierfall.policies.flush import still_owed
+
+LOOKS = (ReadDecided, OpenCheck, CheckChunk)
+"""Tasks that only look: whoever waits until all is done does not wait for them."""
 
 
 class LeftoverMemory(Protocol):
@@ -262,9 +265,7 @@ class Components(Hooks):
     # Hooks -----------------------------------------------------------------------------------------
 
     def dispatch(self, task: Task) -> None:
-        if not isinstance(
-            task, ReadDecided
-        ):  # whoever waits until all is done does not wait for a look
+        if not isinstance(task, LOOKS):
             self._tasks_out += 1
         self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)

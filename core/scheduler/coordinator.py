@@ -25,7 +25,7 @@ from tierfall.core.ranks.message_tree import (
     RankReported,
 )
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.components import Components
+from tierfall.core.scheduler.components import LOOKS, Components
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.group.messages import kind_of
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -80,7 +80,7 @@ class Coordinator(Components):
 
     def begin_anew(self) -> None:
         """This start continues no checkpoint: the rules of the tiers may be applied."""
-        self.ledger.continues = True
+        self.ledger.has_begun = True
 
     def post(self, event: Event) -> None:
         self.inbox.post(event)
@@ -131,7 +131,7 @@ class Coordinator(Components):
         if self.fenced is None:
             self.deleter.retry(now_s)
             self._collect_unfinished()
-            self.verifier.tick(now_s)
+            self.verifier.tick(now_s, has_news=has_news)
             if has_news:
                 self.deleter.plan_changed()
             self.deleter.dispatch_planned()
@@ -186,7 +186,7 @@ class Coordinator(Components):
             query.on_answer(value, None)
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        if not isinstance(outcome.task, ReadDecided):
+        if not isinstance(outcome.task, LOOKS):
             self._tasks_out -= 1
         self.rates.on_ended(outcome, self.ledger.now_s)
         self._flusher.on_task_error(outcome.error)
@@ -246,7 +246,7 @@ class Coordinator(Components):
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe every tier a copy of a checkpoint that this process saved, whatever ``flush.every`` says."""
         entry = self.ledger.entries.get(id)
-        if entry is None or entry.failed or self.fenced is not None:
+        if entry is None or entry.failed or entry.deleted or self.fenced is not None:
             return
         is_here = entry.awaiting_ranks or entry.readable_on(self.ledger.host)
         if entry.snapshot is None and not is_here:

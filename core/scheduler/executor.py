@@ -71,6 +71,10 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 
+FENCE_VALID_S = 1.0
+"""How many seconds what was read of a tier's list may be relied on."""
+
+
 class _SourceError(Exception):
     """Reading the source failed; ``__cause__`` is the error to report."""
 
@@ -148,10 +152,12 @@ class TaskRunner:
         own = None if task.shard is None else _own_shard_only(task.shard)
         return store.discard(task.id, own, attempt=self._attempt())
 
-    def _add_decided(self, task: AddDecided, store: TaskStore) -> None:
+    def _add_decided(self, task: AddDecided, store: TaskStore) -> DecidedList:
+        """Add an entry, and read the list: another process may have given a higher number."""
         doing = f"entry {task.entry.word} of {task.entry.checkpoint}"
         store.check_newest(self._attempt(), doing=doing)
         store.decided.add(task.entry)
+        return store.decided.read(max_age_s=FENCE_VALID_S)
 
     def _note_damage(self, task: NoteDamage, store: TaskStore) -> None:
         store.check_newest(self._attempt(), doing=f"damage of {task.id}")

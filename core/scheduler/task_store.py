@@ -12,10 +12,10 @@ from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types.values import CheckpointId, Shard
 
 
-class DecidedEntries(Protocol):
+class DecidedStore(Protocol):
     """A tier's list of what is decided: ``tiers/decided.py:DecidedFolder``."""
 
-    def read(self) -> DecidedList: ...
+    def read(self, *, max_age_s: float = ...) -> DecidedList: ...
 
     def add(self, entry: Decided) -> None: ...
 
@@ -24,7 +24,7 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
     """See the module."""
 
     @property
-    def decided(self) -> DecidedEntries: ...
+    def decided(self) -> DecidedStore: ...
 
     def list(self) -> Listing: ...
 

@@ -76,7 +76,7 @@ class CopyView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
     """One checkpoint and its copies. ``owed`` names the tiers that are to get a copy and have none yet. ``changing``:
-    a commit of it, or a person's command about it, is in progress. ``at_end``: every tier is to get it. ``metrics`` are
+    a commit of it is in progress. ``at_end``: every tier is to get it. ``metrics`` are
     those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
     ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
     it; ``damaged_on`` those whose copy is damaged, which ``copies`` lacks: no copy is written in its place."""

@@ -293,9 +293,7 @@ class Hour(History):
     def _start_again(self, lost: LossClass) -> None:
         known = self._known(self.before)
         safe = (
-            self._durable(self.before, lost)
-            - self._abandoned(known)
-            - self._deleted(self.before)
+            self._durable(self.before, lost) - self._abandoned(known) - self._deleted(self.before)
         )
         self._under_way.clear()
         self.before = self.look()

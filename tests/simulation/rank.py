@@ -341,7 +341,7 @@ class Rank:
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
             unread=[x.tier for x in listings if x.error is not None],
-            decided={x.tier: x.decided for x in listings},
+            decided={x.tier: x.decided for x in listings if x.error is None},
             notify=life.events.append,
             leftovers=self.inheritance,
         )

@@ -252,7 +252,10 @@ def decided_on(disks: Iterable[MemoryBackend]) -> DecidedList:
     """What is decided by the lists on these disks together."""
     prefix = f"run/{keys.DECIDED_FOLDER}/"
     return DecidedList.parse(
-        key.removeprefix(prefix) for disk in disks for key in disk._objects if key.startswith(prefix)
+        key.removeprefix(prefix)
+        for disk in disks
+        for key in disk._objects
+        if key.startswith(prefix)
     )
 
 
@@ -352,7 +355,7 @@ class World:
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
-            decided={x.tier: x.decided for x in listings},
+            decided={x.tier: x.decided for x in listings if x.error is None},
             set_pace=self.set_pace,
             notify=life.events.append,
         )

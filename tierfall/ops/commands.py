@@ -64,6 +64,7 @@ from tierfall.setup.tiers import (
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.listing import FENCE_VALID_S
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -280,7 +281,7 @@ def decide_on_tiers(
     """
     if not any(tier.name in checkpoint.copies for tier in config.stored):
         raise StepError(
-            f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process may mark: wait "
+            f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process changes: wait "
             "until it is flushed, or call it in the trainer"
         )
     if checkpoint.deleted and kind is not CommandKind.DELETE:
@@ -327,7 +328,9 @@ def _decide(config: Config, store: StoredTier, entry: Decided) -> None:
 
 
 def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> None:
-    """Raise StepError if no tier has a checkpoint any more that a command has just pinned there."""
+    """Raise StepError if no tier has a checkpoint any more that a command has just pinned there. A trainer that has
+    read a tier's list before relies on it for FENCE_VALID_S at most."""
+    time.sleep(FENCE_VALID_S + 0.2)
     holding = [store for store in stores if store.name in checkpoint.copies]
     for store in holding:
         try:

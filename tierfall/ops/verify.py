@@ -171,9 +171,7 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
     first = next((damage for damage in copy.damage if not damage.newer), None)
     if first is None or copy.commit is None:
         return
-    line = copy.commit.lineage
-    if not store.decided.known.is_damaged(line.checkpoint, line.attempt_id):
-        store.note_damaged(copy.commit, f"{first.file}: {first.problem}")
+    store.note_damaged(copy.commit, f"{first.file}: {first.problem}")
 
 
 # Stored tiers ----------------------------------------------------------------------------------------

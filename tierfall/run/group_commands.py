@@ -146,9 +146,7 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     call = _CommandCall(named={"dry_run": dry_run})
     decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
-        if (
-            ranks.topology.is_root
-        ):  # what other processes have decided is read first: more may go, or less
+        if ranks.topology.is_root:
             session.call(coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))
@@ -177,7 +175,7 @@ def drain_here(
     """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most; unless ``copies_only``,
     until deletions have ended, too.
 
-    With a deadline, copies that can arrive in time are written first. ``continues``: the others are begun afterwards.
+    With a deadline, copies that can arrive in time are written first. ``has_begun``: the others are begun afterwards.
     ``doing`` names the operation in the log.
     """
     began = time.monotonic()

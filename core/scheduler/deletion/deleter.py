@@ -30,7 +30,7 @@ class Deleter:
     """The deletions in progress, and the tiers where the next are to be planned.
 
     Rank 0 plans. Deletions from a tier are planned again after each change of any checkpoint, but only while none is in
-    progress there: a deletion needs no commit once its reason to wait has gone. ``paused``: a restore reads the tiers.
+    progress there. ``paused``: a restore reads the tiers.
     Without ``retains``, retention deletes nothing.
     """
 
@@ -77,7 +77,7 @@ class Deleter:
     def rules_are_suspended(self) -> bool:
         """Return whether this start has neither restored nor committed, so that which copies are good is not known; or
         whether a listing has left out what is there."""
-        return self._ledger.lags or not (self._ledger.continues or self._trusted)
+        return self._ledger.lags or not (self._ledger.has_begun or self._trusted)
 
     def trust(self) -> None:
         """Apply the rules of each tier once, as if every copy were verified, because a command says so."""
@@ -107,7 +107,11 @@ class Deleter:
                 continue
             del self._failed[key]
             # what a rule or a person deletes is planned anew if its record is still there; else the rest is deleted
-            is_planned = task.known is not None and not self._hooks.is_split(task.tier)
+            entry = self._ledger.entries.get(task.id)
+            by_person = entry is not None and entry.deleted
+            is_planned = task.known is not None and not (
+                by_person or self._hooks.is_split(task.tier)
+            )
             known = None if task.known is None else self._ledger.decided
             unfinished = task.unfinished or is_planned
             self._hooks.dispatch(replace(task, known=known, unfinished=unfinished))
@@ -141,10 +145,6 @@ class Deleter:
         tiers = self._leaving if only is None else (only,)
         return any((tier, id) not in self._failed for tier in tiers for id in self._leaving[tier])
 
-    def has_failed(self, tier: str, id: CheckpointId) -> bool:
-        """Return whether the deletion of a copy has failed, and is retried."""
-        return (tier, id) in self._failed
-
     def dispatch_planned(self) -> None:
         """Delete what is to be deleted on each tier that is due, and where no deletion is in progress."""
         if self.paused:
@@ -161,7 +161,8 @@ class Deleter:
         ids = {d.checkpoint for d in by_person}
         others = busy | {d.checkpoint for d in deleted}
         by_rule = self._plan(tier, others) if self._applies_rules() and self.is_due(tier) else []
-        self._trusted.discard(tier)
+        if self.is_due(tier):
+            self._trusted.discard(tier)
         drops = {d.checkpoint: d.reason for d in (*by_person, *by_rule)}
         newest = self._ledger.newest_on(tier, without=drops) if drops else None
         stay = self._planner.stay(tier, drops) if by_rule else ()
@@ -193,7 +194,11 @@ class Deleter:
         return self._ledger.now_s >= self._not_before_s.get(tier, 0.0)
 
     def plan_changed(self) -> None:
-        """Schedule a plan for each tier where rules would delete something now, if any checkpoint has changed."""
+        """Schedule a plan for each tier that has what a person has deleted, and for each with rules, if any checkpoint
+        has changed."""
+        for tier, leaving in self._leaving.items():
+            if self._planner.deleted(tier, leaving):
+                self.plan_tier(tier)
         tiers = [tier for tier in self._leaving if not self._planner.keeps_all(tier)]
         if not (tiers and self._applies_rules()):
             return
@@ -202,8 +207,7 @@ class Deleter:
             return
         self._seen = seen
         for tier in tiers:
-            if self._plan(tier, self._leaving[tier]):
-                self.plan_tier(tier)
+            self.plan_tier(tier)
 
     def _plan(self, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what the rules of a tier delete now."""

@@ -3,9 +3,11 @@ digests.
 
 No rule deletes anything in reliance on a copy that is not known to be good. A copy is good if this start wrote it, read
 all of it in a restore, or read it here: the newest live one on each tier, and if that is damaged, the next. The first
-commit on the tier ends this, and so does a tier that cannot be read: it is tried again. Copies are read a chunk at a
-time at a bounded rate. With several ranks, rank 0 chooses the copy, each rank reads its share of the images, and the
-copy is good once all ranks have found theirs good. Belongs to the coordinator's thread and does no I/O.
+commit on the tier ends this. A copy that cannot be read is tried again later, and the next one meanwhile. Copies are
+read a chunk at a time at a bounded rate, and as fast as possible while room on the tier waits for it. Nothing is read
+if no tier deletes anything, by its rules or for room. With several ranks, rank 0 chooses the copy, each rank reads its
+share of the images, and the copy is good once all ranks have found theirs good. Belongs to the coordinator's thread and
+does no I/O.
 """
 
 from __future__ import annotations
@@ -57,12 +59,22 @@ _GOOD = _Verified()
 
 
 @dataclass(slots=True)
-class _RunningCheck:
-    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
-    and ``chunk`` are the position, ``reading`` that a task is in progress."""
+class _Request:
+    """What rank 0 has all ranks read on a tier."""
 
     id: CheckpointId
     number: int
+    urgent: bool = False
+
+
+@dataclass(slots=True)
+class _RunningCheck:
+    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
+    and ``chunk`` are the position, ``reading`` that a task is in progress, ``urgent`` that room waits for it."""
+
+    id: CheckpointId
+    number: int
+    urgent: bool = False
     not_before_s: float = 0.0
     reading: bool = True
     images: tuple[tuple[Image, Manifest], ...] = ()
@@ -71,8 +83,8 @@ class _RunningCheck:
 
 
 class BackgroundVerifier:
-    """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while a
-    save needs memory. ``tiers`` are those that this process writes to."""
+    """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound). ``tiers`` are
+    those that this process writes to."""
 
     KINDS = frozenset((_VERIFY, _FOUND, _VERIFIED, _READ))
 
@@ -93,11 +105,15 @@ class BackgroundVerifier:
         self._hooks = hooks
         self._bytes_per_s = bytes_per_s
         self._decides = message_tree.topology.is_root
-        self._requested: dict[str, CheckpointId] = {}
+        self._requested: dict[str, _Request] = {}
         self._checks: dict[str, _RunningCheck] = {}
-        self._retry_s: dict[str, float] = {}
-        self._settled: set[str] = set()
-        """The tiers with a good copy, or without a copy to read."""
+        self._retry_s: dict[tuple[str, CheckpointId], float] = {}
+        self._good: dict[str, CheckpointId] = {}
+        """A copy on each tier that is known to be good."""
+        self._room_waits = False
+        """Room on some tier has waited for this: a tier without rules may be full."""
+        self._begun: dict[str, int] = {}
+        """The number of the last request about each tier that this rank has begun."""
         self._count = 0
         self._restores = 0
         self._conditions = Conditions()
@@ -106,43 +122,61 @@ class BackgroundVerifier:
 
     def is_verifying(self, tier: str) -> bool:
         """Return, on rank 0, whether a copy on a tier is being read, or is to be after the restore: once it is known to
-        be good, more may be deleted there."""
-        if self._is_paused() or tier in self._settled or tier in self._retry_s:
+        be good, more may be deleted there. Room on the tier waits for that: it is read as fast as possible."""
+        self._room_waits = True
+        request = self._requested.get(tier)
+        if request is not None and not request.urgent:
+            request.urgent = True
+            self._announce(_topic(_VERIFY, request.number, request.id, tier), None)
+        if self._is_paused():
             return False
-        return not all(map(self._keeps_all, self._tiers)) and self._newest_unread(tier) is not None
+        return request is not None or self._newest_unread(tier) is not None
 
     def _request_all(self) -> None:
-        """Request the newest copy of each tier that has no good one yet, if the rules of any tier delete something."""
-        open_tiers = (
-            set(self._tiers) - self._settled - self._requested.keys() - self._retry_s.keys()
-        )
-        if not (open_tiers and self._decides and self._ledger.continues):
+        """Request the newest copy of each tier that has no good one yet."""
+        if not (self._decides and self._ledger.has_begun) or self._keeps_all():
             return
-        if all(map(self._keeps_all, self._tiers)):
-            return
-        for tier in sorted(open_tiers):
-            id = self._newest_unread(tier)
-            if id is None:
-                self._settled.add(tier)
+        for tier in self._tiers:
+            if tier in self._requested or (id := self._newest_unread(tier)) is None:
                 continue
             self._count += 1
-            self._requested[tier] = id
+            self._requested[tier] = _Request(id, self._count)
             self._announce(_topic(_VERIFY, self._count, id, tier), None)
 
     def _newest_unread(self, tier: str) -> CheckpointId | None:
-        """Return the newest live copy on a tier; None if it has none, or one that is good."""
-        found = self._ledger.live_copies(tier)
-        has_good = any(tier in entry.verified for entry in found)
-        return found[0].id if found and not has_good else None
+        """Return the copy on a tier to read next: the newest one that stays after this restore, and can be read. None
+        if the tier has a good one."""
+        if not self._ledger.whole_copies_on(tier) or self._is_good(tier, self._good.get(tier)):
+            return None
+        found = [e for e in self._ledger.live_copies(tier) if not self._ledger.is_being_left(e.id)]
+        for entry in found:
+            if tier in entry.verified:
+                self._good[tier] = entry.id
+                return None
+        return next((e.id for e in found if (tier, e.id) not in self._retry_s), None)
 
-    def _keeps_all(self, tier: str) -> bool:
-        rules = self._ledger.rules_of(tier)
-        return not rules.retain and rules.capacity_bytes is None and self._ledger.all_live
+    def _is_good(self, tier: str, id: CheckpointId | None) -> bool:
+        if id is None or id not in self._ledger.entries:
+            return False
+        entry = self._ledger.entries.peek(id)
+        is_live = id not in self._ledger.abandoned() and not entry.deleted
+        return tier in entry.verified and is_live and not self._ledger.is_being_left(id)
+
+    def _keeps_all(self) -> bool:
+        """Return whether no tier deletes anything, by its rules or for room."""
+        rules = (self._ledger.rules_of(tier) for tier in self._tiers)
+        bounded = any(each.retain or each.capacity_bytes is not None for each in rules)
+        return self._ledger.all_live and not (bounded or self._room_waits)
 
     def _announce(self, topic: Topic, body: Message | None) -> None:
         self._message_tree.announce(topic, None if body is None else body.to_json())
 
     def _begin(self, number: int, id: CheckpointId, tier: str) -> None:
+        if self._begun.get(tier) == number:  # room waits for it by now
+            if tier in self._checks:
+                self._checks[tier].urgent = True
+            return
+        self._begun[tier] = number
         self._checks[tier] = check = _RunningCheck(id, number)
         if self._ledger.has_no_part(tier, id):
             self._on_check_read(tier, check, None)
@@ -155,22 +189,22 @@ class BackgroundVerifier:
 
     def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
-        self._settled.clear()
         self._restores += 1  # all ranks restore together, so that their counts agree
         body = _ReadTiers(tiers=frozenset(tiers))
         self._message_tree.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
 
     # Reading ---------------------------------------------------------------------------------------
 
-    def tick(self, now_s: float) -> None:
-        """Dispatch the reads that are due."""
+    def tick(self, now_s: float, *, has_news: bool) -> None:
+        """Dispatch the reads that are due; ``has_news``: what is to be read may have changed."""
         if self._is_paused():
             return
-        for tier in [tier for tier, when in self._retry_s.items() if now_s >= when]:
-            del self._retry_s[tier]
-        self._request_all()
+        for key in [key for key, when in self._retry_s.items() if now_s >= when]:
+            del self._retry_s[key]
+        if has_news:
+            self._request_all()
         for tier, check in list(self._checks.items()):
-            if not check.reading and (self._hooks.is_urgent() or now_s >= check.not_before_s):
+            if not check.reading and (check.urgent or now_s >= check.not_before_s):
                 self._read_on(tier, check)
 
     def next_s(self, now_s: float) -> float | None:
@@ -188,7 +222,6 @@ class BackgroundVerifier:
 
     def on_committed(self, tier: str) -> None:
         """This start has committed a copy on a tier, which is good: what is being read there is left."""
-        self._settled.add(tier)
         if tier in self._checks:
             self._on_check_read(tier, self._checks[tier], None, read=False)
 
@@ -270,7 +303,8 @@ class BackgroundVerifier:
 
     def _on_result(self, id: CheckpointId, tier: str, result: _Verified) -> None:
         text = result.text
-        if self._requested.get(tier) == id:
+        request = self._requested.get(tier)
+        if request is not None and request.id == id:
             del self._requested[tier]
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
@@ -287,7 +321,7 @@ class BackgroundVerifier:
         else:
             again = "%s: %s could not be verified, it is retried: %s"
             self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
-            self._retry_s[tier] = self._ledger.now_s + RETRY_S
+            self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
 
 
 def _topic(what: str, number: int, id: CheckpointId, tier: str) -> Topic:

@@ -198,7 +198,7 @@ class Flusher:
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
         entry.verified.add(lane.tier)
         if entry.handle is not None:
-            self._ledger.continues = True
+            self._ledger.has_begun = True
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.commit_unknown_on.discard(lane.tier)

@@ -59,8 +59,8 @@ WORDS = {
 
 
 class Decisions:
-    """See the module. ``lists`` has what the list of each tier had when it was opened; ``unread`` are the tiers that
-    could not be listed then."""
+    """What persons decide. ``lists`` has what the list of each tier had when it was opened; ``unread`` are the tiers
+    that could not be listed then."""
 
     KINDS = frozenset((MessageKind.DECIDED_FOUND, MessageKind.DECIDED))
 
@@ -88,9 +88,9 @@ class Decisions:
         self._backlog = backlog
         self._hooks = hooks
         self._unread = tuple(unread)
-        owned = (lane.tier for lane in self._lanes if commits.owns(lane.tier))
-        self._lists = {tier: lists.get(tier, DecidedList()) for tier in owned}
-        """What is in the list of each tier that this rank owns, as it was read last, or added."""
+        self._owned = tuple(lane.tier for lane in self._lanes if commits.owns(lane.tier))
+        self._lists = {tier: lists[tier] for tier in self._owned if tier in lists}
+        """What is in the list of each tier that this rank owns, once it was read."""
         self._adding: set[tuple[str, Decided]] = set()
         self._due_s: dict[str, float] = {}
         self._open: list[Command] = []
@@ -101,9 +101,15 @@ class Decisions:
     def start(self, *, reads: bool) -> None:
         """Carry out what was decided before this start. ``reads``: read the lists again from time to time."""
         if reads:
-            self._due_s = dict.fromkeys(self._lists, self._ledger.now_s + READ_EVERY_S)
+            self._due_s = dict.fromkeys(self._owned, self._ledger.now_s + READ_EVERY_S)
         for entry in self._ledger.deleted():
             self._delete(entry)
+            names = ", ".join(e.name for e in self._ledger.decided.of(entry.id, entry.attempt_id))
+            logger.warning(
+                "%s was %s, and is deleted from each tier that still has it. If it was brought back since, remove its "
+                "entries from the folder 'decided' of each tier before the start: %s",
+                entry.id, DELETED, names,
+            )  # fmt: skip
         self._delete_partial()
         for tier in self._lists:
             self._add_missing(tier)
@@ -122,10 +128,13 @@ class Decisions:
             )
             self._end(command)
             return
+        self._decide_on(command, entry)
+
+    def _decide_on(self, command: Command, entry: LedgerEntry) -> None:
         word = WORDS[command.kind]
         command.entry = self._ledger.decided.next(word, command.id, entry.attempt_id, command.tag)
         self._decide(DecidedList([command.entry]))
-        command.waiting.update(tier for tier, added in self._adding if added == command.entry)
+        command.waiting = {tier for tier, added in self._adding if added == command.entry}
 
     def _why_not(self, command: Command) -> StepError | None:
         entry = self._ledger.entries.get(command.id)
@@ -171,24 +180,39 @@ class Decisions:
             return
         entry = self._ledger.entries.get(command.id)
         if command.kind is CommandKind.DELETE:
-            if entry is not None and entry.pinned:
-                command.failed["tierfall"] = StepError(
-                    f"delete: {command.id} is pinned; unpin it first"
-                )
-            for tier in self._unread:
-                command.failed[tier] = UnreachableError(
-                    f"it could not be read when the run was opened: if it has {command.id}, the next start that "
-                    "reaches it deletes it there"
-                )
+            self._check_deleted(command, entry)
         elif command.kind is CommandKind.PIN and (entry is None or _is_leaving(entry)):
             command.failed["tierfall"] = StepError(f"pin: {command.id} is just being dropped")
-        elif not any(command.entry in known.entries for known in self._lists.values()):
-            for tier in self._unread:
-                command.failed[tier] = UnreachableError(
-                    "it could not be read when the run was opened: that is noted nowhere, and holds until this "
-                    "process ends"
-                )
+        elif entry is not None and not self._is_noted(command, entry):
+            return
         self._end(command)
+
+    def _check_deleted(self, command: Command, entry: LedgerEntry | None) -> None:
+        """Note what keeps a deletion from being complete."""
+        if entry is not None and entry.pinned:
+            why = f"delete: {command.id} is pinned; unpin it first"
+            command.failed["tierfall"] = StepError(why)
+        for tier in self._unread:
+            command.failed[tier] = UnreachableError(
+                f"it could not be read when the run was opened: if it has {command.id}, the next start that reaches it "
+                "deletes it there"
+            )
+
+    def _is_noted(self, command: Command, entry: LedgerEntry) -> bool:
+        """Return whether what a command has decided counts, or fails; else decide it again: another process has decided
+        the opposite, by a higher number."""
+        if any(command.entry in known.entries for known in self._lists.values()):
+            # a tier that has no copy gets the entry later
+            command.failed = {t: e for t, e in command.failed.items() if entry.has_record_on(t)}
+        elif not command.failed:
+            command.failed["tierfall"] = StepError(
+                f"{command.kind}: no tier that can be written to could note it for {command.id}: it holds until this "
+                "process ends"
+            )
+        if command.failed or _holds(command, entry):
+            return True
+        self._decide_on(command, entry)
+        return False
 
     def _is_adding(self, command: Command) -> bool:
         return any(added == command.entry for _, added in self._adding)
@@ -237,6 +261,7 @@ class Decisions:
 
     def on_found(self, tier: str, found: DecidedList) -> None:
         """The list of a tier that this rank owns was read."""
+        self._note_damage(tier, found - self._lists.get(tier, DecidedList()))
         self._lists[tier] = self._lists.get(tier, found) | found
         if new := found.of_all_tiers - self._ledger.decided:
             logger.info("%s: persons have decided: %s", tier, ", ".join(new.names))
@@ -247,6 +272,17 @@ class Decisions:
                 self._messages.report_of_run(MessageKind.DECIDED_FOUND, body)
         self._add_missing(tier)
 
+    def _note_damage(self, tier: str, new: DecidedList) -> None:
+        """Other processes have found copies on a tier damaged: they protect nothing any more."""
+        for id in sorted(new.checkpoints):
+            entry = self._ledger.entries.get(id)
+            if (
+                entry is not None
+                and entry.state(tier) is CopyState.COMMITTED
+                and new.is_damaged(id, entry.attempt_id)
+            ):
+                self._hooks.found_damage(tier, id, "another process has found it damaged")
+
     def on_message(self, news: RankMessage) -> None:
         assert isinstance(news, RankReported | DecisionAnnounced)
         rank = news.rank if isinstance(news, RankReported) else 0
@@ -256,7 +292,7 @@ class Decisions:
 
     def _apply(self, new: DecidedList) -> None:
         for entry in self._ledger.learn(new):
-            if entry.deleted:
+            if entry.deleted and new.is_deleted(entry.id, entry.attempt_id):
                 logger.info("%s was %s: it is deleted from every tier", entry.id, DELETED)
                 self._delete(entry)
         self._delete_partial()
@@ -341,7 +377,7 @@ class Decisions:
 
     def _add_missing(self, tier: str) -> None:
         """Add what a list lacks of what is decided by the others."""
-        for entry in self._ledger.decided - self._lists[tier]:
+        for entry in self._ledger.decided - self._lists.get(tier, self._ledger.decided):
             if (tier, entry) not in self._adding:
                 self._adding.add((tier, entry))
                 self._hooks.dispatch(AddDecided(tier=tier, entry=entry))
@@ -352,7 +388,7 @@ class Decisions:
         assert isinstance(task, AddDecided)
         self._adding.discard((task.tier, task.entry))
         if outcome.error is None:
-            self._lists[task.tier] |= DecidedList([task.entry])
+            self.on_found(task.tier, outcome.value)
             self._conditions.end(
                 (task.tier, "add"), "%s: what was decided is noted there", task.tier
             )
@@ -368,6 +404,16 @@ class Decisions:
                 command.waiting.discard(task.tier)
                 if outcome.error is not None and not _frees_room(command, outcome.error):
                     command.failed[task.tier] = outcome.error
+
+
+def _holds(command: Command, entry: LedgerEntry) -> bool:
+    """Return whether what a command has decided is what counts."""
+    match command.kind:
+        case CommandKind.PIN | CommandKind.UNPIN:
+            return entry.pinned is (command.kind is CommandKind.PIN)
+        case CommandKind.TAG | CommandKind.UNTAG:
+            return (command.tag in entry.tags) is (command.kind is CommandKind.TAG)
+    return True
 
 
 def _is_leaving(entry: LedgerEntry) -> bool:

@@ -147,6 +147,6 @@ class ExternalCommits:
         entry = entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
         entry.verified.add(tier)  # it was written by this start
-        self._ledger.continues = True
+        self._ledger.has_begun = True
         self._ledger.enter(entry)
         self._hooks.on_external_commit(tier, entry)

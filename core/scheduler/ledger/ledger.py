@@ -6,7 +6,7 @@ It contains facts and answers queries; the coordinator and the policies decide w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -38,7 +38,7 @@ class Ledger(Overview):
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
         be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
-        tier. ``decided`` is what is decided by the lists of all tiers together, the same on all ranks. ``continues``:
+        tier. ``decided`` is what is decided by the lists of all tiers together, the same on all ranks. ``has_begun``:
         this start has restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``:
         a listing of this start left out what is there, and they never do. ``reading`` counts the readers of a
         checkpoint: meanwhile only a command deletes its copies on stored tiers; what could not be read counts to the
@@ -59,7 +59,7 @@ class Ledger(Overview):
             for id, may_be_reported in few.items()
         }
         self.decided = decided or DecidedList()
-        self.continues = False
+        self.has_begun = False
         self.evaluated_at: float = 0
         self.lags = False
         self.reading: Counter[CheckpointId] = Counter()
@@ -145,7 +145,7 @@ class Ledger(Overview):
         """Note what was restored, and the attempt that continues from it."""
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
-        self.continues = True
+        self.has_begun = True
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number, this one counts from now on
@@ -248,15 +248,26 @@ class Ledger(Overview):
         """Whether no checkpoint is abandoned, or was deleted by a person."""
         return not self.abandoned() and not self.deleted()
 
-    def live_copies(self, tier: str) -> list[LedgerEntry]:
-        """Return the committed copies on a tier, newest first, without abandoned and deleted ones."""
+    def live_copies(self, tier: str) -> Iterator[LedgerEntry]:
+        """Yield the committed copies on a tier, newest first, without abandoned and deleted ones."""
         abandoned = self.abandoned()
-        return [
-            entry
-            for entry in map(self.entries.peek, self.entries.ids(newest_first=True))
-            if entry.state(tier) is CopyState.COMMITTED
-            if entry.id not in abandoned and not entry.deleted
-        ]
+        for entry in map(self.entries.peek, self.entries.ids(newest_first=True)):
+            if (
+                entry.state(tier) is CopyState.COMMITTED
+                and entry.id not in abandoned
+                and not entry.deleted
+            ):
+                yield entry
+
+    def is_being_left(self, id: CheckpointId) -> bool:
+        """Return whether the first save of this start, which restored an older checkpoint, abandons this one."""
+        start = self.restored_from
+        return (
+            start is not None
+            and self.attempt is not None
+            and id.attempt < self.attempt
+            and id.step > start.step
+        )
 
     def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
         """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""

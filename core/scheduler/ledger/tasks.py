@@ -129,12 +129,11 @@ class NotWholeError(IntegrityError):
 class DeleteCopy:
     """Delete a committed copy, or the files of an ``unfinished`` one: all, or those of ``shard``.
 
-    It was decided by what is ``known`` to be decided: if the tier's list has more, nothing is deleted, and the
-    outcome's value is that list. None: all ranks have given the copy up, whatever is decided. Otherwise the value is
-    None, or the commit record of an unfinished copy that turned out to be committed. The first
-    deletion of a ``batch`` reads the list anew. ``next_latest`` is what ``latest``
-    names afterwards if it named this one. ``stay`` are copies on the tier that stay; NotWholeError if one of them lacks
-    files.
+    ``known`` are the entries that the decision took into account: if the tier's list has any other, nothing is deleted,
+    and the outcome's value is that list. Without ``known`` all ranks have given the copy up, whatever is decided. Else
+    the value is None, or the commit record of an unfinished copy that turned out to be committed. The first deletion of
+    a ``batch`` reads the list anew. ``next_latest`` is what ``latest`` names afterwards if it named this one. ``stay``
+    are copies on the tier that stay; NotWholeError if one of them lacks files.
     """
 
     tier: str

@@ -23,7 +23,7 @@ TAGS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 def entries(draw: st.DrawFn) -> Decided:
     word = draw(st.sampled_from(Word))
     return Decided(
-        number=draw(st.integers(1, 10**9)),
+        number=draw(st.integers(1, 10**9 - 1)),
         word=word,
         checkpoint=CheckpointId(
             draw(st.integers(0, keys.STEP_MAX)), draw(st.integers(1, keys.ATTEMPT_MAX))
