@@ -57,6 +57,13 @@ WORDS = {
     CommandKind.DELETE: Word.DELETED,
 }
 
+_OPPOSITES = {
+    Word.PIN: Word.UNPIN,
+    Word.UNPIN: Word.PIN,
+    Word.TAG: Word.UNTAG,
+    Word.UNTAG: Word.TAG,
+}
+
 
 class Decisions:
     """What persons decide. ``lists`` has what the list of each tier had when it was opened; ``unread`` are the tiers
@@ -94,6 +101,8 @@ class Decisions:
         self._adding: set[tuple[str, Decided]] = set()
         self._due_s: dict[str, float] = {}
         self._open: list[Command] = []
+        self._own: set[Decided] = set()
+        """What was decided by commands of this process."""
         self._to_free: set[CheckpointId] = set()
         """Deleted checkpoints whose image in memory is still read or written."""
         self._conditions = Conditions()
@@ -133,6 +142,7 @@ class Decisions:
     def _decide_on(self, command: Command, entry: LedgerEntry) -> None:
         word = WORDS[command.kind]
         command.entry = self._ledger.decided.next(word, command.id, entry.attempt_id, command.tag)
+        self._own.add(command.entry)
         self._decide(DecidedList([command.entry]))
         command.waiting = {tier for tier, added in self._adding if added == command.entry}
 
@@ -209,10 +219,22 @@ class Decisions:
                 f"{command.kind}: no tier that can be written to could note it for {command.id}: it holds until this "
                 "process ends"
             )
-        if command.failed or _holds(command, entry):
+        if command.failed or not self._is_overruled(command, entry):
             return True
         self._decide_on(command, entry)
         return False
+
+    def _is_overruled(self, command: Command, entry: LedgerEntry) -> bool:
+        """Return whether another process has decided the opposite, by a higher number."""
+        assert command.entry is not None
+        opposite = _OPPOSITES.get(command.entry.word)
+        return any(
+            other.word is opposite
+            and other.tag == command.tag
+            and other.number > command.entry.number
+            and other not in self._own
+            for other in self._ledger.decided.of(entry.id, entry.attempt_id)
+        )
 
     def _is_adding(self, command: Command) -> bool:
         return any(added == command.entry for _, added in self._adding)
@@ -404,16 +426,6 @@ class Decisions:
                 command.waiting.discard(task.tier)
                 if outcome.error is not None and not _frees_room(command, outcome.error):
                     command.failed[task.tier] = outcome.error
-
-
-def _holds(command: Command, entry: LedgerEntry) -> bool:
-    """Return whether what a command has decided is what counts."""
-    match command.kind:
-        case CommandKind.PIN | CommandKind.UNPIN:
-            return entry.pinned is (command.kind is CommandKind.PIN)
-        case CommandKind.TAG | CommandKind.UNTAG:
-            return (command.tag in entry.tags) is (command.kind is CommandKind.TAG)
-    return True
 
 
 def _is_leaving(entry: LedgerEntry) -> bool:
