@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection
 
 import pytest
 
-from tests.simulation.world import IMAGE, World, decided_on, file_rules, flip_bit
+from tests.simulation.world import IMAGE, World, decided_on, file_rules
 from tierfall.core.format.decided import Word
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, Command, CommandKind
 from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
@@ -97,24 +96,6 @@ def test_a_good_copy_that_is_found_damaged_later_is_followed_by_the_next() -> No
             del world.disks["nvme"]._objects[key]
     save_on(world, 4)
     assert world.steps_on("nvme")[-1] == 4
-
-
-def test_the_only_good_copy_stays_while_the_other_is_rotten_and_unread() -> None:
-    """Step 2 is good on nvme, which needs room, and rotten on pfs, which nobody has read."""
-    nvme = file_rules("nvme", capacity_bytes=int(1.5 * IMAGE))
-    world = World([nvme, file_rules("pfs", shared=True, flush_every=2)], memory_images=4)
-    for step in (1, 2):
-        world.save(step)
-        world.settle()
-    assert world.steps_on("nvme") == [2]
-    image = next(k for k in objects_of(world, "pfs", 2) if k.endswith(".safetensors"))
-    flip_bit(world.disks["pfs"], image, random.Random(0))
-    world.crash()
-    world.start()
-    world.coordinator.begin_anew()
-    world.save(3)  # pfs is not owed it
-    world.settle()
-    assert world.steps_on("nvme") == [2]
 
 
 @pytest.mark.parametrize("kind", [CommandKind.PIN, CommandKind.DELETE])
