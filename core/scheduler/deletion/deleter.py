@@ -88,11 +88,8 @@ class Deleter:
         for tier in self._leaving:
             self.plan_tier(tier)
 
-    def busy(self, tier: str | None = None) -> bool:
-        """Return whether a deletion (from ``tier``) is in progress or is to be planned; failed deletions do not
-        count."""
-        if tier is not None:
-            return self.is_deleting(tier)
+    def busy(self) -> bool:
+        """Return whether a deletion is in progress or is to be planned; failed deletions do not count."""
         return self.is_deleting() or bool(self._due and not self.paused)
 
     def retry(self, now_s: float) -> None:

@@ -144,11 +144,11 @@ class BackgroundVerifier:
             self._announce(_topic(_VERIFY, self._count, id, tier), None)
 
     def _newest_unread(self, tier: str) -> CheckpointId | None:
-        """Return the copy on a tier to read next: the newest one that stays after this restore, and can be read. None
-        if the tier has a good one."""
+        """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
+        one."""
         if not self._ledger.whole_copies_on(tier) or self._is_good(tier, self._good.get(tier)):
             return None
-        found = [e for e in self._ledger.live_copies(tier) if not self._ledger.is_being_left(e.id)]
+        found = list(self._ledger.live_copies(tier))
         for entry in found:
             if tier in entry.verified:
                 self._good[tier] = entry.id
@@ -160,7 +160,7 @@ class BackgroundVerifier:
             return False
         entry = self._ledger.entries.peek(id)
         is_live = id not in self._ledger.abandoned() and not entry.deleted
-        return tier in entry.verified and is_live and not self._ledger.is_being_left(id)
+        return tier in entry.verified and is_live
 
     def _keeps_all(self) -> bool:
         """Return whether no tier deletes anything, by its rules or for room."""

@@ -94,7 +94,7 @@ class TierRoom:
 
     def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
         """Decide whether a copy may begin; start the evictions that it needs."""
-        if self._deleter.paused or self._deleter.busy(lane.tier):
+        if self._deleter.paused or self._deleter.is_deleting(lane.tier):
             return WAIT
         if not self._hooks.group.decides and not lane.disk_full:
             return ADMIT  # rank 0 has made room already

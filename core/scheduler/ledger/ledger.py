@@ -259,16 +259,6 @@ class Ledger(Overview):
             ):
                 yield entry
 
-    def is_being_left(self, id: CheckpointId) -> bool:
-        """Return whether the first save of this start, which restored an older checkpoint, abandons this one."""
-        start = self.restored_from
-        return (
-            start is not None
-            and self.attempt is not None
-            and id.attempt < self.attempt
-            and id.step > start.step
-        )
-
     def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
         """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""
         abandoned, entries = self.abandoned(), self.entries
