@@ -27,7 +27,7 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
     peer = changes.pop("peers", {})
     return {
         "run": "many",
-        "max_wait": "10s",
+        "max_wait": "30s",  # of a loaded machine, for all to start
         "chunk": "64KiB",
         "interval": {"at_end": changes.pop("at_end", False), "every": 1},
         "tiers": [

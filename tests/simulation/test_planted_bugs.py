@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.simulation import many, rank, world
-from tests.simulation.history import run_history
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
@@ -22,7 +21,7 @@ from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
-from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
 from tierfall.run.announced_steps import AnnouncedSteps
@@ -30,7 +29,6 @@ from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.attempts import Fence
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.listing import TierCatalog
-from tierfall.tiers.stored import StoredTier
 
 SEEDS = 60
 """How many hours may pass until a bug is found. ``first`` is the seed that found it last."""
@@ -67,18 +65,6 @@ def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
         entry.pinned = False
 
     patch.setattr(LedgerEntry, "decide", decide)
-
-
-def delete_by_what_was_known(patch: pytest.MonkeyPatch) -> None:
-    """The worker that deletes a copy does not look whether the tier's list has more than was known."""
-
-    def delete(store: StoredTier, id: CheckpointId, **more: Any) -> DecidedList | None:
-        if more["known"] is not None:
-            more["known"] = store.decided.read()
-        return real(store, id, **more)
-
-    real = StoredTier.delete
-    patch.setattr(StoredTier, "delete", delete)
 
 
 def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
@@ -204,14 +190,6 @@ def run_storage_hour(seed: int) -> ManyHour:
     return run_many_hour(seed, storage=True)
 
 
-def run_short_history(seed: int) -> None:
-    """Live through a history of 150 events, in which a person decides more often than in an hour."""
-    try:
-        run_history(seed, 150)
-    except AssertionError as error:
-        raise AssertionError(f"{error} (run_history: --first {seed} --seeds 1)") from None
-
-
 def wrong(run: Callable[[int], Any], seed: int) -> str:
     try:
         run(seed)
@@ -225,7 +203,6 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
     [
         (evict_before_the_successors_commit, run_hour, 5),
         (forget_a_pin, run_hour, 0),
-        (delete_by_what_was_known, run_short_history, 51),
         (count_uncommitted_ones, run_hour, 0),
         (drop_a_leased_copy, run_hour, 4),
         (believe_the_commit_record, run_hour, 2),
