@@ -47,7 +47,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 READ_EVERY_S = 60.0
-READ_APART_S = 1.0
+READ_APART_S = 0.1
 """Seconds between two readings of a list, however fast commits follow each other."""
 WORDS = {
     CommandKind.PIN: Word.PIN,
