@@ -218,7 +218,7 @@ def wrong(seed: int, copies: int) -> str:
         (put_two_copies_on_one_node, 2, 0),
         (write_the_first_copy_only, 2, 0),
         (look_for_own_files_in_own_memory, 1, 0),
-        (keep_adopted_images_here, 1, 2),
+        (keep_adopted_images_here, 1, 16),
         (delete_on_the_other_side, 1, 0),
         (announce_a_commit_too_early, 1, 0),
         (count_uncommitted_ones, 1, 8),
