@@ -76,7 +76,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_940,
     ("core/restore", "core/load", "core/copies"): 7_697,
     ("core/compression",): 373,
-    ("core/scheduler",): 8_987,
+    ("core/scheduler",): 8_988,
     ("policies",): 2_142,
     ("backends",): 7_647,
     ("tiers",): 3_846,

@@ -223,7 +223,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (believe_the_commit_record, run_storage_hour, 1),
         (look_for_newer_attempts_at_commits_only, run_storage_hour, 14),
         (leave_no_room_for_numbers_that_cannot_be_seen, run_storage_hour, 14),
-        (ignore_what_other_ranks_have_listed, run_storage_hour, 98),
+        (ignore_what_other_ranks_have_listed, run_storage_hour, 124),
         (try_a_copy_for_ever, run_storage_hour, 7),
         (believe_a_record_that_a_start_finds, run_storage_hour, 25),
     ],

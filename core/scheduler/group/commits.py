@@ -96,6 +96,7 @@ class Commits(Group):
         )
         self.replicas = self._seals.replicas
         self.owns = self._tiers.owns
+        self.is_committing = self._tiers.is_committing
         self.has_given_up = self._tiers.has_given_up
         self.try_now = self._tiers.try_now
 
