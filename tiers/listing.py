@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import wrong_files
-from tierfall.core.format.decided import DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, TierRecord, parse_commit
 from tierfall.core.runtime.threads import run_in_parallel
@@ -39,8 +39,6 @@ from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentity
 
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
-FENCE_VALID_S = 1.0
-"""How many seconds what was read of the fence, or of what is decided, may be relied on."""
 REQUESTS_AT_ONCE_MIN = 32
 REQUESTS_FOR_EACH = 4
 """Concurrent small requests: this many for each large one that the backend's ``max_parallel`` allows, and at least

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from tierfall.core.format.commit_files import same_checkpoint, shards_of
-from tierfall.core.format.decided import DecidedList, Word
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList, Word
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
@@ -36,7 +36,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
-from tierfall.tiers.listing import FENCE_VALID_S, TierCatalog
+from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.run_files import SetIdentityCheck
 
 logger = logging.getLogger("tierfall")
@@ -198,9 +198,8 @@ class StoredTier(TierCatalog):
             self._create_commit(commit, attempt)
         try:
             self.note_mended(commit)
-        except (
-            BackendError
-        ) as error:  # the copy is committed all the same, and counts as damaged until it is read
+        except BackendError as error:
+            # The copy is committed all the same, and counts as damaged until it is read.
             text = "%s: that the copy of %s is whole again is not noted: %s"
             logger.warning(text, self.name, checkpoint, error)
         # A newer start may have deleted the folder in between, as unfinished.

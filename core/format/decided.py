@@ -22,6 +22,9 @@ from tierfall.core.format import documents
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 
+FENCE_VALID_S = 1.0
+"""How many seconds what was read of a tier's fence, or of its list, may be relied on."""
+
 
 class Word(StrEnum):
     """What an entry says of a checkpoint. A deletion has no opposite; a pin made at the same moment prevents it."""

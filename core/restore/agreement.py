@@ -161,7 +161,7 @@ def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinishOutcome(Message):
-    """``has_begun``: the run continues from what was restored. ``saved``: this rank has saved since its lineage
+    """``continues``: the run continues from what was restored. ``saved``: this rank has saved since its lineage
     began."""
 
     failed: str | None
@@ -191,7 +191,7 @@ def finish_on_all_ranks(
     """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
     began.
 
-    ``has_begun``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
+    ``continues``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
     one. If the ``request`` fills the state in place, all errors call it half filled: on the other ranks it is of a step
     that not all ranks are at.
     """

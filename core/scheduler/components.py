@@ -42,7 +42,7 @@ from tierfall.core.types.values import CheckpointId, WhenFull
 from tierfall.policies.flush import still_owed
 
 LOOKS = (ReadDecided, OpenCheck, CheckChunk)
-"""Tasks that only look: whoever waits until all is done does not wait for them."""
+"""Tasks that change no tier. A wait until all tasks have ended leaves these out."""
 
 
 class LeftoverMemory(Protocol):

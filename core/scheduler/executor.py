@@ -23,7 +23,7 @@ from tierfall.core.copies.images import (
     unpacked,
 )
 from tierfall.core.format.commit_files import files_of, image_file, shards_of
-from tierfall.core.format.decided import DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
@@ -69,10 +69,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
-
-
-FENCE_VALID_S = 1.0
-"""How many seconds what was read of a tier's list may be relied on."""
 
 
 class _SourceError(Exception):

@@ -663,7 +663,7 @@ class History:
         self.seen_drops.append(task)
         now = self.look()
         left = self._abandoned(self._known(now))
-        # what was decided from outside may not have been read yet: what it is about counts
+        # the run may not have read yet what a command has just deleted: such a checkpoint is counted
         held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
         # what nobody has read yet takes up a place
         held |= {id: c for (t, id), (_, c) in self.rotten.items() if t == task.tier}

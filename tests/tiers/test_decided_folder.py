@@ -12,11 +12,10 @@ from test_stored import attempt, commit, commit_of, keys, steps, tier_on, unsync
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.core.format.decided import Decided, DecidedList, Word
+from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList, Word
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import BackendError, IntegrityError, UnreachableError
 from tierfall.core.types.values import CheckpointId
-from tierfall.tiers.listing import FENCE_VALID_S
 from tierfall.tiers.stored import StoredTier
 
 ONE = CheckpointId(1, 1)

@@ -21,7 +21,7 @@ from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.decided import Decided, DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import RunLock
@@ -64,7 +64,6 @@ from tierfall.setup.tiers import (
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.listing import FENCE_VALID_S
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2

@@ -294,7 +294,7 @@ class Checkpointer:
     def _read(
         self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool
     ) -> RestoreResult | None:
-        """Read what ``plan`` plans, on all ranks or none; if ``has_begun``, the lineage continues from it. Where there
+        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Where there
         is no checkpoint, it begins."""
         restorer, ranks = self._opened.restorer, self._session.ranks
         restored = restorer.fill(request, plan, rules)

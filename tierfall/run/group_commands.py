@@ -175,7 +175,7 @@ def drain_here(
     """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most; unless ``copies_only``,
     until deletions have ended, too.
 
-    With a deadline, copies that can arrive in time are written first. ``has_begun``: the others are begun afterwards.
+    With a deadline, copies that can arrive in time are written first. ``continues``: the others are begun afterwards.
     ``doing`` names the operation in the log.
     """
     began = time.monotonic()

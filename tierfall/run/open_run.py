@@ -284,7 +284,7 @@ class OpenRun:
     def prepare_restore(self, *, continues: bool) -> None:
         """Wait until the last save is sealed, so that a restore finds it.
 
-        Raises FencedError where a newer attempt exists and the run ``has_begun`` from what is restored.
+        Raises FencedError where a newer attempt exists and the run ``continues`` from what is restored.
         """
         if continues and (fenced := self.session.coordinator.fenced) is not None:
             raise fenced
