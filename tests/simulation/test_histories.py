@@ -7,11 +7,13 @@ import pytest
 from tests.simulation.history import run_history
 from tierfall.core.types.values import WhenFull
 
-HISTORIES_PER_BLOCK = 25
+HISTORIES_PER_BLOCK = 10
 EVENTS = 90
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(block, marks=pytest.mark.torture) for block in range(1, 10))]
+)
 def test_no_history_breaks_a_promise(block: int) -> None:
     lived = [
         run_history(seed, EVENTS)

@@ -37,6 +37,7 @@ from tierfall.session.leftovers import Leftovers
 SEEDS = 12
 """How many runs may pass until a bug is found. ``first`` is the seed that found it last."""
 SECONDS = 1800.0
+LONG = pytest.mark.torture
 
 
 def keep_a_copy_on_its_own_node(patch: pytest.MonkeyPatch) -> None:
@@ -218,17 +219,17 @@ def wrong(seed: int, copies: int) -> str:
         (put_two_copies_on_one_node, 2, 0),
         (write_the_first_copy_only, 2, 0),
         (look_for_own_files_in_own_memory, 1, 0),
-        (keep_adopted_images_here, 1, 16),
+        pytest.param(keep_adopted_images_here, 1, 16, marks=LONG),
         (delete_on_the_other_side, 1, 0),
         (announce_a_commit_too_early, 1, 0),
         (count_uncommitted_ones, 1, 8),
         (evict_what_peer_memory_relies_on, 1, 0),
-        (delete_images_whose_rest_is_not_seen, 1, 0),
-        (forget_what_other_nodes_keep, 2, 0),
+        pytest.param(delete_images_whose_rest_is_not_seen, 1, 0, marks=LONG),
+        pytest.param(forget_what_other_nodes_keep, 2, 0, marks=LONG),
         (restore_a_part_of_an_older_step, 1, 0),
         (take_another_nodes_record_for_its_own, 1, 0),
-        (believe_one_keeper, 2, 52),
-        (seal_what_has_arrived, 1, 5),
+        pytest.param(believe_one_keeper, 2, 52, marks=LONG),
+        pytest.param(seal_what_has_arrived, 1, 5, marks=LONG),
         (move_an_image_back, 1, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None),

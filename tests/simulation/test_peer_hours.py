@@ -1,10 +1,12 @@
 """Hours of training with peer memory, each drawn by a seed: no step that was reported is lost while no more machines
-are down than promised. There are a thousand hours of 16 nodes in ``make simulate``.
+are down than promised. There are hours in ``make torture`` and a thousand hours of 16 nodes in ``make simulate``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+
+import pytest
 
 from tests.simulation.peer_hour import peer_rules, run_peer_hour
 from tests.simulation.peer_watch import PeerWatch
@@ -15,6 +17,11 @@ SEEDS = {1: (0, 3, 6, 7, 21), 2: (501,)}
 """501 with two copies broke a promise once: a size was divided by that of a step that a node has nothing of."""
 
 
+def test_half_an_hour_of_peer_memory_breaks_no_promise() -> None:
+    assert run_peer_hour(0, copies=1, seconds=1800.0).counts["reported"]
+
+
+@pytest.mark.torture
 def test_no_hour_of_peer_memory_breaks_a_promise_and_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = Counter()
     for copies, seeds in SEEDS.items():
@@ -30,6 +37,7 @@ def test_no_hour_of_peer_memory_breaks_a_promise_and_all_that_may_happen_comes_a
         assert seen[what], f"{what} never came about"
 
 
+@pytest.mark.torture
 def test_a_quarter_of_an_hour_of_sixteen_nodes() -> None:
     hour = run_peer_hour(1, nodes=16, seconds=900.0)
     assert hour.counts["reported"]

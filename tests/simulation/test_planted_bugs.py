@@ -32,6 +32,7 @@ from tierfall.tiers.listing import TierCatalog
 
 SEEDS = 60
 """How many hours may pass until a bug is found. ``first`` is the seed that found it last."""
+LONG = pytest.mark.torture
 
 
 def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
@@ -209,12 +210,12 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (rely_on_what_nobody_has_read, run_hour, 162),
         (save_twice_as_often, run_hour, 0),
         (look_for_newer_attempts_at_commits_only, run_hour, 21),
-        (keep_the_turn_of_a_copy_that_fails, run_hour, 7),
+        pytest.param(keep_the_turn_of_a_copy_that_fails, run_hour, 7, marks=LONG),
         (blame_a_copy_for_its_tier, run_hour, 3),
         (forget_what_was_set_aside, run_hour, 23),
         (take_an_absent_tier_for_an_empty_one, run_hour, 0),
         (leave_no_room_for_numbers_that_cannot_be_seen, run_hour, 0),
-        pytest.param(believe_a_record_that_was_not_synced, run_hour, 4, marks=pytest.mark.torture),
+        pytest.param(believe_a_record_that_was_not_synced, run_hour, 4, marks=LONG),
         (take_a_misread_for_damage, run_hour, 84176),
         (try_a_copy_for_ever, run_hour, 1),
         (decide_per_rank, run_many_hour, 1),
