@@ -7,12 +7,12 @@ import pytest
 from tests.simulation.history import run_history
 from tierfall.core.types.values import WhenFull
 
-HISTORIES_PER_BLOCK = 10
+HISTORIES_PER_BLOCK = 20
 EVENTS = 90
 
 
 @pytest.mark.parametrize(
-    "block", [0, *(pytest.param(block, marks=pytest.mark.torture) for block in range(1, 10))]
+    "block", [0, *(pytest.param(block, marks=pytest.mark.torture) for block in range(1, 5))]
 )
 def test_no_history_breaks_a_promise(block: int) -> None:
     lived = [
