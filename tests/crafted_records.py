@@ -72,7 +72,7 @@ def change_header(folder: Path, change: Callable[[Members], None]) -> None:
     vouch_for(folder)
 
 
-def must_be_refused(make_config: MakeConfig, run_folder: Path, newest: Path) -> str:
+def must_be_refused(run_folder: Path, newest: Path) -> str:
     """The step alone is an error, the run falls back to the step before, and no file comes or goes."""
     root = run_folder.parent
     before = files_below(root)
@@ -80,6 +80,11 @@ def must_be_refused(make_config: MakeConfig, run_folder: Path, newest: Path) -> 
         tierfall.load(newest)
     assert step_in(tierfall.load(run_folder)) == 1
     assert files_below(root) == before
+    return str(caught.value)
+
+
+def must_be_passed_over(make_config: MakeConfig, run_folder: Path) -> None:
+    """A restore takes the step before, says so, and leaves it as it is."""
     with tierfall.open(make_config()) as ckpt:
         state = blank()
         report = ckpt.restore(state)
@@ -87,4 +92,3 @@ def must_be_refused(make_config: MakeConfig, run_folder: Path, newest: Path) -> 
         assert (report.step, step_in(state)) == (1, 1)
         assert any("2@1" in f.what for f in report.fallbacks), report.fallbacks
     assert step_in(tierfall.load(run_folder)) == 1
-    return str(caught.value)

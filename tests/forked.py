@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -222,23 +223,23 @@ def _serve(ours: socket.socket) -> list[str]:
 
 def _run() -> None:
     """Run what ``sys.argv`` names as Python would run it."""
-    if sys.argv[0] == "-m":
-        _, module, *arguments = sys.argv
-        sys.argv = [module, *arguments]
-        code: object = 0
-        try:
+    code: object = None
+    try:
+        if sys.argv[0] == "-m":
+            _, module, *arguments = sys.argv
+            sys.argv = [module, *arguments]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            code = end.code
-        if isinstance(code, int):
-            _end(code)
-        sys.exit(code)  # type: ignore[arg-type]
-    elif sys.argv[0] == "-c":
-        _, code, *arguments = sys.argv
-        sys.argv = ["-c", *arguments]
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        elif sys.argv[0] == "-c":
+            _, text, *arguments = sys.argv
+            sys.argv = ["-c", *arguments]
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    if code is None or isinstance(code, int):
+        _end(code or 0)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 def _commands() -> list[str]:
@@ -247,6 +248,13 @@ def _commands() -> list[str]:
     names = [each.name for each in pkgutil.walk_packages(package.__path__, "tierfall.")]
     left_out = ("tierfall.__main__", "tierfall.demo", "tierfall.integrations")
     return [name for name in names if not name.startswith(left_out)]
+
+
+def _prepare_commands() -> None:
+    """Make the parser of the command line once: to make it is half of what a command takes."""
+    typer = importlib.import_module("typer.main")
+    typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]
+    typer.get_command(importlib.import_module("tierfall.cli.app").app)
 
 
 def _end(code: int) -> None:
@@ -261,6 +269,7 @@ def _end(code: int) -> None:
 if __name__ == "__main__":
     for name in [*IMPORTED, *os.environ.get(MORE, "").split(), *_commands()]:
         importlib.import_module(name)
+    _prepare_commands()
     gc.freeze()  # a child whose collector walked all of that would copy it
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: none of them would be there in a child"

@@ -46,7 +46,7 @@ def test_a_failed_fsync_writes_the_copy_anew(
 def test_on_error_raise_reaches_a_loop_that_saves_no_more(
     make_config: MakeConfig, tmp_path: Path, slow_medium: Medium
 ) -> None:
-    config = make_config(disk={}, slow={}, max_wait="1s", on_error="raise")
+    config = make_config(disk={}, slow={}, max_wait="0.3s", on_error="raise")
     ckpt = tierfall.open(config)
     slow_medium.fail("fsync", errno.EIO, times=10**9)
     handle = ckpt.save(1, state_of(1))

@@ -30,7 +30,7 @@ IMAGE_S = 20.0
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
     """The tier ``near`` of the run, before it hangs. Only ``far`` has step 2."""
     for where in (tiers, reader, commands, measure, sync):
-        monkeypatch.setattr(where, "ANSWER_S", 1.0)
+        monkeypatch.setattr(where, "ANSWER_S", 0.5)
     with tierfall.open(config(tmp_path)) as ckpt:
         ckpt.restore(state(0))
         for step in (1, 2):
@@ -40,7 +40,7 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier
     stuck.gate.set()
 
 
-def config(root: Path, max_wait: str = "1s") -> dict[str, Any]:
+def config(root: Path, max_wait: str = "0.5s") -> dict[str, Any]:
     made = {
         "run": "r",
         "chunk": "4KiB",
@@ -89,7 +89,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("word", ["open", "commit.json", ".safetensors", "close"])
+@pytest.mark.parametrize("word", ["open", ".safetensors", "close"])
 def test_verify_names_the_tier_that_does_not_answer_and_verifies_the_others(
     held: StuckTier, uncached: None, tmp_path: Path, word: str
 ) -> None:
@@ -98,20 +98,17 @@ def test_verify_names_the_tier_that_does_not_answer_and_verifies_the_others(
     assert held.hung.is_set()
     if word != "close":
         assert done.exit_code == 1
-        assert "near has not answered for 1 s" in done.output.replace("\n", " ")
+        assert "near has not answered for 0." in done.output.replace("\n", " ")
     assert f"run r: {3 if word == 'close' else 2} of " in done.output
     assert "nothing is damaged" in done.output
 
 
-@pytest.mark.parametrize("word", ["open", "write", "publish"])
-def test_copy_names_the_tier_that_does_not_take_a_copy(
-    stuck: StuckTier, tmp_path: Path, word: str
-) -> None:
-    hang(stuck, word)
+def test_copy_names_the_tier_that_does_not_take_a_copy(stuck: StuckTier, tmp_path: Path) -> None:
+    hang(stuck, "publish")
     done = call(tmp_path, "copy", "2", "--to", "near")
     assert done.exit_code != 0
     assert stuck.hung.is_set()
-    assert "near has not answered for 1" in done.output.replace("\n", " ")
+    assert "near has not answered for 0." in done.output.replace("\n", " ")
     assert tierfall.load(tmp_path / "far", step=2)["x"][0] == 2
     stuck.gate.set()
     wait_ended()
@@ -119,15 +116,14 @@ def test_copy_names_the_tier_that_does_not_take_a_copy(
     assert call(tmp_path, "verify").exit_code == 0
 
 
-@pytest.mark.parametrize("word", ["open", "read_into"])
 def test_check_names_the_tier_that_does_not_answer_and_measures_the_others(
-    stuck: StuckTier, tmp_path: Path, word: str
+    stuck: StuckTier, tmp_path: Path
 ) -> None:
-    hang(stuck, word)
+    hang(stuck, "read_into")
     done = call(tmp_path, "check", "--size", "64KiB")
     assert stuck.hung.is_set()
     assert done.exit_code == 1
-    assert "near has not answered for 1" in done.output.replace("\n", " ")
+    assert "near has not answered for 0." in done.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,6 @@ def test_check_names_the_tier_that_does_not_answer_and_measures_the_others(
     [
         (("verify",), ".safetensors"),
         (("copy", "2", "--to", "near"), "publish"),
-        (("check", "--size", "64KiB"), "read_into"),
     ],
 )
 def test_the_first_ctrl_c_ends_a_command_that_waits_for_a_tier(

@@ -25,7 +25,7 @@ LONG_S = 60.0
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least time that a tier has to answer is short here."""
-    monkeypatch.setattr(stores, "ANSWER_S", 1.0)
+    monkeypatch.setattr(stores, "ANSWER_S", 0.5)
 
 
 def config(root: Path, *more: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def state(step: float) -> dict[str, torch.Tensor]:
 def test_a_mount_that_hangs_for_everyone_is_not_looked_at_and_never_counts_as_empty(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.5s"}
     with tierfall.open(config(tmp_path, pfs)) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
@@ -108,7 +108,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
 def near_and_far(root: Path, **near: Any) -> dict[str, Any]:
     far = {"name": "far", "kind": "file", "path": str(root / "far"), "shared": True}
     made = config(root, far, chunk="4KiB")
-    made["tiers"][1] |= {"max_wait": "1s", **near}
+    made["tiers"][1] |= {"max_wait": "0.5s", **near}
     return made
 
 
@@ -123,8 +123,9 @@ def save_large(made: dict[str, Any], *steps: int) -> None:
             ckpt.save(step, large(step), block=True)
 
 
-@pytest.mark.parametrize("what", ["", ".safetensors"])
-@pytest.mark.parametrize("compress", [{}, {"compress": {"codec": "zstd"}}])
+@pytest.mark.parametrize(
+    ("what", "compress"), [("", {}), (".safetensors", {"compress": {"codec": "zstd"}})]
+)
 def test_a_restore_goes_on_from_the_next_tier_where_one_stops_answering(
     tmp_path: Path, short: None, hanging: Hanging, what: str, compress: dict[str, Any]
 ) -> None:
@@ -154,7 +155,7 @@ def test_a_restore_from_one_tier_alone_that_stops_answering_says_so_within_its_b
     tmp_path: Path, short: None, hanging: Hanging
 ) -> None:
     made = config(tmp_path, chunk="4KiB")
-    made["tiers"][1]["max_wait"] = "1s"
+    made["tiers"][1]["max_wait"] = "0.5s"
     save_large(made, 1)
     with tierfall.open(made) as ckpt:
         hanging.hang("read_into", only=".safetensors")
@@ -169,12 +170,12 @@ def test_a_restore_from_one_tier_alone_that_stops_answering_says_so_within_its_b
         assert bool((state["x"] == 1).all())
 
 
-@pytest.mark.parametrize("call", ["publish", "read_into", "scan", "sync"])
+@pytest.mark.parametrize("call", ["publish", "scan"])
 def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_it(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """As a store does that lists its objects, and accepts writes that it never answers."""
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.5s"}
     stuck = StuckTier(tmp_path / "pfs", monkeypatch)
     stuck.hang_in(call)
     try:

@@ -23,8 +23,7 @@ from tierfall.core.format.decided import Word
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.values import CheckpointId
-from tierfall.run.checkpointer import Checkpointer, open_run_of
-from tierfall.run.open_run import OPEN
+from tierfall.run.checkpointer import Checkpointer
 from tierfall.tiers.stored import StoredTier
 
 
@@ -52,9 +51,6 @@ class Nodes(Opener):
     def disks(self) -> list[Path]:
         return [self.folder / "0/nvme", self.folder / "1/nvme", self.folder / "pfs"]
 
-    def decided(self) -> list[str]:
-        return [path.name for disk in self.disks() for path in (disk / "run").glob("decided/*")]
-
 
 @pytest.fixture
 def ranks() -> Iterator[list[Ranks]]:
@@ -73,13 +69,6 @@ def save(ckpts: list[Checkpointer], *steps: int) -> None:
         for handle in handles:
             handle.wait(timeout=SOON_S)
             handle.wait("nvme", timeout=SOON_S)
-
-
-def abandon(ckpts: list[Checkpointer]) -> None:
-    """End as a kill does."""
-    for ckpt in ckpts:
-        ckpt._session.abandon()
-        OPEN.discard(open_run_of(ckpt))
 
 
 def call(ckpts: list[Checkpointer], do: Callable[[Checkpointer], Any]) -> list[Any]:
@@ -114,18 +103,6 @@ def assert_next_start_leaves(folder: Path, steps: list[int]) -> None:
         assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
         assert [steps_on(disk) for disk in nodes.disks()] == [steps] * 3
         close_all(ckpts)
-
-
-def test_a_call_of_one_rank_alone_is_reported_within_its_bound(tmp_path: Path) -> None:
-    with network(["a", "a", "b"], timeout_s=1.0) as few:
-        ckpts = Nodes(tmp_path, few).all_open()
-        save(ckpts, 1)
-        began = time.monotonic()
-        with pytest.raises(RanksError, match="ranks 1, 2 did not call pin within 1 s"):
-            ckpts[0].pin(1)
-        assert time.monotonic() - began < SOON_S
-        assert Nodes(tmp_path, few).decided() == []
-        abandon(ckpts)
 
 
 def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
@@ -165,25 +142,6 @@ def test_a_pin_that_nobody_has_read_yet_keeps_what_lies_on_its_node(nodes: Nodes
     assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
     assert steps_on(nodes.folder / "1/nvme") == [1, 2]
     close_all(ckpts)
-
-
-def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes, tmp_path: Path) -> None:
-    ckpts = nodes.all_open()
-    save(ckpts, 1, 2, 3)
-    close_all(ckpts)
-    with network(["a", "a", "b"]) as again:
-        ckpts = Nodes(tmp_path, again).all_open(rules={"retain": {"last": 2}})
-        planned = call(ckpts, lambda c: c.prune(dry_run=True))
-        assert planned[0] == planned[1] == planned[2]
-        assert {(d.checkpoint.step, d.tier, str(d.verdict)) for d in planned[0]} == {
-            (step, tier, "keep" if step > 1 else "drop")
-            for step in (1, 2, 3)
-            for tier in ("nvme", "pfs")
-        }
-        assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2, 3]] * 3
-        assert call(ckpts, lambda c: c.prune()) == planned
-        assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
-        close_all(ckpts)
 
 
 def test_drain_waits_for_the_shortest_deadline_of_any_rank(

@@ -35,7 +35,6 @@ from tierfall.tiers.stored import StoredTier
 MakeConfig = Callable[..., dict[str, Any]]
 ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
 IMAGE = "rank-00000-of-00001.safetensors"
-SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
 SELDOM = {"flush": {"every": 1000}}
 
 
@@ -226,13 +225,13 @@ def test_the_parts_that_a_killed_copy_uploaded_go(
     assert left == ["checkpoints/run/step-00000002-a0001/x"], "of this step alone"
 
 
-@pytest.mark.parametrize("codec", SUFFIX)
+@pytest.mark.parametrize("codec", ["none", "planes"])
 def test_small_chunks_go_to_an_object_store_in_parts_that_it_takes(
     make_config: MakeConfig, s3_server: SeaweedFS, bucket: str, tmp_path: Path, codec: str
 ) -> None:
-    config = make_config(disk={}, host={"capacity": "200MiB", "on_close": "keep"})
+    config = make_config(disk={}, host={"capacity": "100MiB", "on_close": "keep"})
     with tierfall.open(config) as ckpt:
-        ckpt.save(1, state_of(1, elements=4_000_000), block=True)
+        ckpt.save(1, state_of(1, elements=2_000_000), block=True)
     config["tiers"].append(
         {
             "name": "store",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 import typer
@@ -18,17 +20,35 @@ import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from tests.forked import Forked, server_of
+from tests.forked import run as run_forked
 from tests.steps import wait_until
 from tierfall.demo import picture, story
 from tierfall.demo.story import Demo, DemoError, Line, Trainer, play
 
-EVERY = 8
+EVERY = 2
 STEPS = EVERY * story.SAVES
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(folder: Path | None, **options: Any) -> None:
     play(folder, **{"every": 1, "s3": False, "picture": None, "as_json": False, **options})
+
+
+class Process(Forked):
+    """A trainer that is forked from a process that has imported torch already, and writes to files."""
+
+    def __init__(self, command: list[str], *, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self._server, self.returncode = server_of(), None
+        request = {"command": command[1:], "env": dict(os.environ), "cwd": str(Path.cwd())}
+        self.pid = self._server.ask(request, stdout.fileno(), stderr.fileno())
+
+    def __exit__(self, *exception: object) -> None:
+        self.wait()
+
+
+FORKING = SimpleNamespace(Popen=Process, run=lambda command, **_: run_forked(command[1:]))
+"""What the demo uses of ``subprocess``."""
 
 
 def memory_folder(folder: Path) -> Path:
@@ -60,6 +80,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     out, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
         patch.setattr(picture, "draw", keep)
+        patch.setattr(story, "subprocess", FORKING)
         run(folder, every=EVERY, as_json=True)
     return Shown(folder, told.getvalue(), json.loads(out.getvalue()), *drawn[0])
 

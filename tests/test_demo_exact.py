@@ -1,41 +1,30 @@
-"""A killed training run continues with the same losses, bit for bit, in one process and in the example."""
+"""The example is killed, and continues with the same losses, bit for bit."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
+from tests.forked import Forked, server_of
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-# The example ------------------------------------------------------------------------------------------
 
 
 def example_until(config: Path, folder: Path, step: int) -> tuple[str, dict[int, str]]:
     """Run examples/train.py up to a step, SIGKILL it there, and return what it said first, and its losses."""
-    command = [sys.executable, str(ROOT / "examples" / "train.py"), "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "--steps", "1000000"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith(f"step {step} "):
-                break
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.readlines()
+    command = [str(ROOT / "examples" / "train.py"), "--config", str(config), "--steps", "1000000"]
+    process = Forked(server_of(), command, os.environ, sys.__stderr__, cwd=folder)
+    lines = []
+    while line := process.stdout.readline().decode():
+        lines.append(line)
+        if line.startswith(f"step {step} "):
+            process.kill()
+    process.wait()
+    process.close()
     found = [re.fullmatch(r"step (\d+) loss (\S+)\n", line) for line in lines]
     return lines[0] if lines else "", {int(m[1]): m[2] for m in found if m}
 
@@ -45,7 +34,7 @@ def test_example_is_killed_and_goes_on_where_it_was(tmp_path: Path) -> None:
     settings["tiers"][0]["folder"] = str(tmp_path / "memory")
     config = tmp_path / "tiers.yaml"
     config.write_text(yaml.safe_dump(settings))
-    _, before = example_until(config, tmp_path, 25)
+    _, before = example_until(config, tmp_path, 45)
     output, after = example_until(config, tmp_path, max(before) + 5)
     restored = re.match(r"restored step (\d+) from host", output)
     assert restored, output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.job import Job
 from tests.forked import Forked, server_of
 from tests.object_store import SeaweedFS
 from tests.test_docs_cli import words_of
@@ -63,15 +63,7 @@ class Shell:
 
     def run(self, line: str) -> str:
         if line.startswith("torchrun"):
-            done = subprocess.run(
-                line.split(),
-                cwd=self.folder,
-                env=self.environ,
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=WAIT_S,
-            )
-            printed, code = done.stdout, done.returncode
+            printed, code = self.run_ranks(line)
         else:
             process = self.start(line)
             printed, _ = process.communicate(WAIT_S)
@@ -82,6 +74,19 @@ class Shell:
             own = f'kind: host, folder: "{self.memory}"}}'
             file.write_text(file.read_text().replace("kind: host}", own))
         return printed
+
+    def run_ranks(self, line: str) -> tuple[str, int]:
+        """Start ranks as torchrun does; torchrun itself: tests/distributed/test_elastic.py."""
+        _, option, count, *words = line.split()
+        assert option == "--nproc-per-node"
+        job = Job(self.folder, int(count))
+        try:
+            for rank in range(job.world_size):
+                job.start_command(rank, words, cwd=self.folder, **self.environ)
+            printed = "".join(process.communicate(WAIT_S)[0] for process in job.processes)
+            return printed, max(process.wait() for process in job.processes)
+        finally:
+            job.kill()
 
     def run_and_kill(self, line: str, committed: Path) -> str:
         """Run a program and kill it by SIGKILL once that commit record is there."""
@@ -163,6 +168,7 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     (shell.folder / "first.py").write_text(flushed)
     committed = shell.folder / "fast" / "first" / "step-00000300-a0001" / "commit.json"
     assert shell.run_and_kill("python first.py", committed) == "a new run\nKilled\n"
+    (shell.folder / "first.py").write_text(loop)
     (shown,) = (
         text
         for text in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
@@ -177,6 +183,7 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     assert "Started again after its end, the program restores step 399" in README
     file = shell.folder / "tiers.yaml"
     file.write_text(file.read_text().replace("run: first", "run: second"))
+    (shell.folder / "first.py").write_text(loop.replace("400", "2"))
     *warning, answer = shell.run("python first.py").splitlines()
     assert (answer, len(warning)) == ("a new run", 1)
     assert "Other runs on these tiers: first (newest 399@2)" in warning[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 from pathlib import Path
@@ -25,6 +26,11 @@ PICTURES = "https://raw.githubusercontent.com/tierfall/tierfall/main/"
 MAPS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "docs/format.md", "docs/glossary.md")
 
 
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def places() -> list[tuple[str, str, str]]:
     found = [
         (page, *m.groups()) for page in MAPS for m in PLACE.finditer((ROOT / page).read_text())
@@ -34,7 +40,7 @@ def places() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("page", "file", "name"), places())
 def test_what_a_map_names_exists(page: str, file: str, name: str) -> None:
-    scope: ast.AST = ast.parse((ROOT / file).read_text())
+    scope: ast.AST = tree_of(ROOT / file)
     for part in filter(None, name.split(".")):
         inside = [n for n in ast.iter_child_nodes(scope) if getattr(n, "name", None) == part]
         assert inside, f"{page} names {file}:{name}, where {part} is not"
@@ -157,26 +163,22 @@ NOT_OURS = {
 def test_every_name_that_a_docstring_quotes_is_there() -> None:
     """A module, class or function that was renamed is renamed where it is spoken of."""
     paths = [p for room in ROOMS for p in (ROOT / room).rglob("*.py") if p.resolve() == p]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
     known = {
         part for path in paths for part in path.relative_to(ROOT).with_suffix("").parts
     } | NOT_OURS
-    for path, tree in trees.items():
-        prose = [
-            ast.get_docstring(n, clean=False) or ""
-            for n in ast.walk(tree)
-            if isinstance(n, DOCUMENTED)
-        ]
-        code = path.read_text()
-        for text in prose:
-            code = code.replace(text, "", 1)
-        known |= set(re.findall(r"\w+", code))
+    quoted: list[tuple[Path, str]] = []
+    for path in paths:
+        lines = path.read_text().splitlines()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+                names = re.findall(r"``([A-Za-z_][\w.]*)(?:\(\))?``", text)
+                quoted += [(path, name) for name in names]
+                first, last = node.body[0].lineno, node.body[0].end_lineno
+                lines[first - 1 : last] = [""] * (last - first + 1)  # type: ignore[operator]
+        known |= set(re.findall(r"\w+", "\n".join(lines)))
     unknown = [
-        f"{path.relative_to(ROOT)}: {quoted}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, DOCUMENTED)
-        for quoted in re.findall(r"``([A-Za-z_][\w.]*)(?:\(\))?``", ast.get_docstring(node) or "")
-        if not set(quoted.split(".")) <= known
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, name in quoted
+        if not set(name.split(".")) <= known
     ]
     assert unknown == []

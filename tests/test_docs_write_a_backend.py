@@ -146,7 +146,7 @@ def test_a_full_disk_and_a_lock_are_distinguished(
 
 
 def test_the_pages_way_to_run_the_suite_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "CHECKS", dict(list(CHECKS.items())[:3]))
+    monkeypatch.setattr(conformance, "CHECKS", dict(list(CHECKS.items())[:1]))
     exec(compile(blocks("python")[1], str(PAGE), "exec"), {})
 
 

@@ -108,7 +108,7 @@ def test_a_drain_that_meets_a_close_lets_it_end(
 def slow_ranks(
     tmp_path: Path, ranks: list[Ranks], waiting: Sequence[int] = (1, 1, 1, 1)
 ) -> list[Any]:
-    """Both ranks of a run whose tier has shown that an image takes a second, with images that wait, each so many
+    """Both ranks of a run whose tier has shown that an image takes half a second, with images that wait, each so many
     times as large."""
     opener = Opener(tmp_path, ranks)
     checkpointers = on_all(
@@ -137,7 +137,7 @@ def slow_ranks(
     )
 
     def save(rank: int, step: int, times: int = 1) -> Any:
-        tensor = torch.full((times * ELEMENTS,), float(rank))
+        tensor = torch.full((times * ELEMENTS // 2,), float(rank))
         return checkpointers[rank].save(step, {"w": tensor, "rng": None})
 
     on_all([lambda r=r: save(r, 1).wait() for r in range(2)])  # type: ignore[misc]
@@ -151,7 +151,7 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
     tmp_path: Path, ranks: list[Ranks]
 ) -> None:
     checkpointers = slow_ranks(tmp_path, ranks)
-    reports = on_all([lambda c=c: c.drain(3.2) for c in checkpointers])  # type: ignore[misc]
+    reports = on_all([lambda c=c: c.drain(1.7) for c in checkpointers])  # type: ignore[misc]
     assert reports[0].forecast == reports[1].forecast != ()
     assert (reports[0].done, reports[0].left) == (reports[1].done, reports[1].left)
     assert [f.arrives for f in reports[0].forecast].count(False) >= 1
@@ -163,7 +163,7 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
 def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks]) -> None:
     checkpointers = slow_ranks(tmp_path, ranks)
     coordinators = [c._session.coordinator for c in checkpointers]
-    checkpointers[1]._session.call_soon(lambda: coordinators[1].share_deadline(3.0))
+    checkpointers[1]._session.call_soon(lambda: coordinators[1].share_deadline(1.6))
     wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
     assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
     wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")

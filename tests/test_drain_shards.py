@@ -65,7 +65,7 @@ def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
 
 
 @pytest.fixture
-def left(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> Opener:
+def left(opener: Opener, impatient: None, monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Step 1 is sealed in the memory of both ranks, and nowhere else."""
     stop_before_any_flush(opener, monkeypatch)
     return opener
@@ -100,7 +100,12 @@ def again_from(folder: Path, tier: str) -> list[float]:
     return again(folder)
 
 
-def test_all_of_it_is_brought_and_memory_is_given_back(left: Opener, tmp_path: Path) -> None:
+def test_all_of_it_is_brought_with_its_pins_and_memory_is_given_back(
+    left: Opener, tmp_path: Path
+) -> None:
+    store = StoredTier(name="nvme", run="run", backend=PosixBackend(tmp_path / "0/nvme"))
+    store.decided.add(store.decided.read().next(Word.PIN, FIRST, None))
+    store.close()
     moved: list[tuple[int, int]] = []
     drained = drain(left.config(0), SOON_S, lambda done, total: moved.append((done, total)))
     assert [(owed.checkpoint, owed.tier) for owed in drained.done] == [
@@ -111,6 +116,7 @@ def test_all_of_it_is_brought_and_memory_is_given_back(left: Opener, tmp_path: P
     assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == WHOLE
     assert moved[-1][0] == moved[-1][1] > 0
     assert not list(tmp_path.rglob("*.arena"))
+    assert len(list(tmp_path.glob("0/*/run/decided/*-pin-*"))) == 2
     assert again(tmp_path) == [0.0, 1.0]
 
 
@@ -118,7 +124,7 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
     left: Opener, tmp_path: Path
 ) -> None:
     (memory_of(left.config(0)) / "slot-1.arena").unlink()
-    data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
+    data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
     data["tiers"][2]["shared"] = True
     drained = drain(Config.model_validate(data), None)
     assert [owed.tier for owed in drained.left] == ["nvme", "far"]
@@ -135,7 +141,7 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
 def test_the_machine_that_comes_last_commits_what_all_have_brought(
     left: Opener, tmp_path: Path
 ) -> None:
-    data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
+    data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
     data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
     config = Config.model_validate(data)
     memory, elsewhere = memory_of(config), tmp_path / "elsewhere"
@@ -166,11 +172,3 @@ def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: 
         drain(left.config(0), SOON_S)
     assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == []
     assert len(list(tmp_path.rglob("*.arena"))) == 2
-
-
-def test_pins_go_along(left: Opener, tmp_path: Path) -> None:
-    store = StoredTier(name="nvme", run="run", backend=PosixBackend(tmp_path / "0/nvme"))
-    store.decided.add(store.decided.read().next(Word.PIN, FIRST, None))
-    store.close()
-    drain(left.config(0), SOON_S)
-    assert len(list(tmp_path.glob("0/*/run/decided/*-pin-*"))) == 2

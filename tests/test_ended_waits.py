@@ -95,12 +95,10 @@ def test_an_order_never_holds_the_training_up_for_longer_than_max_wait(
     make_config: MakeConfig, tmp_path: Path, gate: Callable[..., Gate], order: str
 ) -> None:
     held = gate("add", of=DecidedFolder)
-    with tierfall.open(make_config(max_wait="1s")) as ckpt:
+    with tierfall.open(make_config(max_wait="0.5s")) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
-        with pytest.raises(
-            UnreachableError, match=rf"{order} of 1@1: tier disk .*1 s \(max_wait\)"
-        ):
+        with pytest.raises(UnreachableError, match=rf"{order} of 1@1: tier disk .*\(max_wait\)"):
             getattr(ckpt, order)(1)
         held.opened.set()
         ckpt.drain()

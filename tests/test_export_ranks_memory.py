@@ -16,7 +16,7 @@ from tests.rank_kit import config_of, save_on_ranks
 from tierfall.export.export import ExportFormat
 
 MIB = 1 << 20
-IMAGE_BYTES = 96 * MIB
+IMAGE_BYTES = 48 * MIB
 BOUND_BYTES = 16 * MIB  # chunks have 64 KiB here
 
 _WATCHING = """

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +14,11 @@ import safetensors.torch
 import torch
 
 import tierfall
+from tests.forked import start
 from tests.rank_kit import config_of, export_from, save_on_ranks
 from tests.steps import wait_until
 from tierfall.config import Config, load_config
 
-ROOT = Path(__file__).resolve().parents[1]
 KB = 1000
 
 
@@ -137,20 +133,16 @@ def test_a_killed_export_leaves_no_folder_of_that_name(
         "from tierfall.cli import app\n"
         "app(sys.argv[1:])\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *words, "--config", str(path)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(["-c", program, *words, "--config", str(path)])
     try:
         wait_until(
             lambda: any(tmp_path.glob(".out.*.unfinished/*-00003-of-00003.*")), "shards", 120
         )
         time.sleep(0.2)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+        process.close()
     assert not out.exists()
     (left,) = tmp_path.glob(".out.*.unfinished")
     assert not (left / "model.safetensors.index.json").exists()

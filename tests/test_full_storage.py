@@ -85,7 +85,7 @@ def test_what_a_start_on_a_full_disk_left_in_memory_is_its_runs(
     first: bool, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tier took the record of its attempt: the next start knows the tiers by their ids."""
-    config = make_config(disk={}, max_wait="1s")
+    config = make_config(disk={}, max_wait="0.3s")
     if not first:
         with tierfall.open(config) as ckpt:
             ckpt.restore(blank())

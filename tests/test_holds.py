@@ -41,7 +41,7 @@ def state(step: float) -> dict[str, torch.Tensor]:
 def test_a_save_that_waits_for_memory_and_a_close_that_flushes_say_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ckpt = tierfall.open(config(tmp_path, bandwidth="500kB/s"))
+    ckpt = tierfall.open(config(tmp_path, bandwidth="1MB/s"))
     ckpt.restore(state(0))
     for step in (1, 2, 3):
         ckpt.save(step, state(step))

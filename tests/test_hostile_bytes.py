@@ -26,6 +26,7 @@ from tests.crafted_records import (
     MakeConfig,
     change_manifest,
     members_of,
+    must_be_passed_over,
     must_be_refused,
     reseal,
 )
@@ -126,5 +127,6 @@ def test_a_pickle_in_place_of_an_image_with_right_digests(
     (newest / IMAGE).write_bytes(data)
     digests = [f"xxh3-128:{xxhash.xxh3_128_hexdigest(part)}" for part in (data[:4096], data[4096:])]
     change_manifest(newest, image_bytes=8192, data_start=4096, chunk_bytes=4096, chunks=digests)
-    must_be_refused(make_config, run_folder, newest)
+    must_be_refused(run_folder, newest)
+    must_be_passed_over(make_config, run_folder)
     assert not trace.exists()

@@ -139,15 +139,12 @@ def forget(root: Path, config: dict[str, Any], *names: str) -> None:
         assert message.exit_code == 0, message.output
 
 
-@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
-def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
-    tmp_path: Path, memory: str
-) -> None:
+def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(tmp_path: Path) -> None:
     """The path may be wrong; the way to say that it is not is named, and holds."""
     disk = tier(tmp_path, "disk", flush={"every": 2})
     save(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True)), 1, 2, 3)
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
-    config = chain(tmp_path, disk, moved, memory=memory)
+    config = chain(tmp_path, disk, moved, memory="another-nodes")
     for _ in range(2):
         with pytest.raises(RestoreError, match=r"the tier was in .*/pfs before\..*forget pfs"):
             restored(config)
@@ -160,8 +157,7 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
     assert restored(back) == 3
 
 
-@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
-@pytest.mark.parametrize("how", ["renamed", "both"])
+@pytest.mark.parametrize(("how", "memory"), [("renamed", "memory"), ("both", "another-nodes")])
 def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     tmp_path: Path, how: str, memory: str
 ) -> None:
@@ -182,15 +178,14 @@ def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
     assert restored(config) == 3
 
 
-@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
 def test_tiers_that_have_changed_places_are_not_looked_at(
-    tmp_path: Path, memory: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the rules of the small one would be applied to the other."""
     save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1, 2)
     disk = {**tier(tmp_path, "pfs", retain={"last": 1}), "name": "disk"}
     pfs = {**tier(tmp_path, "disk", shared=True), "name": "pfs"}
-    config = chain(tmp_path, disk, pfs, memory=memory)
+    config = chain(tmp_path, disk, pfs, memory="another-nodes")
     with pytest.raises(RestoreError, match=f"disk: {tmp_path}/pfs has the id of tier pfs"):
         restored(config)
     assert f"disk: {tmp_path}/pfs has the id of tier pfs" in caplog.text

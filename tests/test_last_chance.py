@@ -48,7 +48,7 @@ def test_drain_and_close_try_a_tier_at_once_that_works_again(
     assert ckpt.drain(deadline=20).left == ()
 
     save_in_vain(ckpt, store, 4)
-    store.heal_after_refusals(3)
+    store.heal_after_refusals(2)
     assert ckpt.drain(deadline=60).left == (), "it is tried again until the deadline"
 
     save_in_vain(ckpt, store, 5)
@@ -80,7 +80,7 @@ def test_a_drain_by_signal_tries_a_tier_that_fails_until_its_deadline(
         with tierfall.open(config) as ckpt:
             ckpt.save(1, state_of(1), block=True)
             save_in_vain(ckpt, store, 2)
-            store.heal_after_refusals(3)
+            store.heal_after_refusals(2)
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_until(lambda: bool(had_its_effect), "the drain has ended", timeout_s=60)
             assert store.steps() == [1, 2]

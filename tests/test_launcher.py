@@ -124,8 +124,11 @@ ranks.close(30.0)
 """
 
 
+@pytest.mark.torture
 def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -> None:
-    """In their second life they find the first one's address in the agent's store, which has outlived them."""
+    """In every run of the tests: tests/distributed/test_elastic.py.
+
+    In their second life they find the first one's address in the agent's store, which has outlived them."""
     script = tmp_path / "lives.py"
     script.write_text(LIVES)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]

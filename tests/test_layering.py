@@ -4,6 +4,7 @@ importing. The tests of the contract use public names alone."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import textwrap
@@ -145,17 +146,20 @@ def folder_of(module: str) -> str:
     return module if f"{module}.__init__" in SOURCES else module.rpartition(".")[0]
 
 
-def imports_of(source: str, package: str) -> Iterator[str]:
-    """Give the full name of everything that a module imports, ``from a import b`` as ``a.b``, wherever in it."""
+@functools.cache
+def imports_of(source: str, package: str) -> list[str]:
+    """Return the full name of everything that a module imports, ``from a import b`` as ``a.b``, wherever in it."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
             base = ".".join(
                 [*(above if node.level else ()), *([node.module or ""][: 1 if node.module else 0])]
             )
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
 
 
 def imported_folders(source: str, package: str) -> set[str]:
@@ -375,6 +379,7 @@ HELPERS = ("tests.contract", "tests.forked", "tests.object_store", "tests.thrott
 """What the contract's tests may import of the other tests: servers and processes."""
 
 
+@functools.cache
 def public_names() -> set[str]:
     """Every name that a test of the contract may import or use."""
     found = {"tierfall", "tierfall.backends", "tierfall.integrations", *PUBLIC_MODULES}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import pty
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 import tierfall
+from tests import forked
 from tests.memory_store import MemoryStore
 from tests.steps import state_of, wait_until
 
@@ -104,16 +103,17 @@ PROGRAM = """
 def on_terminal(*words: str) -> list[str]:
     """Run the program with a terminal as stderr; return the lines that it shows there."""
     terminal, end = pty.openpty()
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *words]
-    with subprocess.Popen(command, stderr=end) as program:
-        os.close(end)
-        shown = b""
-        try:
-            while data := os.read(terminal, 4096):
-                shown += data
-        except OSError:  # the other end is closed
-            pass
+    command = ["-c", textwrap.dedent(PROGRAM), *words]
+    with os.fdopen(end, "w") as stderr:
+        program = forked.Forked(forked.server_of(), command, os.environ, stderr)
+    shown = b""
+    try:
+        while data := os.read(terminal, 4096):
+            shown += data
+    except OSError:  # the other end is closed
+        pass
     os.close(terminal)
+    program.communicate()
     assert program.returncode == 0, shown.decode()
     return shown.decode().split("\r\n")[:-1]
 
@@ -130,5 +130,5 @@ def test_open_and_close_show_a_line_each_on_a_terminal_and_none_elsewhere(
         "run r is open as attempt 2; its newest checkpoint is 1@1, on disk",
         "run r is closed; its newest checkpoint is 1@1, on disk",
     ]
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *words]
-    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
+    done = forked.run(["-c", textwrap.dedent(PROGRAM), *words])
+    assert (done.returncode, done.stderr) == (0, "")

@@ -103,10 +103,10 @@ def test_after_a_copy_that_failed_until_close(
         raise UnreachableError("the network is down")
 
     monkeypatch.setattr(RawImageWriter, "write_chunks", stall)
-    ckpt = tierfall.open({**make_config(), "max_wait": "1s"})
+    ckpt = tierfall.open({**make_config(), "max_wait": "0.3s"})
     handle = ckpt.save(1, state_of(1))
     with pytest.raises(TimeoutError):
-        handle.wait(timeout=1.0)
+        handle.wait(timeout=0.3)
     with suppress(TierfallError):
         ckpt.close()
     assert held(memory) == []

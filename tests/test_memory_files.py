@@ -91,7 +91,7 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
     warnings: Callable[[str], list[str]],
     on_error: str,
 ) -> None:
-    config = make_config(disk={"flush": {"every": 2}}, on_error=on_error, max_wait="2s")
+    config = make_config(disk={"flush": {"every": 2}}, on_error=on_error, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     ckpt.save(2, state_of(2), block=True)
@@ -116,7 +116,7 @@ def test_close_tells_of_each_image_by_itself_whether_it_is_lost(
     make_config: MakeConfig, warnings: Callable[[str], list[str]]
 ) -> None:
     """The first image was in the removed file, the second one is in the new one."""
-    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     arena(config).unlink()
@@ -136,7 +136,7 @@ def test_close_waits_for_no_memory_that_is_being_allocated(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allocating tens of GiB takes longer than a scheduler waits."""
-    config = make_config(disk={}, max_wait="2s")
+    config = make_config(disk={}, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1), block=True)
     begun = threading.Event()
@@ -175,14 +175,14 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
 ) -> None:
     """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
     monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
-    config = make_config(host={"capacity": "6MiB"})
+    config = make_config(host={"capacity": "2MiB"})
     with tierfall.open(config) as ckpt:
-        for step in range(1, 21):
+        for step in range(1, 13):
             if step % 4 == 0:
                 wait_until((memory / "run").exists, "the folder of before is made anew")
                 remove(memory / "run")
-            ckpt.save(step, state_of(step, elements=200_000)).captured()
-    assert steps_on(tmp_path / "disk") == list(range(1, 21))
+            ckpt.save(step, state_of(step, elements=50_000)).captured()
+    assert steps_on(tmp_path / "disk") == list(range(1, 13))
 
 
 @pytest.mark.usefixtures("sleepy")
@@ -206,7 +206,7 @@ def test_another_process_that_took_the_place_keeps_its_files(
     make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:
     """It came in the moment before the removal was noticed."""
-    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     remove(memory / "run")

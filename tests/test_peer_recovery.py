@@ -130,11 +130,7 @@ def nodes_with(folder: Path, rank: int) -> set[str]:
 
 @pytest.mark.parametrize(
     ("nodes", "before", "after"),
-    [
-        ("001122", TWO, TWO),
-        ("012", TWO, PACKED),
-        ("012", PACKED, TWO),
-    ],
+    [("001122", TWO, PACKED), ("012", PACKED, TWO)],
 )
 def test_each_image_is_on_as_many_other_nodes_again_before_a_save(
     tmp_path: Path, nodes: str, before: dict[str, Any], after: dict[str, Any]

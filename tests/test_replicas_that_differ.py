@@ -161,10 +161,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     ("make", "wrap", "first", "failed", "copies"),
     [
         (sgd, "none", 1, [1], 3),
-        (sgd, "none", 3, [], 1),
         (adam, "none", 3, [3], 3),
         (adam, "optimizer", 3, [], 1),
-        (adam, "all", 2, [], 3),
     ],
 )
 def test_a_local_sgd_loop_gets_back_what_each_rank_had_at_each_step_that_was_saved(
@@ -209,7 +207,7 @@ def test_replicas_share_for_ever_whatever_else_differs_between_them(
         state["noise"] = torch.full((100,), float(rank))
         state["generator"] = torch.Generator().manual_seed(rank)
     opened = open_all(tmp_path, ranks)
-    for step in range(1, 16):
+    for step in range(1, 7):
         for rank, state in enumerate(states):
             torch.manual_seed(100 * step + rank)
             train(state, step)

@@ -28,7 +28,7 @@ def steps_on(folder: Path) -> list[int]:
 def test_a_copy_leaves_by_time_while_the_trainer_waits(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    with tierfall.open(make_config(disk={"retain": {"for": "1500ms"}})) as ckpt:
+    with tierfall.open(make_config(disk={"retain": {"for": "700ms"}})) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)
         wait_until(lambda: steps_on(tmp_path / "disk") == [2, 3], "the oldest goes", 20.0)

@@ -65,7 +65,7 @@ def test_images_of_ranks_that_are_gone_are_named_if_they_end_with_the_process(
         opener = Opener(tmp_path, both)
         opener.place_of = {0: 0, 1: 0}
         stop_before_any_flush(opener, monkeypatch)
-    config = opener.config(0, max_wait="2s", on_error="raise")
+    config = opener.config(0, max_wait="500ms", on_error="raise")
     create = PosixBackend.create
 
     def refuse_images(self: PosixBackend, key: str, **options: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_tier_that_one_rank_cannot_reach_is_left_out_by_all(
         close_all(both)
 
 
-@pytest.mark.parametrize("hung", ["pfs", "1/nvme"])
+@pytest.mark.parametrize("hung", [pytest.param("pfs", marks=pytest.mark.torture), "1/nvme"])
 def test_a_tier_that_hangs_in_the_cleanup_of_open_is_left_out_by_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hung: str
 ) -> None:

@@ -123,9 +123,10 @@ def saved_on(folder: Path, nodes: list[str]) -> None:
         shutil.rmtree(memory)
 
 
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("before", [["a", "b"], ["a"]])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "before", "full"),
+    [(0, ["a", "b"], False), (1, ["a"], False), (1, ["a", "b"], True)],
+)
 def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
     tmp_path: Path,
     ranks: list[Ranks],

@@ -16,7 +16,6 @@ import pytest
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.limit import Limited
 from tierfall.backends.wrappers.retry import Retrying, RetryPolicy, wrap
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types.backend import Backend, Publish
@@ -34,22 +33,12 @@ def retrying(inner: Backend) -> Backend:
     return Retrying(inner, RetryPolicy(tries=3, sleep=no_sleep, rng=Random(0)))
 
 
-def limited(inner: Backend) -> Backend:
-    writes, reads = (RateLimiter(3_000_000, sleep=no_sleep) for _ in range(2))
-    return Limited(inner, writes=writes, reads=reads)
-
-
 def wrapped(inner: Backend) -> Backend:
     writes = RateLimiter(1_000_000, sleep=no_sleep)
     return wrap(inner, writes=writes, retry=RetryPolicy(sleep=no_sleep, rng=Random(0)))
 
 
-WRAPS: dict[str, Wrap] = {
-    "bare": lambda inner: inner,
-    "retrying": retrying,
-    "limited": limited,
-    "wrapped": wrapped,
-}
+WRAPS: dict[str, Wrap] = {"bare": lambda inner: inner, "wrapped": wrapped}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +66,8 @@ class Kind:
 
 
 KINDS = {
-    f"{medium}-{name}": Kind(medium=medium, around=around)
-    for medium in ("memory", "direct", "buffered")
-    for name, around in WRAPS.items()
-    if medium == "memory" or name in ("bare", "wrapped")
+    f"{medium}-{name}": Kind(medium=medium, around=WRAPS[name])
+    for medium, name in (("memory", "bare"), ("direct", "bare"), ("buffered", "wrapped"))
 }
 GROUPED = "grouped-bare"
 """Files whose folders are listed several at a time from the first one on: see the fixture ``grouped_listings``."""

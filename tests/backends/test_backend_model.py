@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.memory_backend import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.backend import Backend, Publish, Writer, delete_all
 from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
@@ -44,7 +43,8 @@ def write_and_publish(writer: Writer, start: int, data: bytes) -> None:
     writer.publish()
 
 
-class BackendModel(RuleBasedStateMachine):
+class PosixModel(RuleBasedStateMachine):
+    direct_io = False
     writers = Bundle("writers")
     keys = st.sampled_from(KEYS)
 
@@ -55,12 +55,14 @@ class BackendModel(RuleBasedStateMachine):
         self.backend = self.make()
 
     def make(self) -> Backend:
-        return MemoryBackend()
+        self.folder = tempfile.TemporaryDirectory(prefix="tierfall-model-")
+        return PosixBackend(self.folder.name, direct_io=self.direct_io)
 
     def teardown(self) -> None:
         for each in self.open:
             each.writer.abort()
         self.backend.close()
+        self.folder.cleanup()
 
     @rule(
         target=writers,
@@ -160,18 +162,6 @@ class BackendModel(RuleBasedStateMachine):
             key: len(value) for key, value in self.model.items()
         }
 
-
-class PosixModel(BackendModel):
-    direct_io = False
-
-    def make(self) -> Backend:
-        self.folder = tempfile.TemporaryDirectory(prefix="tierfall-model-")
-        return PosixBackend(self.folder.name, direct_io=self.direct_io)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.folder.cleanup()
-
     @precondition(lambda self: not any(each.living for each in self.open))
     @rule()
     def reopen(self) -> None:
@@ -185,13 +175,11 @@ class DirectModel(PosixModel):
 
 
 SETTINGS = settings(
-    max_examples=40,
+    max_examples=15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestMemory = BackendModel.TestCase
-TestMemory.settings = SETTINGS
 TestBuffered = PosixModel.TestCase
 TestBuffered.settings = SETTINGS
 TestDirect = DirectModel.TestCase

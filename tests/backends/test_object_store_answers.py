@@ -28,48 +28,45 @@ def backend(stub: Stub) -> Iterator[Backend]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (503, "SlowDown", UnreachableError),
-        (503, "", UnreachableError),
-        (500, "InternalError", UnreachableError),
-        (429, "TooManyRequests", UnreachableError),
-        (400, "RequestTimeout", UnreachableError),
-        (403, "AccessDenied", AccessDeniedError),
-        (403, "RequestTimeTooSkewed", AccessDeniedError),
-        (400, "ExpiredToken", AccessDeniedError),
-        (301, "PermanentRedirect", AccessDeniedError),
-        (404, "NoSuchBucket", BackendError),
-        (507, "", StorageFullError),
-        (403, "QuotaExceeded", StorageFullError),
-        (400, "InvalidRequest", BackendError),
-    ],
-)
-def test_answers_are_distinguished(
-    backend: Backend,
-    stub: Stub,
-    status: int,
-    code: str,
-    kind: type[BackendError],
-) -> None:
-    writer = backend.create("key")
-    writer.write(0, memoryview(bytes(PART_BYTES)))
-    stub.reply = lambda method, query: (status, error_body(code) if code else "")
-    for call in (
-        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
-        lambda: backend.stat("key"),
-        lambda: list(backend.scan("")),
-        lambda: backend.delete("key"),
-        lambda: backend.delete_some(["key", "other"]),
-        lambda: backend.discard_unfinished(""),
-        lambda: put(backend, "key", b"small"),
-        lambda: backend.create("key").write(0, memoryview(bytes(PART_BYTES))),
-        lambda: writer.write(PART_BYTES, memoryview(bytes(PART_BYTES))),
-    ):
-        error = refused(call)
-        assert type(error) is kind
-        assert error.retryable is (kind is UnreachableError)
+ANSWERS: list[tuple[int, str, type[BackendError]]] = [
+    (503, "SlowDown", UnreachableError),
+    (503, "", UnreachableError),
+    (500, "InternalError", UnreachableError),
+    (429, "TooManyRequests", UnreachableError),
+    (400, "RequestTimeout", UnreachableError),
+    (403, "AccessDenied", AccessDeniedError),
+    (403, "RequestTimeTooSkewed", AccessDeniedError),
+    (400, "ExpiredToken", AccessDeniedError),
+    (301, "PermanentRedirect", AccessDeniedError),
+    (404, "NoSuchBucket", BackendError),
+    (507, "", StorageFullError),
+    (403, "QuotaExceeded", StorageFullError),
+    (400, "InvalidRequest", BackendError),
+]
+
+
+def test_answers_are_distinguished(backend: Backend, stub: Stub) -> None:
+    part = memoryview(bytes(PART_BYTES))
+    for status, code, kind in ANSWERS:
+        stub.reply = taking
+        writer = backend.create("key")
+        writer.write(0, part)
+        answer = (status, error_body(code) if code else "")
+        stub.reply = lambda method, query, answer=answer: answer
+        for call in (
+            lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
+            lambda: backend.stat("key"),
+            lambda: list(backend.scan("")),
+            lambda: backend.delete("key"),
+            lambda: backend.delete_some(["key", "other"]),
+            lambda: backend.discard_unfinished(""),
+            lambda: put(backend, "key", b"small"),
+            lambda: backend.create("key").write(0, part),
+            lambda writer=writer: writer.write(PART_BYTES, part),
+        ):
+            error = refused(call)
+            assert type(error) is kind, (status, code)
+            assert error.retryable is (kind is UnreachableError)
 
 
 def test_a_listing_goes_on_over_pages(backend: Backend, stub: Stub) -> None:

@@ -130,12 +130,10 @@ def test_a_conflict_is_a_taken_key_only_where_a_key_was_to_be_free(
 FOREIGN = ["a//b", "../x", "./x", "/x", "x/", "a\\b", "x\ty", "x\x01y"]
 
 
-@pytest.mark.parametrize("foreign", FOREIGN)
-def test_a_foreign_name_is_left_out_of_a_listing(
-    backend: ObjectStoreBackend, stub: Stub, foreign: str
-) -> None:
+def test_foreign_names_are_left_out_of_a_listing(backend: ObjectStoreBackend, stub: Stub) -> None:
     """As a store encodes it: bytes that XML cannot hold as %01, a space as '+'."""
-    names = [foreign.replace("\t", "%09").replace("\x01", "%01"), "good+one/a%2Bb%25/%C3%A9"]
+    names = [foreign.replace("\t", "%09").replace("\x01", "%01") for foreign in FOREIGN]
+    names.append("good+one/a%2Bb%25/%C3%A9")
     rows = "".join(f"<Contents><Key>run/{name}</Key><Size>3</Size></Contents>" for name in names)
     text = f"<ListBucketResult><EncodingType>url</EncodingType>{rows}</ListBucketResult>"
     stub.reply = lambda method, query: (200, text)

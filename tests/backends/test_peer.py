@@ -65,14 +65,14 @@ def client(server: PeerServer, sender: str = "node-1", **more: object) -> PeerBa
     return backend
 
 
-@pytest.mark.parametrize("medium", ["files", "memory"])
 @pytest.mark.parametrize("name", CHECKS)
-def test_promise(name: str, medium: str, serve: Serve) -> None:
-    server = serve(None if medium == "files" else lambda sender: MemoryBackend())
-    senders = iter(f"node-{number}" for number in range(1000))
-    reopen = None if medium == "memory" else lambda backend: client(server, backend._sender)
+def test_promise(name: str, serve: Serve) -> None:
+    server, senders = serve(), iter(f"node-{number}" for number in range(1000))
     check_promise(
-        name, lambda: client(server, next(senders)), reopen=reopen, leaves_unfinished=False
+        name,
+        lambda: client(server, next(senders)),
+        reopen=lambda backend: client(server, backend._sender),
+        leaves_unfinished=False,
     )
 
 

@@ -1,9 +1,10 @@
-"""A backend over a plug-in's store: every promise, with parts and without; and what a wrong store is told."""
+"""A backend over a plug-in's store: every promise, in parts (``test_conformance.py``: without);
+and what a wrong store is told."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -106,18 +107,16 @@ def backend(store: Store) -> ObjectStoreBackend:
     return opened(store)
 
 
-@pytest.mark.parametrize("kind", [Store, InParts])
 @pytest.mark.parametrize("name", CHECKS)
-def test_promise(name: str, kind: Callable[[], Store]) -> None:
-    store = kind()
+def test_promise(name: str) -> None:
+    store = InParts()
 
     def make() -> ObjectStoreBackend:
         nonlocal store
-        store = kind()
+        store = InParts()
         return opened(store)
 
-    leaves = isinstance(store, InParts)
-    check_promise(name, make, reopen=lambda backend: opened(store), leaves_unfinished=leaves)
+    check_promise(name, make, reopen=lambda backend: opened(store))
 
 
 def test_it_promises_what_the_store_says(store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tierfall.backends.toolkit.base import Coverage
 from tierfall.backends.toolkit.keys import (
@@ -76,7 +76,8 @@ def test_invalid_prefix(prefix: str) -> None:
         check_prefix(prefix)
 
 
-@given(st.text())
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=20))
 def test_a_valid_key_stays_below_its_root(key: str) -> None:
     if not is_key(key):
         return
@@ -91,6 +92,7 @@ def test_a_valid_key_stays_below_its_root(key: str) -> None:
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=20)
 
 
+@settings(max_examples=50, deadline=None)
 @given(spans, st.none() | st.integers(0, 50))
 def test_against_a_set_of_positions(added: list[tuple[int, int]], length: int | None) -> None:
     coverage, positions = Coverage(), set()

@@ -107,7 +107,7 @@ def test_the_parts_that_a_killed_check_uploaded_go_too(
     assert isinstance(killed, ObjectStoreBackend)
     for key in (f"{measure._folder()}1/probe", "run/step-00000001-a0001/x"):
         killed.create(key, length=20 << 20).write(0, memoryview(bytes(10 << 20)))
-    cli("check", "--size", "1MiB")
+    cli("check", *SMALL)
     left = [key for key, _ in killed._client.pending(killed._client.prefix, "look")]
     killed.close()
     assert left == ["checkpoints/run/step-00000001-a0001/x"]
@@ -156,10 +156,10 @@ def test_an_object_store_is_measured_and_no_credential_is_shown(
 ) -> None:
     with_store(cli, f"s3://{bucket}/checkpoints", s3_server.options())
     for words in ((), ("--json",)):
-        answer = cli("check", "--size", "12MiB", *words)
+        answer = cli("check", *SMALL, *words)
         assert KEY not in answer.out + answer.err
         assert SECRET not in answer.out + answer.err
-    found = tier(cli.json("check", "--size", "12MiB"), "store")
+    found = tier(answer.document, "store")
     assert found["write_bytes_per_s"] > 1000
     assert (found["place"], found["fenced"]) == (f"s3://{bucket}/checkpoints", True)
     assert found["free_bytes"] is None

@@ -15,10 +15,10 @@ MakeCli = Callable[..., Cli]
 
 
 def test_a_tier_that_refuses_is_tried_until_the_deadline(
-    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch
+    make_cli: MakeCli, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore(monkeypatch)
-    cli = make_cli(max_wait="1s")
+    cli = make_cli(max_wait="0.3s")
     cli.configure({**cli.config, "tiers": [cli.config["tiers"][0], store.tier()]})
     store.refuse = lambda call, key: PermissionError() if "step-00000002" in key else None
     with tierfall.open(cli.config) as ckpt:

@@ -14,6 +14,7 @@ import tierfall
 from tests.steps import steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.keys import unfinished_name
+from tierfall.cli import commands
 from tierfall.core.types.errors import AccessDeniedError
 
 MakeCli = Callable[..., Cli]
@@ -35,23 +36,16 @@ def refuse_deletions(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 # rm --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("typed", "left"), [("y", [1]), ("n", [1, 2]), ("", [1, 2])])
 def test_a_person_at_a_terminal_is_asked(
-    make_cli: MakeCli,
-    saved: Saved,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    typed: str,
-    left: list[int],
+    make_cli: MakeCli, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierfall.cli import commands
-
     cli = make_cli()
     saved(cli, [1, 2])
     monkeypatch.setattr(commands, "at_terminal", lambda: True)
-    answer = cli("rm", "2", input=typed + "\n", code=0 if typed == "y" else 1)
-    assert "Delete it?" in answer.out
-    assert steps_on(tmp_path / "disk") == left
+    for typed, left in (("n", [1, 2]), ("", [1, 2]), ("y", [1])):
+        answer = cli("rm", "2", input=typed + "\n", code=0 if typed == "y" else 1)
+        assert "Delete it?" in answer.out
+        assert steps_on(tmp_path / "disk") == left
 
 
 def test_what_is_left_of_a_deletion_is_reported_per_tier(

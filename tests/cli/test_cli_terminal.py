@@ -9,8 +9,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import ROOT, Cli, flip, run_process
+from cli_kit import ROOT, Cli, flip
 
 import tierfall
+from tests import forked
 from tests.steps import state_of, wait_until
 
 MakeCli = Callable[..., Cli]
@@ -40,19 +39,35 @@ def environment(**more: str) -> dict[str, str]:
     return {**without, "TERM": "xterm-256color", **more}
 
 
+AT = """
+import os, sys
+os.setsid()
+handle = os.open(sys.argv[1], os.O_RDWR)
+for number in (0, 1, 2):
+    os.dup2(handle, number)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+"""
+RUN = """
+sys.argv[:] = ["tierfall", *sys.argv[2:]]
+import tierfall.cli
+tierfall.cli.main()
+"""
+
+
 class Screen:
     """A command at a terminal of its own."""
 
     def __init__(self, *words: str, columns: int = 80, lines: int = 24, **more: str) -> None:
         self._end, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tierfall", *words],
-            **{"stdin": other, "stdout": other, "stderr": other},
+        self.process = forked.Forked(
+            forked.server_of(),
+            ["-c", AT + RUN, os.ttyname(other), *words],
+            environment(**more),
+            None,
             cwd=ROOT,
-            env=environment(**more),
-            start_new_session=True,
         )
+        self.process.stdout.read(1)  # its end: the command is at its terminal
         os.close(other)
         self.text = ""
 
@@ -70,6 +85,12 @@ class Screen:
             self.text += data.decode()
         return self.text
 
+    def read_frame(self) -> None:
+        """Read until ``watch`` has shown a frame and waits for the next."""
+        self.read(until="survives the loss")
+        while select.select([self._end], [], [], 0.3)[0]:
+            self.text += os.read(self._end, 1 << 16).decode()
+
     def end(self) -> int:
         self.read()
         return self.process.wait(WAIT_S)
@@ -78,6 +99,7 @@ class Screen:
         """End the command, however a test went."""
         self.process.kill()
         self.process.wait()
+        self.process.close()
         os.close(self._end)
 
 
@@ -159,8 +181,8 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
 
 
 def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal: Start) -> None:
-    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
-    screen.read(until="survives the loss")
+    screen = at_terminal("watch", "--every", "2s", TIERFALL_CONFIG=str(cli.path))
+    screen.read_frame()
     screen.process.send_signal(signal.SIGTSTP)
     screen.read(until=LEAVE)
     stat = Path(f"/proc/{screen.process.pid}/stat")
@@ -175,36 +197,36 @@ def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal
     assert LEAVE in screen.text
 
 
+OUTPUTS = {
+    "gone": "handle, out = os.pipe(); os.close(handle); os.dup2(out, 1)",
+    "full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "closed": "os.close(1); sys.stdout = None",
+}
+
+
+def run_onto(output: str, *words: str, **more: str) -> tuple[int, str]:
+    """Run a command onto such an output; return its exit code and what it has written to stderr."""
+    code = f"import os, sys; {OUTPUTS[output]}\n{RUN}"
+    done = forked.run(["-c", code, "", *words], cwd=ROOT, env=environment(**more), timeout=WAIT_S)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
 def test_a_reader_that_has_gone_ends_a_command_silently(cli: Cli) -> None:
-    config = f"TIERFALL_CONFIG={cli.path}"
     for words in ("ls", "ls --json", "watch --every 100ms"):
-        line = f"{config} {sys.executable} -m tierfall {words} | head -n 1"
-        done = subprocess.run(
-            ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
-        )
-        assert done.stdout.count("\n") == 1
-        assert "Traceback" not in done.stderr
-        assert "Errno" not in done.stderr
+        code, err = run_onto("gone", *words.split(), TIERFALL_CONFIG=str(cli.path))
+        assert "Errno" not in err
+        assert code
 
 
 def test_output_that_cannot_be_written_is_a_problem(cli: Cli) -> None:
-    config = f"TIERFALL_CONFIG={cli.path}"
     for words in ("ls --last 1", "ls --json", "latest"):
-        line = f"{config} {sys.executable} -m tierfall {words} > /dev/full"
-        done = subprocess.run(
-            ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
-        )
-        assert done.returncode == 1
-        assert "the output could not be written: No space left on device" in done.stderr
-        assert "Traceback" not in done.stderr
+        _, err = run_onto("full", *words.split(), TIERFALL_CONFIG=str(cli.path))
+        assert "the output could not be written: No space left on device" in err
 
 
 def test_with_a_closed_stdout_a_command_still_does_its_work(cli: Cli) -> None:
-    line = f"TIERFALL_CONFIG={cli.path} {sys.executable} -m tierfall pin 200 >&-"
-    done = subprocess.run(
-        ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
-    )
-    assert "Traceback" not in done.stderr
+    run_onto("closed", "pin", "200", TIERFALL_CONFIG=str(cli.path))
     assert cli.json("ls", code=1)["checkpoints"][1]["pinned"]
 
 
@@ -212,8 +234,8 @@ def test_a_name_that_the_terminal_cannot_show_is_no_error(make_cli: MakeCli) -> 
     cli = make_cli()
     with tierfall.open(cli.config) as ckpt:
         ckpt.save(1, state_of(1), metrics={"损失": 0.5}, block=True)
-    for encoding in ("latin-1", "ascii", "utf-8"):
-        config = {"TIERFALL_CONFIG": str(cli.path), "PYTHONIOENCODING": encoding}
-        answer = run_process("ls", "--metrics", **config)
-        assert (answer.code, answer.err) == (0, "")
-        assert answer.out.splitlines()[1].endswith(" 0.5")
+    code = f"import sys; sys.stdout.reconfigure(encoding='ascii')\n{RUN}"
+    words = {"cwd": ROOT, "env": environment(TIERFALL_CONFIG=str(cli.path))}
+    done = forked.run(["-c", code, "", "ls", "--metrics"], **words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1].endswith(" 0.5")

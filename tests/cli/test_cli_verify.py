@@ -96,17 +96,18 @@ def record_offset(memory: Path, start: bytes) -> int:
     return arena(memory).read_bytes().index(start, EXTENTS_START + 70_000)
 
 
-@pytest.mark.parametrize("what", ["manifest", "commit record", "seal"])
-def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path, what: str) -> None:
+def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path) -> None:
     places = {
         "manifest": record_offset(memory, b'{"format":1') + 40,
         "commit record": record_offset(memory, b'"wall_time_s"') + 20,
         "seal": BLOCK_BYTES + 100,
     }
-    flip(arena(memory), places[what])
-    (found,) = damage(kept)
-    assert (found["tier"], found["step"]) == ("host", None)
-    assert found["problem"]
+    for what, place in places.items():
+        flip(arena(memory), place)
+        (found,) = damage(kept)
+        assert (found["tier"], found["step"]) == ("host", None), what
+        assert found["problem"], what
+        flip(arena(memory), place)
 
 
 def test_an_arena_without_a_usable_header_could_not_be_read(kept: Cli, memory: Path) -> None:
@@ -126,7 +127,7 @@ def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
     assert trainer.tell("loop") == "looping"
     seen: set[tuple[int, str]] = set()
     looks = 0
-    while looks < 10 or len({step for step, _ in seen}) < 6:  # until enough has come and gone
+    while looks < 4 or len({step for step, _ in seen}) < 4:  # until enough has come and gone
         document = cli.json("verify")
         assert document["damage"] == []
         seen |= {(c["step"], c["tier"]) for c in document["copies"]}

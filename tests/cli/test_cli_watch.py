@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,20 @@ def says(cli: Cli, condition: Callable[[dict[str, Any]], bool], what: str) -> di
 
 def test_the_rate_of_a_first_copy_is_right_or_not_shown(make_cli: MakeCli) -> None:
     """All large chunks are written beside each other, and a small one is written first."""
-    config = {"chunk": "1MiB", "host": {"capacity": "16MiB"}, "disk": {"bandwidth": "1MB/s"}}
+    config = {"chunk": "256KiB", "disk": {"bandwidth": "600kB/s"}}
     cli, seen = make_cli(**config), []
     with tierfall.open(cli.config) as ckpt:
-        handle = ckpt.save(1, state_of(1, elements=1 << 20))
+        handle = ckpt.save(1, state_of(1, elements=3 << 17))
         while not handle.done("disk"):
+            time.sleep(0.1)
             seen += cli.json("watch", "--once")["transfers"]
-        handle, second = ckpt.save(2, state_of(2, elements=1 << 20)), []
+        handle, second = ckpt.save(2, state_of(2, elements=3 << 17)), []
         while not handle.done("disk"):
+            time.sleep(0.1)
             second += cli.json("watch", "--once")["transfers"]
     assert any(t["bytes_per_s"] and t["left_s"] for t in second), "by then the rate is known"
     assert [t["phase"] for t in seen].count("copying") > 1
-    assert all(0.2e6 < t["bytes_per_s"] < 3e6 for t in seen if t["bytes_per_s"])
+    assert all(0.1e6 < t["bytes_per_s"] < 2e6 for t in seen if t["bytes_per_s"])
     for t in seen:
         left = t["bytes"] - t["done_bytes"]
         rate = t["bytes_per_s"]
@@ -84,20 +87,21 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
 # What is not to be believed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"{}", documents.seal({"run": "run"}), documents.seal({"run": 7, "pid": "x"})],
-    ids=["empty", "no envelope", "members missing", "wrong types"],
-)
 def test_a_status_that_is_none_is_reported_and_the_tiers_are_listed(
-    make_cli: MakeCli, saved: Callable[..., None], memory: Path, data: bytes
+    make_cli: MakeCli, saved: Callable[..., None], memory: Path
 ) -> None:
     cli = make_cli()
     saved(cli, (1,))
-    status_file(memory).write_bytes(data)
-    answer = cli("watch", "--once", code=1)
-    assert str(status_file(memory)) in answer.err
-    assert "committed" in answer.out
+    for data in (
+        b"",
+        b"{}",
+        documents.seal({"run": "run"}),
+        documents.seal({"run": 7, "pid": "x"}),
+    ):
+        status_file(memory).write_bytes(data)
+        answer = cli("watch", "--once", code=1)
+        assert str(status_file(memory)) in answer.err
+        assert "committed" in answer.out
 
 
 def test_a_link_in_the_place_of_a_status_is_not_followed(

@@ -385,7 +385,9 @@ class Program:
     def __init__(
         self, code: str | None, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
     ) -> None:
-        command = ["-m", "tierfall"] if code is None else ["-c", PRELUDE + textwrap.dedent(code)]
+        command = ["-m", "tierfall"]
+        if code is not None:
+            command = ["-m", "tests.contract.program", PRELUDE + textwrap.dedent(code)]
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 - ``end`` closes it
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         self._process = forked.Forked(
@@ -526,7 +528,8 @@ class Raised:
 class Crew:
     """The ranks of a job, each a process that runs functions of the tests one after another, as under torchrun.
 
-    ``nodes`` says for each rank on which node it is; by default all are on one.
+    ``nodes`` says for each rank on which node it is; by default all are on one. It may change between two calls: with
+    several nodes, each start searches for a while what they share.
 
     >>> def saves(rank: int, config: dict[str, Any]) -> int: ...   # at the top level of a test's module
     >>> crew.run(saves, config=config)
@@ -538,17 +541,15 @@ class Crew:
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        placed = list(nodes) or [0] * world_size
+        self.nodes = list(nodes) or [0] * world_size
         self._logs = [folder / f"rank-{rank}.log" for rank in range(world_size)]
-        self._ranks = [self._start(rank, placed) for rank in range(world_size)]
+        self._ranks = [self._start(rank) for rank in range(world_size)]
 
-    def _start(self, rank: int, nodes: list[int]) -> forked.Forked:
+    def _start(self, rank: int) -> forked.Forked:
         environment = {
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
-            "GROUP_RANK": str(nodes[rank]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
@@ -580,7 +581,14 @@ class Crew:
         """Begin a call on one rank."""
         pipe = self._ranks[rank].stdin
         assert pipe is not None
-        request = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
+        node = self.nodes[rank]
+        placed = {"GROUP_RANK": str(node), "LOCAL_RANK": str(self.nodes[:rank].count(node))}
+        request = {
+            "module": function.__module__,
+            "name": function.__name__,
+            "arguments": arguments,
+            "environment": placed,
+        }
         pipe.write(json.dumps(request) + "\n")
         pipe.flush()
 
@@ -617,6 +625,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 for line in sys.stdin:
     asked = json.loads(line)
+    os.environ.update(asked["environment"])
     try:
         function = getattr(importlib.import_module(asked["module"]), asked["name"])
         answer = {"value": function(rank, **asked["arguments"])}

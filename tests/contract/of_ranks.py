@@ -29,18 +29,17 @@ from tests.contract.kit import equal
 from tierfall.errors import TierfallError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
-NODE = os.environ.get("GROUP_RANK", "0")
 torch.set_num_threads(1)
 held: dict[str, Any] = {}
 """What a rank keeps from one call to the next."""
 
 
-def config(folder: str, node: str = NODE, **words: Any) -> dict[str, Any]:
+def config(folder: str, node: str = "", **words: Any) -> dict[str, Any]:
     """Host memory, ``nvme`` of the node, and ``pfs`` that all nodes see; with ``peers`` peer memory in place of
     ``nvme``."""
-    root = Path(folder)
+    root, node = Path(folder), node or os.environ.get("GROUP_RANK", "0")
     host = {"name": "host", "kind": "host", "folder": str(root / f"memory-{node}")}
-    nvme = {"name": "nvme", "kind": "file", "path": str(root / f"nvme-{node}")}
+    nvme = {"name": "nvme", "kind": "file", "path": str(root / f"nvme-{node}"), "shared": False}
     peers = {"name": "peers", "kind": "peer", "path": str(root / f"peers-{node}")}
     pfs = {"name": "pfs", "kind": "file", "path": str(root / "pfs"), "shared": True}
     near = peers | words.pop("peers") if "peers" in words else nvme | words.pop("nvme", {})
@@ -147,7 +146,7 @@ def unsavable(rank: int, folder: str, bad: int) -> list[Any]:
 
 def copies(rank: int, folder: str, step: int, in_the_way: str) -> list[list[str]]:
     """Save a step while a folder is in the way of a file; what became of its copy on each tier."""
-    with tierfall.open(config(folder, max_wait="2s")) as ckpt:
+    with tierfall.open(config(folder, max_wait="500ms")) as ckpt:
         ckpt.restore(own(rank, 0))
         if rank == 0:
             Path(in_the_way, "folder").mkdir(parents=True)
@@ -331,6 +330,7 @@ def train_model(
         state = {"model": model, "optimizer": optimizer, "own": mine}
         report = ckpt.restore(state)
         first = report.step + 1 if report else 1
+        restored = _digest(model, optimizer) if report else ""
         for step in range(first, until + 1):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
@@ -342,6 +342,7 @@ def train_model(
             handle.wait("pfs", 30)
         return {
             "first": first,
+            "restored": restored,
             "digest": _digest(model, optimizer),
             "lazy": ckpt.statistics().lazy_saves,
             "own": state["own"].value,
@@ -393,7 +394,7 @@ def train_by_dcp(
     model = _model("fsdp", training, len(members))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(config(folder), process_group=group) as ckpt:
-        stager, future, first = LazyStager(ckpt), None, 1
+        stager, future, first, restored = LazyStager(ckpt), None, 1, ""
         if ckpt.checkpoints():
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optim": moments, "extra": {"step": 0}}
@@ -401,7 +402,7 @@ def train_by_dcp(
             set_state_dict(
                 model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
             )
-            first = state["extra"]["step"] + 1
+            first, restored = state["extra"]["step"] + 1, _digest(model, optimizer)
         for step in range(first, until + 1):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
@@ -423,6 +424,7 @@ def train_by_dcp(
             future.result(30)
         return {
             "first": first,
+            "restored": restored,
             "digest": _digest(model, optimizer),
             "lazy": ckpt.statistics().lazy_saves,
         }
@@ -485,7 +487,7 @@ def replicas(rank: int, folder: str, steps: Sequence[int], differ_at: int = 0) -
     return found
 
 
-def replicas_again(rank: int, folder: str, changed: bool = False) -> list[Any]:
+def replicas_again(rank: int, folder: str, step: int, changed: bool) -> list[Any]:
     """Restore them into fresh models: whether each has its own back, and the tie holds."""
     expected, state = _replica(rank), _replica(rank)
     if changed and rank == 2:
@@ -496,7 +498,7 @@ def replicas_again(rank: int, folder: str, changed: bool = False) -> list[Any]:
             tensor.fill_(-1)
     state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
     with tierfall.open(config(folder)) as ckpt:
-        report = ckpt.restore(state)
+        report = ckpt.restore(state, step=step)
         assert report is not None
     model = state["model"]
     good = equal(dict(model.state_dict()), dict(expected["model"].state_dict()))
@@ -531,8 +533,7 @@ def values(rank: int, folder: str, members: Sequence[int], saves: bool) -> Any:
         "replicate": tierfall.item(base + rank, on_resize="replicate"),
         "drop": tierfall.item(base + rank, on_resize="drop"),
     }
-    of_each_node = config(folder, nvme={"shared": False})
-    with tierfall.open(of_each_node, process_group=group) as ckpt:
+    with tierfall.open(config(folder), process_group=group) as ckpt:
         if saves:
             torch.manual_seed(rank)
             ckpt.save(1, state, block=True)

@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_reported(place: Place) -> N
     for life, pause_s in enumerate((0.0, 0.017, 0.037)):
         program = place.start(code)
         assert int(program.line().split()[1]) >= reported
-        for _ in range(2 + life):
+        for _ in range(1 + life):
             reported = int(program.line().split()[1])
         time.sleep(pause_s)
         program.kill()
@@ -224,7 +224,7 @@ def test_damage_of_one_copy_is_read_around_and_mended_by_a_command(place: Place)
     assert place.cli("ls", code=-1).out.count("damaged") == len(harms)
     place.json("verify", "--repair")
     assert place.json("verify")["ok"]
-    assert place.steps("disk") == place.steps("pfs")
+    assert place.steps("disk") == list(range(1, len(harms) + 2))
 
 
 def test_a_restore_reports_the_copy_that_it_found_damaged_and_a_start_mends_it_or_says_so(
@@ -447,7 +447,7 @@ def test_what_a_lagging_listing_leaves_out_is_asked_for_by_name(
     with place.open() as ckpt:
         assert step_of(restore_in(ckpt)) == 2
         ckpt.save(3, state_of(3), block=True)
-        ckpt.drain(deadline=1)
+        ckpt.drain(deadline=0.2)
         if hidden != f"a0001/{IMAGE}":
             assert {1, 2} <= set(store.steps()), "no rule deletes while the listing lags"
     store.heal()
@@ -483,7 +483,7 @@ def test_a_store_that_hangs_holds_up_nothing_for_longer_than_max_wait(
     place: Place, store: Faulty
 ) -> None:
     """Neither save, nor close, nor the end of the program, nor the commands, nor the next start."""
-    with_store(place, store, disk={}, max_wait="500ms")
+    with_store(place, store, disk={}, max_wait="100ms")
     place.save(1)
     store.set("hang")
     program = place.start(
@@ -525,7 +525,7 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tierfall")
-    place.config(disk={}, max_wait="1s")
+    place.config(disk={}, max_wait="200ms")
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         shutil.rmtree(place.root / "disk")

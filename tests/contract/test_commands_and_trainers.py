@@ -41,9 +41,12 @@ def test_a_living_trainer_is_seen_and_commands_that_would_disturb_it_are_refused
         trainer.tell(f"save {step}")
     torch.save({"w": torch.ones(3)}, place.root / "x.pt")
     before = files_below(place.root)
-    assert place.json("ls")["owner"]["pid"] == trainer.pid
+    document = place.json("ls")
+    assert document["owner"]["pid"] == trainer.pid
+    copies = {c["step"]: c["copies"] for c in document["checkpoints"]}[2]
+    found = {tier: copy["state"] for tier, copy in copies.items()}
+    assert found == {"host": "sealed", "disk": "committed", "far": "committed"}
     assert place.json("runs")["runs"][0]["owner"]["pid"] == trainer.pid
-    assert place.ls()["2@1"] == {"host": "sealed", "disk": "committed", "far": "committed"}
     for words in (
         *(["prune"], ["drain"], ["forget", "far"], ["copy", "1", "--to", "far"]),
         *(["verify", "--repair"], ["import", "x.pt", "--as-step", "9"]),
@@ -242,9 +245,9 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
 ) -> None:
     died(1, 2, 3, 4)
     newest_first = {"flush": {"order": "newest_first"}}
-    slow = {**newest_first, "bandwidth": "100kB/s"}
+    slow = {**newest_first, "bandwidth": "200kB/s"}
     place.config(disk={"flush": {"every": 100}}, far=slow, max_wait="5s")
-    document = place.json("drain", "--deadline", "2500ms", code=1)
+    document = place.json("drain", "--deadline", "1200ms", code=1)
     there = [one["step"] for one in document["done"] if one["tier"] == "far"]
     assert there
     assert sorted(there) == list(range(min(there), 5)), "the newest came before what was older"
@@ -307,7 +310,7 @@ def test_discard_frees_memory_once_the_name_of_the_run_was_typed(
     place: Place, died: Callable[..., None]
 ) -> None:
     died(1, 3)
-    for typed in ("", "\n", "y\n", "run1\n", " run\n"):
+    for typed in ("", "y\n", " run\n"):
         answer = place.cli("drain", "--discard", input=typed, code=1)
         assert "1@1, 3@1" in answer.out + answer.err
         assert "nothing was freed" in answer.err

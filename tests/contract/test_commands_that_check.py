@@ -24,12 +24,12 @@ def copies(place: Place) -> Place:
 
 def damage(place: Place, *words: str) -> list[dict[str, Any]]:
     """What ``verify`` finds; the lines for people have the same files and advice."""
-    found: list[dict[str, Any]] = place.json("verify", *words, code=1)["damage"]
-    lines = place.cli("verify", *words, code=1).err
+    answer = place.cli("verify", *words, "--json", code=1)
+    found: list[dict[str, Any]] = answer.document["damage"]
     assert found
     for one in found:
-        assert one["file"] in lines
-        assert one["advice"] in lines
+        assert one["file"] in answer.err
+        assert one["advice"] in answer.err
     return found
 
 
@@ -49,27 +49,32 @@ def test_verify_reads_every_chunk_of_every_copy(copies: Place) -> None:
 
 
 def test_one_flipped_bit_is_found_in_every_kind_of_file_and_the_advice_mends_it(
-    copies: Place,
+    place: Place,
 ) -> None:
-    disk = folder_of(copies, 1)
-    before = files_below(copies.root)
-    for file, offset, chunk in (
-        ("commit.json", 40, None),
-        ("commit.json", -2, None),
-        (MANIFEST, 40, None),
-        (IMAGE, 20, 0),
-        (IMAGE, 66_000, 1),
-        (IMAGE, -1, 2),
-    ):
-        flip(disk / file, offset)
-        (found,) = damage(copies)
-        assert (found["tier"], found["step"], found["attempt"]) == ("disk", 1, 1)
-        assert (found["file"], found["chunk"]) == (file, chunk)
-        command = found["advice"].rpartition(": tierfall ")[2]
-        assert command == "verify 1@1 --tier disk --repair"
-        copies.cli(*command.split())
-        assert {n: d for n, d in files_below(copies.root).items() if n in before} == before
-    assert copies.json("verify")["ok"]
+    """A step for each."""
+    place.config(disk={}, far={})
+    flipped = (
+        *(("commit.json", 40, None), ("commit.json", -2, None), (MANIFEST, 40, None)),
+        *((IMAGE, 20, 0), (IMAGE, 66_000, 1), (IMAGE, -1, 2)),
+    )
+    save(place, *range(1, len(flipped) + 1))
+    before = files_below(place.root)
+    for step, (file, offset, _) in enumerate(flipped, 1):
+        flip(folder_of(place, step) / file, offset)
+    found = sorted(damage(place), key=lambda one: int(one["step"]))
+    lines = place.cli("verify", code=1).err
+    for step, (one, (file, _, chunk)) in enumerate(zip(found, flipped, strict=True), 1):
+        assert (one["tier"], one["step"], one["attempt"]) == ("disk", step, 1)
+        assert (one["file"], one["chunk"]) == (file, chunk)
+        assert one["advice"] in lines
+        command = one["advice"].rpartition(": tierfall ")[2]
+        assert command == f"verify {step}@1 --tier disk --repair"
+        place.cli(*command.split())
+        mended = files_below(folder_of(place, step))
+        there = f"disk/run/{folder_of(place, step).name}"
+        assert all(mended[name] == before[f"{there}/{name}"] for name in (file, IMAGE, MANIFEST))
+    assert {n: d for n, d in files_below(place.root).items() if n in before} == before
+    assert place.json("verify")["ok"]
 
 
 def test_records_of_attempts_and_latest_are_checked_and_mended(copies: Place) -> None:

@@ -152,20 +152,20 @@ def test_newest_first_gives_up_what_retention_would_delete_at_once(
 def test_a_tier_further_behind_than_within_is_reported_once_and_counted(
     place: Place, store: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.config(disk={}, store=store.tier(flush={"within": "200ms"}), plugins=PLUGIN)
+    place.config(disk={}, store=store.tier(flush={"within": "300ms"}), plugins=PLUGIN)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        assert ckpt.statistics().late["store"] == 0
+        before = ckpt.statistics().late["store"]  # 0, unless this machine stood still
         store.set("hang", "step-00000002", call="put")
         ckpt.save(2, state_of(2)).wait("disk", timeout=SOON_S)
-        wait_until(lambda: ckpt.statistics().late["store"] == 1, "it is late")
-        assert ckpt.statistics().behind_s["store"] > 0.2
+        wait_until(lambda: ckpt.statistics().late["store"] > before, "it is late")
+        assert ckpt.statistics().behind_s["store"] > 0.3
         store.heal()
         assert ckpt.drain(deadline=SOON_S).left == ()
         assert ckpt.statistics().behind_s["store"] == 0
-        assert ckpt.statistics().late["store"] == 1
+        assert ckpt.statistics().late["store"] == before + 1
     late = [r for r in caplog.records if "within" in r.getMessage()]
-    assert len(late) == 1
+    assert len(late) == before + 1
     assert "store" in late[0].getMessage()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,30 @@ def run(nodes: Crew, tmp_path: Path) -> Nodes:
     return Nodes(nodes, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def trained(nodes: Crew, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """By the number of copies: the run with steps 1 and 2 in peer memory, and what its ranks told."""
+    found: dict[int, list[Any]] = {}
+    for copies, peers in ((1, ONE), (2, TWO)):
+        made = Nodes(nodes, tmp_path_factory.mktemp(f"copies-{copies}"))
+        found[copies] = [made, made.train(1, 2, peers=peers)]
+        shutil.copytree(made.root, made.root.with_name(f"aside-{copies}"), symlinks=True)
+    return found
+
+
+@pytest.fixture
+def begun(trained: dict[int, list[Any]]) -> Callable[..., Nodes]:
+    """``begun(copies)``: that run, whatever other tests did to it."""
+
+    def again(copies: int = 1) -> Nodes:
+        made: Nodes = trained[copies][0]
+        shutil.rmtree(made.root)
+        shutil.copytree(made.root.with_name(f"aside-{copies}"), made.root, symlinks=True)
+        return made
+
+    return again
+
+
 def check(found: list[Any], step: int, *, tiers: set[str] | None = None) -> None:
     """All ranks restored this step, bit for bit, from memory alone or from these tiers."""
     assert [(one["step"], one["good"]) for one in found] == [(step, True)] * len(found), found
@@ -84,16 +108,18 @@ def check(found: list[Any], step: int, *, tiers: set[str] | None = None) -> None
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_a_lost_nodes_image_comes_back_from_another_nodes_memory(run: Nodes, lost: int) -> None:
-    first = run.train(1, 2, 3)
-    assert [one["known"][-1][2] for one in first] == [["host", "peers"]] * 4
+def test_a_lost_nodes_image_comes_back_from_another_nodes_memory(
+    trained: dict[int, list[Any]], begun: Callable[..., Nodes], lost: int
+) -> None:
+    assert [one["known"][-1][2] for one in trained[1][1]] == [["host", "peers"]] * 4
+    run = begun()
     run.lose(lost)
-    check(run.train(), step=3)
+    check(run.train(), step=2)
 
 
-def test_after_a_loss_the_next_start_makes_the_copies_again(run: Nodes) -> None:
+def test_after_a_loss_the_next_start_makes_the_copies_again(begun: Callable[..., Nodes]) -> None:
     """Two nodes that keep each other's images are lost one after the other."""
-    run.train(1, 2)
+    run = begun()
     run.lose(0)
     check(run.train(), step=2)
     pair = [n for n in (1, 2, 3) if any(f"peers-{n}" in str(p) for p in run.images(0, 2))]
@@ -102,8 +128,10 @@ def test_after_a_loss_the_next_start_makes_the_copies_again(run: Nodes) -> None:
 
 
 @pytest.mark.parametrize("lost", [(0, 1), (1, 3)])
-def test_with_two_copies_any_two_nodes_may_be_lost(run: Nodes, lost: tuple[int, int]) -> None:
-    run.train(1, 2, peers=TWO)
+def test_with_two_copies_any_two_nodes_may_be_lost(
+    begun: Callable[..., Nodes], lost: tuple[int, int]
+) -> None:
+    run = begun(2)
     assert len(run.images(0, 2)) == 2
     run.lose(*lost)
     check(run.train(peers=TWO), step=2)
@@ -127,8 +155,10 @@ def test_a_whole_rack_may_be_lost_if_copies_are_spread_over_racks(run: Nodes) ->
         check(place.train(peers=rack, domains=domains), step=2)
 
 
-def test_nodes_that_come_back_in_other_places_or_fewer_find_their_images(run: Nodes) -> None:
-    run.train(1, 2)
+def test_nodes_that_come_back_in_other_places_or_fewer_find_their_images(
+    begun: Callable[..., Nodes],
+) -> None:
+    run = begun()
     for kept in ("memory", "peers"):
         (run.root / f"{kept}-1").rename(run.root / "aside")
         (run.root / f"{kept}-2").rename(run.root / f"{kept}-1")
@@ -138,9 +168,9 @@ def test_nodes_that_come_back_in_other_places_or_fewer_find_their_images(run: No
     assert all(memory.values())
 
 
-def test_memory_of_before_a_loss_is_not_taken_for_the_newer(run: Nodes) -> None:
+def test_memory_of_before_a_loss_is_not_taken_for_the_newer(begun: Callable[..., Nodes]) -> None:
     """A node is lost, and comes back with what it had; steps after that are restored from the others."""
-    run.train(1, 2, peers=TWO)
+    run = begun(2)
     for kept in ("memory", "peers"):
         shutil.copytree(run.root / f"{kept}-1", run.root / f"older-{kept}")
     run.lose(1)
@@ -191,11 +221,12 @@ def test_a_kill_in_a_transfer_leaves_the_checkpoint_before(tmp_path: Path) -> No
 # What it survives ------------------------------------------------------------------------------------------
 
 
-def test_statistics_and_ls_say_how_many_lost_nodes_it_survives(run: Nodes) -> None:
+def test_statistics_and_ls_say_how_many_lost_nodes_it_survives(
+    trained: dict[int, list[Any]], begun: Callable[..., Nodes]
+) -> None:
     for peers, certain, chance in ((ONE, 1, "of 2 with 66.6%"), (TWO, 2, "")):
-        place = Nodes(run.ranks, run.root / f"{certain}")
-        place.root.mkdir()
-        for one in place.train(1, 2, peers=peers):
+        place = begun(certain)
+        for one in trained[certain][1]:
             survives = one["survives"]
             assert (survives["step"], survives["attempt"], survives["tier"]) == (2, 1, "peers")
             assert survives["certain"] == certain
@@ -207,8 +238,8 @@ def test_statistics_and_ls_say_how_many_lost_nodes_it_survives(run: Nodes) -> No
         assert chance in text
         document = place.command(1, "ls", "--json", peers=peers).document
         assert document["peer_survival"]["certain"] == certain
-        again = place.train(peers=peers)
-        assert [one["survives"] for one in again] == [None] * 4, "not before its first commit"
+    again = place.train(peers=peers)
+    assert [one["survives"] for one in again] == [None] * 4, "not before its first commit"
 
 
 def test_a_node_shows_frees_and_flushes_what_it_keeps_for_others(run: Nodes) -> None:
@@ -255,12 +286,11 @@ def test_a_placement_that_cannot_be_is_refused_on_all_ranks(run: Nodes) -> None:
 
 
 def test_one_node_alone_leaves_the_tier_out_and_does_not_begin_a_run_anew(
-    nodes: Crew, tmp_path: Path
+    nodes: Crew, tmp_path: Path, begun: Callable[..., Nodes]
 ) -> None:
     alone = {"members": [0], "pfs": SELDOM, "peers": ONE}
     new = nodes.run(of_ranks.go_on, folder=str(tmp_path / "new"), steps=[1], wait=["host"], **alone)
     assert new[0]["known"] == [[1, 1, ["host"]]]
-    Nodes(nodes, tmp_path).train(1, 2)
-    found = nodes.outcomes(of_ranks.go_on, folder=str(tmp_path), **alone)
+    found = nodes.outcomes(of_ranks.go_on, folder=str(begun().root), **alone)
     assert isinstance(found[0], Raised), found[0]
     assert found[0].kind == "RestoreError"

@@ -147,23 +147,6 @@ def test_the_loss_bound_says_what_each_failure_would_cost_now(place: Place) -> N
         wait_until(lambda: re.search(reported, place.cli("ls").out), "the trainer reports it")
 
 
-def test_a_tier_further_behind_than_within_is_reported_and_counted_once(
-    place: Place, gate: Gate, log: Log
-) -> None:
-    place.config(disk={}, store=gate.tier(flush={"within": "0.1s"}))
-    with place.open() as ckpt:
-        ckpt.save(1, state_of(1), block=True)
-        gate.hold("write", part="step-")
-        ckpt.save(2, state_of(2)).wait("disk", SOON_S)
-        wait_until(lambda: ckpt.statistics().late["store"] == 1, "it is late")
-        assert ckpt.statistics().behind_s["store"] > 0.1
-        assert log.wait(r"store.*within")
-        gate.open()
-        ckpt.drain()
-        assert ckpt.statistics().late["store"] == 1
-        assert ckpt.statistics().behind_s["store"] == 0
-
-
 def test_the_cadence_says_which_interval_and_why(place: Place) -> None:
     place.config(interval={"every": 4, "at_end": False})
     with place.open() as ckpt:

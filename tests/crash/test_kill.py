@@ -7,9 +7,7 @@ A failing life is lived again with the seed that it prints:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import doomed
 import pytest
@@ -31,47 +29,40 @@ def live(life: Life, *, stops: list[str], random_kills: int) -> None:
     life.end()
 
 
-def points(*groups: Mapping[str, object]) -> list[Any]:
-    """The points of some groups: two of each in every run, the others in ``make torture``."""
-    return [
-        name if number < 2 else pytest.param(name, marks=pytest.mark.torture)
-        for group in groups
-        for number, name in enumerate(group)
-    ]
-
-
-@pytest.mark.parametrize("point", points(doomed.CAPTURE, doomed.FLUSH, doomed.COMMIT, doomed.PRUNE))
-def test_a_kill_at_a_point(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+def test_a_run_that_is_killed_again_and_again(
+    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
-    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
+    """A point of each group, a start that is killed while it adopts what the one before left, and three starts in a row
+    that die before they write ``latest``: what that names has then been dropped."""
+    stops = ["capture-copied", "flush-slow", "adopt-attached", "prune-commit", "commit-done"]
+    stops += ["commit-first"] * 3
+    live(Life(trainers, tmp_path, memory, seed), stops=stops, random_kills=1)
 
 
-@pytest.mark.parametrize("point", points(doomed.ADOPTION))
-def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
-) -> None:
-    live(Life(trainers, tmp_path, memory, seed), stops=["flush-slow", point], random_kills=1)
-
-
-@pytest.mark.parametrize("point", points(doomed.SUPERSEDE))
-def test_a_kill_while_a_snapshot_is_superseded(
-    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+def test_a_run_that_is_killed_while_snapshots_are_superseded(
+    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
     """Killed there, and again in a start that adopts what is left and supersedes that.
 
     That each start comes to the point shows that it superseded; whether one was told of it before, chance decides.
     """
     life = Life(trainers, tmp_path, memory, seed, when_full="supersede")
-    live(life, stops=[point, point], random_kills=1)
+    live(life, stops=["supersede-sealed"] * 2, random_kills=0)
 
 
-def test_latest_is_moved_on_by_whoever_drops_what_it_names(
-    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+@pytest.mark.torture
+@pytest.mark.parametrize("point", doomed.POINTS)
+def test_a_kill_at_a_point(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
-    """Three starts in a row die before they write the hint; what it names has then been dropped."""
-    stops = ["commit-done", "commit-first", "commit-first", "commit-first"]
-    live(Life(trainers, tmp_path, memory, seed), stops=stops, random_kills=0)
+    when_full = "supersede" if point in doomed.SUPERSEDE else "wait"
+    before = {
+        **dict.fromkeys(doomed.ADOPTION, "flush-slow"),
+        **dict.fromkeys(doomed.SUPERSEDE, point),
+    }
+    stops = [before[point], point] if point in before else [point]
+    life = Life(trainers, tmp_path, memory, seed, when_full=when_full)
+    live(life, stops=stops, random_kills=1)
 
 
 @pytest.mark.torture

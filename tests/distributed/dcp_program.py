@@ -29,7 +29,7 @@ def train(
 ) -> Any:
     """Load the newest step, train so many more, and save each by DCP; return a digest of the whole model and its
     optimizer's moments."""
-    if WORLD > 1:
+    if WORLD > 1 or (how == "process" and steps):
         dist.init_process_group("cpu:gloo" if how == "thread" else "gloo")
     torch.use_deterministic_algorithms(True)
     model = make_model(layout)
@@ -61,7 +61,7 @@ def train(
         lazy = ckpt.statistics().lazy_saves
         tiers = [[c.step, sorted(c.tiers)] for c in ckpt.checkpoints()]
     digest = _digest(model, optimizer)
-    if WORLD > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
     return {"first": first, "digest": digest, "lazy": lazy, "tiers": tiers}
 

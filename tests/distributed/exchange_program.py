@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,21 @@ def save(folder: str, tensors: int = 8, steps: int = 1, whole: bool = False, **c
         handle.wait(timeout=30)
 
 
+def save_and_restore(folder: str) -> Any:
+    """Save a share of the tensors on each rank, lose the disks of all nodes, and restore all tensors."""
+    dist.init_process_group("gloo")
+    save(folder)
+    dist.barrier()
+    if RANK == 0:
+        for disk in Path(folder).glob("nvme-*"):
+            shutil.rmtree(disk)
+    dist.barrier()
+    try:
+        return _restore(None, folder, 8, "default", mine=False)
+    finally:
+        dist.destroy_process_group()
+
+
 def restore(
     folder: str,
     tensors: int = 8,
@@ -58,13 +75,15 @@ def restore(
     if victim == RANK:
         _break(how)
     try:
-        return _restore(given, folder, tensors, group, mine, **changes)
+        return _restore(given, folder, tensors, group, mine=mine, **changes)
     finally:
         if group != "none":
             dist.destroy_process_group()
 
 
-def _restore(given: Any, folder: str, tensors: int, group: str, mine: bool, **changes: Any) -> Any:
+def _restore(
+    given: Any, folder: str, tensors: int, group: str, *, mine: bool, **changes: Any
+) -> Any:
     began = time.monotonic()
     with tierfall.open(program.config(folder, **changes), process_group=given) as ckpt:
         goal = part_of(tensors) if mine else replicated(tensors)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,8 +58,16 @@ class Job:
         }
 
     def start_rank(self, rank: int, function: str, **arguments: Any) -> None:
+        given = json.dumps({"folder": str(self.folder), **arguments})
+        self.start_command(rank, [str(self.program), function, given])
+
+    def start_command(
+        self, rank: int, command: Sequence[str], cwd: Path | None = None, **variables: str
+    ) -> None:
+        """Start a rank that runs what follows ``python``; ``variables`` come to its environment."""
         environment = {
             **os.environ,
+            **variables,
             **self.launcher(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port or self.store.port),
@@ -67,10 +75,8 @@ class Job:
             "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of 127.0.0.1, which nobody may know
             "PYTHONPATH": str(ROOT),
         }
-        given = json.dumps({"folder": str(self.folder), **arguments})
-        command = [str(self.program), function, given]
         with (self.folder / f"rank-{rank}.log").open("a") as log:
-            self.processes.append(Forked(server_of(rank), command, environment, log))
+            self.processes.append(Forked(server_of(rank), command, environment, log, cwd=cwd))
 
     def wait(self, timeout_s: float = 90.0) -> list[Any]:
         """Wait for all ranks, and return what each function returned: a value, or ``{"error": kind, "text": ...}``."""

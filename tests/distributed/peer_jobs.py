@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
@@ -21,20 +20,9 @@ STORED = {"flush": {"every": 2}}
 MakeJob = Callable[..., Job]
 
 
-def train(make_job: MakeJob, **given: Any) -> None:
-    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
-    job = make_job(4, NODES, program=PROGRAM)
-    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
-    job.kill()
-
-
 def lose(folder: Path, node: int) -> None:
     for kept in ("memory", "peers"):
         shutil.rmtree(folder / f"{kept}-{node}")
-
-
-def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
-    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
 
 
 def shown(folder: Path, *words: str, node: int = 0) -> str:
@@ -49,11 +37,3 @@ def shown(folder: Path, *words: str, node: int = 0) -> str:
     answer = CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
     assert answer.exit_code == 0, answer.output
     return str(answer.stdout)
-
-
-def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
-    """All ranks restored that step, bit for bit, and from storage only where that is said."""
-    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
-    assert all(answer["good"] for answer in answers)
-    read = set().union(*(answer["tiers"] for answer in answers))
-    assert ("pfs" in read) == bool(reads)

@@ -29,7 +29,7 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
         "run": "many",
         "max_wait": "30s",  # of a loaded machine, for all to start
         "chunk": "64KiB",
-        "interval": {"at_end": changes.pop("at_end", False), "every": 1},
+        "interval": {"at_end": False, "every": 1},
         "tiers": [
             {
                 "name": "host",
@@ -75,16 +75,6 @@ def train(folder: str, steps: list[int], wait: str = "", **changes: Any) -> None
                 handle.wait(wait, 30)
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
-
-
-def finish(folder: str, steps: list[int], at_end: bool = True, **changes: Any) -> int:
-    """Train to the end; return the newest step."""
-    with tierfall.open(config(folder, at_end=at_end, **changes)) as ckpt:
-        ckpt.restore(make_state(0))
-        for step in steps:
-            ckpt.maybe_save(step, make_state(step))
-            ckpt.wait_captured()
-    return steps[-1]
 
 
 def save_and_note(

@@ -45,7 +45,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[s
         pytest.param("lazy", 2, marks=LONG),
         pytest.param("beside", 2, marks=LONG),
         pytest.param("lazy", 4, marks=LONG),
-        ("process", 2),
+        pytest.param("process", 2, marks=LONG),
         pytest.param("no_dist", 2, marks=LONG),
         pytest.param("thread", 2, marks=LONG),
     ],
@@ -71,12 +71,20 @@ def test_training_goes_on_to_the_same_bits(
     assert [answer["digest"] for answer in resumed] == straight(ranks)
 
 
+def test_what_a_process_of_dcp_wrote_is_loaded_to_the_same_bits(make_job: MakeJob) -> None:
+    words = {"layout": "plain", "how": "process"}
+    (saved,) = run(make_job(1, program=PROGRAM), "train", steps=1, **words)
+    assert saved["tiers"] == [[1, ["nvme", "pfs"]]], "it is not in this process's memory"
+    (loaded,) = run(make_job(1, program=PROGRAM), "train", steps=0, **words)
+    assert (loaded["first"], loaded["digest"]) == (2, saved["digest"])
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         pytest.param(("fsdp", 4), ("hsdp", 4), marks=LONG),
         pytest.param(("fsdp", 4), ("plain", 1), marks=LONG),
-        (("hsdp", 4), ("tp", 2)),
+        pytest.param(("hsdp", 4), ("tp", 2), marks=LONG),
         pytest.param(("ddp", 2), ("fsdp", 3), marks=LONG),
         pytest.param(("tp-fsdp", 4), ("ddp", 2), marks=LONG),
     ],

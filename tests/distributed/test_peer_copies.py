@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.distributed.job import stopped, wait_for
-from tests.distributed.peer_jobs import (
-    PROGRAM,
-    MakeJob,
-)
+from tests.distributed.peer_jobs import PROGRAM, MakeJob
 
 
 def test_a_node_that_stands_still_in_a_transfer_is_waited_for_by_its_copies_alone(
@@ -16,7 +13,7 @@ def test_a_node_that_stands_still_in_a_transfer_is_waited_for_by_its_copies_alon
 ) -> None:
     """Training goes on, the handle says why, and the tier catches up once the node goes on."""
     job = make_job(2, [0, 1], program=PROGRAM).start(
-        "outlast", max_wait="60s", peers={"max_wait": "4s"}
+        "outlast", max_wait="60s", peers={"max_wait": "2s"}
     )
     wait_for(job, tmp_path / "sending")
     with stopped(job, 1):

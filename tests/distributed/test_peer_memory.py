@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.distributed.job import ROOT, Job
-from tests.distributed.peer_jobs import shown
+from tests import forked
+from tests.distributed.job import ROOT
+from tests.distributed.peer_jobs import PROGRAM, MakeJob, shown
 
-PROGRAM = ROOT / "tests/distributed/peers_program.py"
+EXAMPLE = """
+import os, runpy, subprocess, sys
+
+class Process:
+    __class_getitem__ = classmethod(lambda kind, item: kind)
+
+    def __init__(self, command, env):
+        self.pid, self.code = os.fork(), None
+        if not self.pid:
+            os.environ.update(env)
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
+            os._exit(0)
+
+    def poll(self, how=os.WNOHANG):
+        if self.code is None and (ended := os.waitpid(self.pid, how))[0]:
+            self.code = os.waitstatus_to_exitcode(ended[1])
+        return self.code
+
+    def wait(self):
+        return self.poll(0)
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(9)
+
+
+subprocess.Popen = Process
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example, whose processes are forks of one that has imported torch already."""
 
 
 def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
-    command = [sys.executable, str(ROOT / "examples/lose_a_node.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
-    )
+    done = forked.run(["-c", EXAMPLE, str(ROOT / "examples/lose_a_node.py")], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == [f"node {node}: peer memory has step 5" for node in (0, 1)]
@@ -32,59 +57,26 @@ def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
     assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
 
 
-def test_what_peer_memory_alone_has_stays_at_a_clean_close(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    run = make_job(4, [0, 1, 2, 3], program=PROGRAM).run
-    assert run("finish", steps=[1, 2], at_end=False) == [2] * 4
-    shutil.rmtree(tmp_path / "memory-1")
-    shutil.rmtree(tmp_path / "peers-1")
-    check_resumed(run_again(make_job), step=2)
-
-
-def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
-    make_job: Callable[..., Job], tmp_path: Path
+def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep_for_their_user_alone(
+    make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job(2, [0, 1], program=PROGRAM)
     job.start("train", steps=[1, 2], wait="pfs", pfs={"flush": {"every": 2}})
     job.wait_ready()
     job.kill()
+    assert all((tmp_path / f"peers-{node}").stat().st_mode & 0o077 == 0 for node in (0, 1))
     shutil.rmtree(tmp_path / "pfs")
     for node in (0, 1):
         answer = shown(tmp_path, "forget", "pfs", node=node)
         assert "pfs is forgotten by peers, this machine" in answer
-    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=2)
-
-
-def test_what_a_node_keeps_is_nobody_elses_to_read(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    train(make_job)
-    assert all((tmp_path / f"peers-{node}").stat().st_mode & 0o077 == 0 for node in range(4))
+    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
+    assert [(answer["step"], answer["good"]) for answer in answers] == [(2, True)] * 2
+    assert not any("pfs" in answer["tiers"] for answer in answers)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
-    make_job: Callable[..., Job], tmp_path: Path
+    make_job: MakeJob, tmp_path: Path
 ) -> None:
-    (tmp_path / "peers-2").touch()
-    answers = run_again(make_job)
-    assert all("rank 2: tier peers: " in answer["text"] for answer in answers), answers
-
-
-def run_again(make_job: Callable[..., Job]) -> list[Any]:
-    return make_job(4, [0, 1, 2, 3], program=PROGRAM).run("resume")
-
-
-def train(make_job: Callable[..., Job], **given: Any) -> None:
-    """Save steps 1 to 3 on four nodes, until peer memory has them, and kill all."""
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("train", steps=[1, 2, 3], **given)
-    job.wait_ready()
-    job.kill()
-
-
-def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
-    """All ranks restored that step, bit for bit, and from storage only where that is said."""
-    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
-    assert all(answer["good"] for answer in answers)
-    read = set().union(*(answer["tiers"] for answer in answers))
-    assert ("pfs" in read) == bool(reads)
+    (tmp_path / "peers-1").touch()
+    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
+    assert all("rank 1: tier peers: " in answer["text"] for answer in answers), answers

@@ -113,7 +113,7 @@ WHILE_BRINGING_BACK = [
     for further in {(at + node) % 4}
 ]
 ALL = WHILE_SAVING + WHILE_BRINGING_BACK
-SAMPLE = Random(SEED).sample(WHILE_SAVING, 2) + Random(SEED).sample(WHILE_BRINGING_BACK, 3)
+SAMPLE = Random(SEED).sample(WHILE_SAVING, 1) + Random(SEED).sample(WHILE_BRINGING_BACK, 1)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,10 @@ def test_a_planner_that_leaves_no_tensor_out(make_config: MakeConfig) -> None:
         assert found["kept"].sum() == 3
 
 
-@pytest.mark.parametrize("first_byte", [0, 1 << 18])
 def test_what_could_not_be_read_is_not_taken_for_damaged(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, first_byte: int
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a header nor tensors."""
+    """The header can be read."""
     with tierfall.open(make_config()) as ckpt:
         for step in (1, 2):
             state = {"n": step, "w": torch.full((1 << 17,), float(step))}
@@ -71,7 +70,7 @@ def test_what_could_not_be_read_is_not_taken_for_damaged(
     read_into = PosixBackend.read_into
 
     def away(self: PosixBackend, key: str, offset: int, view: memoryview) -> None:
-        if "step-00000002" in key and key.endswith(".safetensors") and offset >= first_byte:
+        if "step-00000002" in key and key.endswith(".safetensors") and offset >= 1 << 18:
             raise UnreachableError(f"{key} is away for a moment")
         read_into(self, key, offset, view)
 

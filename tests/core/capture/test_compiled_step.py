@@ -25,7 +25,7 @@ def test_a_compiled_step_waits_for_the_capture_and_compiles_nothing_of_this_pack
         at_step(barrier, *args)
 
     monkeypatch.setattr(Barrier, "_at_step", watched)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
     optimizer = torch.optim.AdamW(model.parameters())
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     config, saved = make_config(), []

@@ -66,7 +66,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 # What comes out --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 12 * KIB, 64 * KIB, 16 << 20])
+@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 12 * KIB, 16 << 20])
 def test_every_byte_is_in_its_place(chunk_bytes: int) -> None:
     made = make(mixed(), chunk_bytes)
     image = wanted(made.layout, made.view)
@@ -83,7 +83,7 @@ def test_every_byte_is_in_its_place_when_it_comes_in_many_segments() -> None:
     assert len(made.told) > 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -112,7 +112,7 @@ def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk
 
 @pytest.mark.usefixtures("small_segments")
 def test_two_threads_that_copy_at_once_make_one_image() -> None:
-    for _ in range(5):
+    for _ in range(3):
         made = make(mixed())
         image = wanted(made.layout, made.view)
         filling = made.filling
@@ -159,7 +159,7 @@ def writes(shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:
 def test_a_write_to_one_percent_of_a_tensor_is_found_in_the_image(kind: str) -> None:
     """What came before the copy is in the image and in the live tensor alike: only what save() read tells."""
     source = SHAPES[kind]()
-    for seed in range(10):
+    for seed in range(2):
         for where, mask in writes(source.shape, seed).items():
             made = make(lazily(same=noise(5000), w=source), 1 << 20)
             before = source.clone()
@@ -175,7 +175,7 @@ def test_a_write_to_one_percent_of_a_tensor_is_found_in_the_image(kind: str) -> 
 
 def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
     sources = {f"w{number:02}": noise(1 << 16, seed=number) for number in range(60)}
-    for seed in range(20):
+    for seed in range(3):
         made = make(lazily(**sources), 1 << 20)
         name = f"w{seed * 3:02}"
         sources[name].data[writes(torch.Size([1 << 16]), seed)["in a row"]] += 1
@@ -185,15 +185,16 @@ def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
         assert caught.value.tensors == (f"on.{name}",)
 
 
-@pytest.mark.parametrize("rows", [25, 64, 99, 101, 109, 128, 303, 512])
-@pytest.mark.parametrize("share", [0.1, 0.6])
+@pytest.mark.parametrize(
+    ("rows", "share"), [(25, 0.1), (64, 0.1), (101, 0.6), (109, 0.1), (303, 0.1), (512, 0.6)]
+)
 def test_a_block_of_columns_is_found_whatever_the_length_of_a_row(rows: int, share: float) -> None:
     """The distance of two lines may be the length of a row, or a multiple or a fraction of it."""
     columns = (2 << 20) // 4 // rows
     source = noise(rows, columns)
-    for seed in range(6):
+    for seed in range(2):
         made = make(lazily(w=source), 16 << 20)
-        first = int(seed / 6 * (1 - share) * columns)
+        first = int(seed / 2 * (1 - share) * columns)
         source.data[:, first : first + int(share * columns)] += 1
         made.filling.run()
         with pytest.raises(StateChangedError):
@@ -263,7 +264,7 @@ def test_a_full_check_finds_one_element(shape: Callable[[], torch.Tensor]) -> No
     still = make(lazily(w=source, **same), 1 << 20, digest_s=None)
     still.filling.run()
     still.filling.check_image()
-    for seed in range(20):
+    for seed in range(4):
         made = make(lazily(w=source, **same), 1 << 20, digest_s=None)
         at = int(torch.randint(source.numel(), (), generator=torch.Generator().manual_seed(seed)))
         torch.as_strided(source.data, (source.numel(),), (1,))[at] += 1

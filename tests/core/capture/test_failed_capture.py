@@ -50,8 +50,7 @@ def still_saves(ckpt: tierfall.Checkpointer, trainer: Trainer, step: int, disk: 
     assert not list(disk.glob("run/step-00000002-*"))
 
 
-@pytest.mark.parametrize("verify", ["sample", "full"])
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize(("verify", "copied"), [("sample", True), ("full", False)])
 def test_a_write_that_no_version_shows_gives_the_snapshot_up_by_name(
     make_config: MakeConfig, tmp_path: Path, held: Held, verify: str, copied: bool
 ) -> None:
@@ -77,17 +76,15 @@ def test_a_write_that_no_version_shows_gives_the_snapshot_up_by_name(
         still_saves(ckpt, trainer, 3, tmp_path / "disk")
 
 
-@pytest.mark.parametrize("counted", [True, False])
 def test_an_image_for_which_no_barrier_comes_is_not_sealed_over_a_change(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capturer, "SETTLED_S", 0.2)
     trainer = Trainer()
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         handle = lazy_save(ckpt, trainer, 2)
-        bias = trainer.model[1].bias
-        (bias.detach() if counted else bias.data).add_(1)
+        trainer.model[1].bias.data.add_(1)
         assert isinstance(failed(handle), StateChangedError)
         still_saves(ckpt, trainer, 3, tmp_path / "disk")
 
@@ -100,7 +97,7 @@ def test_what_was_changed_is_copied_at_once_from_then_on(
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         handles = []
-        for step in range(2, 8):
+        for step in range(2, 5):
             wanted[step] = trainer.now()
             handles.append(lazy_save(ckpt, trainer, step))
             with torch.no_grad():
@@ -109,7 +106,7 @@ def test_what_was_changed_is_copied_at_once_from_then_on(
         assert isinstance(failed(handles[0]), StateChangedError)
         for handle in handles[1:]:
             handle.wait(timeout=PATIENCE_S)
-    for step in range(3, 8):
+    for step in range(3, 5):
         assert_same(saved(tmp_path / "disk", step), wanted[step])
     (warning,) = [r.getMessage() for r in caplog.records if "from now on" in r.getMessage()]
     assert "model.0.weight" in warning
@@ -182,8 +179,8 @@ def assign(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: t.optimizer.state.clear(), replace_moments, swap_weights, assign],
-    ids=["cleared", "replaced", "swapped", "assigned"],
+    [replace_moments, swap_weights, assign],
+    ids=["replaced", "swapped", "assigned"],
 )
 def test_tensors_that_leave_the_state_under_capture_are_saved_as_they_were(
     make_config: MakeConfig, tmp_path: Path, held: Held, change: Callable[[Trainer], None]

@@ -61,16 +61,6 @@ def swap_average_in(trainer: Trainer) -> None:
         parameter.data.copy_(torch.zeros_like(parameter))
 
 
-def by_numpy(trainer: Trainer) -> None:
-    for parameter in trainer.model.parameters():
-        parameter.detach().numpy().fill(7)
-
-
-def replace_optimizer(trainer: Trainer) -> object:
-    trainer.state["optimizer"] = torch.optim.AdamW(trainer.model.parameters())
-    return trainer.optimizer
-
-
 def replace_head(trainer: Trainer) -> object:
     head = trainer.model[1]
     trainer.model[1] = nn.Linear(100, 40)
@@ -89,10 +79,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
     "half, by swapping": (to_half_by_swapping, "model"),
     "best weights, assigned": (assign_best, "model"),
     "average by .data": (swap_average_in, "model"),
-    "by NumPy": (by_numpy, "model"),
     "best optimizer": (load_best_optimizer, "optimizer"),
-    "optimizer replaced": (replace_optimizer, "optimizer"),
-    "one more step": (Trainer.step, "by an optimizer's step"),
 }
 
 

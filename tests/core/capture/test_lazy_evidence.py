@@ -62,8 +62,7 @@ def failed(handle: SaveHandle) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize("at", ["beginning", "end"])
-@pytest.mark.parametrize("chunk", [0, 9, 16])
+@pytest.mark.parametrize(("chunk", "at"), [(0, "beginning"), (9, "end"), (16, "end")])
 def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
     make_config: MakeConfig,
     held: Held,

@@ -26,7 +26,7 @@ from tierfall.core.state.walk import walk_state
 NOWHERE = FakeStreams(None)
 SIZES = (1, 3, 16, 31, 33, 40, 100, 1000, 5000, 70_000)
 """In elements of four bytes: shorter than a line, than all lines that are read, and longer."""
-SAVES = 40
+SAVES = 12
 
 State = dict[str, Any]
 
@@ -80,7 +80,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "RANGES_BYTES", (32 << 10, 1 << 20))
 
 
-@pytest.mark.parametrize("at", [0, 1, 16, 17])
+@pytest.mark.parametrize("at", [0, 17])
 @pytest.mark.usefixtures("small_ranges")
 def test_ranks_that_are_alike_are_so_wherever_their_tensors_lie(at: int) -> None:
     values = tensors()
@@ -92,18 +92,18 @@ def test_ranks_that_are_alike_are_so_wherever_their_tensors_lie(at: int) -> None
         assert ranks.found(ordinal) is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_not_alike_all_over_is_found_at_once_in_each_tensor(seed: int) -> None:
     both = tensors(), tensors(seed=seed + 1)
     for name in both[0]:
         mixed = tensors() | {name: both[1][name]}
         ranks = Ranks(state_of(both[0]), state_of(mixed))
-        for ordinal in range(seed, 1000, 97):
+        for ordinal in range(seed, 1000, 331):
             assert not ranks.alike(ordinal)
             assert ranks.found(ordinal) == name
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 33, 5000, 70_000])
 @pytest.mark.usefixtures("small_ranges")
 def test_one_bit_anywhere_is_found_within_a_rotation_of_any_beginning(size: int) -> None:
     values, other = tensors(), tensors()
@@ -112,11 +112,10 @@ def test_one_bit_anywhere_is_found_within_a_rotation_of_any_beginning(size: int)
     bits = other[f"t{size}"].view(torch.int32)
     for place in {0, size // 3, size // 2, size - 1}:
         bits[place] ^= 1
-        for first in (1, 5):
-            found = [ranks.found(ordinal) for ordinal in range(first, first + turns)]
-            assert set(found) - {None} == {f"t{size}"}
-            some = [not ranks.alike(ordinal) for ordinal in range(first, first + turns)]
-            assert some == [name is not None for name in found]
+        found = [ranks.found(ordinal) for ordinal in range(5, 5 + turns)]
+        assert set(found) - {None} == {f"t{size}"}
+        some = [not ranks.alike(ordinal) for ordinal in range(5, 5 + turns)]
+        assert some == [name is not None for name in found]
         bits[place] ^= 1
         assert all(ranks.alike(ordinal) for ordinal in range(1, 1 + turns))
 

@@ -107,7 +107,6 @@ def in_a_thread(trainer: Trainer) -> None:
 
 WAYS: list[Callable[[Trainer], Any]] = [
     free,
-    share,
     share_moments,
     send,
     send_by_name,

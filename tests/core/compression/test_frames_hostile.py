@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 import zstandard
 from compression_help import CODECS, like_floats, pack, scratch, unpack
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.compression.codec import Unpacker
@@ -62,7 +62,7 @@ def test_a_truncated_frame_is_damage(codec: Codec) -> None:
 def test_a_flipped_bit_is_found_or_changes_nothing(codec: Codec) -> None:
     frame = pack(codec, RAW, width=4)
     chance, found = random.Random(4), 0
-    places = [*range(20 * 8), *(chance.randrange(len(frame) * 8) for _ in range(600))]
+    places = [*range(20 * 8), *(chance.randrange(len(frame) * 8) for _ in range(150))]
     for place in places:
         damaged = bytearray(frame)
         damaged[place // 8] ^= 1 << place % 8
@@ -115,7 +115,7 @@ def test_a_bomb_that_declares_its_length_is_refused_unread(window: bool) -> None
 @pytest.mark.parametrize("window", [False, True])
 def test_a_bomb_that_declares_less_than_it_holds_is_stopped(codec: Codec, window: bool) -> None:
     blocks = run_of(b"a", BLOCK_BYTES) * 8191 + run_of(b"a", BLOCK_BYTES, last=True)
-    for declared in (1, 100_000, BLOCK_BYTES, 500_000):
+    for declared in (1, BLOCK_BYTES):
         refuse(frame_of(blocks, declared=declared, window=window), declared, codec)
 
 
@@ -132,6 +132,7 @@ def test_a_block_without_end_is_damage() -> None:
     refuse(frame_of((7 << 3 | 3 << 1 | 1).to_bytes(3, "little") + bytes(7), declared=7), 7)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200), st.integers(1, 5000))
 def test_any_bytes_are_refused_or_read(data: bytes, raw_bytes: int) -> None:
     for frame in (data, MAGIC + data, frame_of(data, declared=raw_bytes)):

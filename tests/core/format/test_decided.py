@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.format.catalog import Listing, decided_in
@@ -45,6 +45,7 @@ def said(*words: str, about: str = ATTEMPT) -> DecidedList:
 # Names -----------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=40, deadline=None)
 @given(entries())
 def test_a_name_parses_back(entry: Decided) -> None:
     assert Decided.parse(entry.name) == entry

@@ -43,7 +43,7 @@ def test_the_envelope_is_plain_json_that_other_tools_can_check() -> None:
     assert list(json.loads(data)) == ["format", "requires", *MEMBERS, "digest"]
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
         st.text().filter(lambda name: name not in ("format", "requires", "digest")),
@@ -139,6 +139,7 @@ def test_floats_that_json_has_not_are_not_written_as_they_are(value: float) -> N
         seal({"a": value})
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.floats())
 def test_a_float_survives_as_text_or_number(value: float) -> None:
     text = json.dumps(float_to_json(value), allow_nan=False)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.format.commit_files import plain
@@ -290,6 +290,7 @@ def _fields(commit: Commit) -> dict[str, Any]:
     return {name: getattr(commit, name) for name in names}
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(8, 10**6), st.integers(0, 10**7), st.integers(12, 20))
 def test_chunks_cover_the_image_without_gap_or_overlap(
     data_start: int, data: int, power: int

@@ -234,7 +234,7 @@ def test_overlapping_views_are_each_stored_whole() -> None:
         st.text(st.characters(exclude_categories=()), max_size=5), st.integers(0, 3), max_size=8
     )
 )
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_text_may_be_a_key(
     tmp_path_factory: pytest.TempPathFactory, lengths: dict[str, int]
 ) -> None:
@@ -271,7 +271,7 @@ def flattened(tree: object) -> list[tuple[torch.dtype, tuple[int, ...], list[int
 
 
 @given(trees)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_tree_of_tensors_comes_back(tree: object) -> None:
     state = {"tree": tree, "rng": None}
     image, layout = make_image(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,44 +70,36 @@ def trained() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_a_loader_that_shuffles_is_missed() -> None:
+    for make in (
         lambda: DataLoader([1, 2, 3], shuffle=True),
         lambda: DataLoader([1, 2, 3], shuffle=True, generator=torch.Generator()),
         lambda: DataLoader([1, 2, 3], sampler=RandomSampler([1, 2, 3])),
         lambda: DataLoader([1, 2, 3], batch_size=None, sampler=RandomSampler([1, 2, 3])),
         lambda: Loader(shuffle=True),
-    ],
-)
-def test_a_loader_that_shuffles_is_missed(make: Callable[[], Any]) -> None:
-    loader = make()
-    (text,) = texts(trained())
-    assert "docs/exact-resume.md" in text
-    del loader
+    ):
+        loader = make()
+        (text,) = texts(trained())
+        assert "docs/exact-resume.md" in text
+        del loader
+        assert texts(trained()) == []
+
+
+def test_a_loader_that_does_not_shuffle_by_the_random_state_is_not_missed() -> None:
+    loaders = [
+        DataLoader([1, 2, 3]),
+        DataLoader(Stream()),
+        DataLoader([1, 2, 3], sampler=ByEpoch([1, 2, 3])),
+        DataLoader([1, 2, 3], batch_sampler=BatchSampler(ByEpoch([1, 2, 3]), 2, False)),
+    ]
     assert texts(trained()) == []
+    del loaders
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader([1, 2, 3]),
-        lambda: DataLoader(Stream()),
-        lambda: DataLoader([1, 2, 3], sampler=ByEpoch([1, 2, 3])),
-        lambda: DataLoader([1, 2, 3], batch_sampler=BatchSampler(ByEpoch([1, 2, 3]), 2, False)),
-    ],
-)
-def test_a_loader_that_does_not_shuffle_by_the_random_state_is_not_missed(
-    make: Callable[[], Any],
-) -> None:
-    loader = make()
-    assert texts(trained()) == []
-    del loader
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
+def test_what_may_hold_the_order_is_enough() -> None:
+    loader = DataLoader([1, 2, 3], shuffle=True)
+    assert texts(trained())
+    for held in (
         torch.Generator(),
         item(torch.Generator()),
         {"deep": [(torch.Generator(),)]},
@@ -116,13 +108,8 @@ def test_a_loader_that_does_not_shuffle_by_the_random_state_is_not_missed(
         Counting(source=torch.Generator()),
         Counting(loader=Loader(shuffle=False)),
         Counting(sampler=RandomSampler([1, 2])),
-    ],
-    ids=lambda held: type(held).__name__,
-)
-def test_what_may_hold_the_order_is_enough(held: object) -> None:
-    loader = DataLoader([1, 2, 3], shuffle=True)
-    assert texts(trained())
-    assert texts({**trained(), "data": held}) == []
+    ):
+        assert texts({**trained(), "data": held}) == [], held
     del loader
 
 

@@ -135,7 +135,7 @@ def test_every_rank_gets_what_rank_0_decides_of_what_all_brought(
         assert results == dict.fromkeys(all_but(world), value)
 
 
-@pytest.mark.parametrize("missing", [[1], [4], [2], [5], [6], [2, 6], [1, 2, 3, 4, 5, 6]], ids=str)
+@pytest.mark.parametrize("missing", [[1], [2, 6], [5], [1, 2, 3, 4, 5, 6]], ids=str)
 def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: list[int]) -> None:
     """Also those below another leader, also where that leader is one of them."""
     came = all_but(world, *missing)
@@ -239,7 +239,7 @@ def test_what_ranks_say_last_counts_though_they_gave_up(world: World) -> None:
     assert world.run({0: agree("close", decide=lambda bodies: len(bodies))}) == {0: 7}
 
 
-@pytest.mark.parametrize("alone", [0, 1, 4, 6])
+@pytest.mark.parametrize("alone", [0, 4])
 def test_a_call_that_one_rank_makes_alone_does_not_put_later_ones_out_of_step(
     world: World, alone: int
 ) -> None:

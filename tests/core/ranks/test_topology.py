@@ -17,7 +17,7 @@ SHAPES = {
     "20 nodes": (nodes_of(20, 8), FAN_OUT),
     "20 nodes, two branches": (nodes_of(20, 8), 2),
     "40 nodes in a line": (nodes_of(40, 1), 1),
-    "1250 nodes": (nodes_of(1250, 8), FAN_OUT),
+    "150 nodes": (nodes_of(150, 8), FAN_OUT),
     "interleaved": ([0, 1, 0, 1], FAN_OUT),
     "of unequal size": ([*"baccadbbb"], 2),
 }

@@ -75,7 +75,7 @@ def bring(landing: TargetWriter, image: bytes, start: int, end: int) -> list[mem
     return views
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_byte_comes_to_all_its_targets_and_no_other_does(seed: int) -> None:
     rng = random.Random(seed)
     fills = fills_of(rng)
@@ -200,7 +200,7 @@ class CachedTiers(Tiers):
         self.images["disk", ONE] = image
 
 
-@pytest.mark.parametrize("chunk", range(6))
+@pytest.mark.parametrize("chunk", [0, 5])
 def test_a_chunk_that_is_damaged_in_the_cache_alone_is_read_again_from_the_disk(chunk: int) -> None:
     tiers, state = CachedTiers("far"), state_of(-1)
     tiers.store.flip(chunk)
@@ -212,7 +212,7 @@ def test_a_chunk_that_is_damaged_in_the_cache_alone_is_read_again_from_the_disk(
     assert any(f"chunk {chunk} of {ONE} on disk" in each for each in passed_over(restored))
 
 
-@pytest.mark.parametrize("chunk", range(6))
+@pytest.mark.parametrize("chunk", [0, 5])
 def test_a_chunk_that_is_damaged_on_the_disk_too_is_read_from_the_next_tier(chunk: int) -> None:
     tiers, state = CachedTiers("far"), state_of(-1)
     tiers.store.flip(chunk, disk=True)
@@ -237,7 +237,7 @@ def test_a_cache_that_cannot_be_read_gives_way_to_the_disk() -> None:
     assert set(restored.tally.bytes) == {"disk"}
 
 
-@pytest.mark.parametrize("chunk", range(6))
+@pytest.mark.parametrize("chunk", [0, 5])
 def test_a_chunk_that_came_damaged_from_the_disk_is_read_once_more(chunk: int) -> None:
     """Something on the way may have been at fault, once."""
     tiers, state = CachedTiers("far"), state_of(-1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.load.build import Fill
@@ -85,6 +85,7 @@ def jobs(draw: Any) -> tuple[int, list[RankGroup], dict[int, Any], set[tuple[int
     return count, groups, holders, excluded
 
 
+@settings(max_examples=30, deadline=None)
 @given(job=jobs())
 def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -> None:
     count, groups, holders, excluded = job
@@ -124,6 +125,7 @@ def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -
         assert sorted(got + kept) == sorted(wanted)
 
 
+@settings(max_examples=30, deadline=None)
 @given(job=jobs())
 def test_what_is_sent_is_what_is_awaited_and_no_rank_waits_for_a_later_one_first(job: Any) -> None:
     count, groups, holders, excluded = job
@@ -142,6 +144,7 @@ def test_what_is_sent_is_what_is_awaited_and_no_rank_waits_for_a_later_one_first
     assert sent == awaited
 
 
+@settings(max_examples=30, deadline=None)
 @given(job=jobs(), order=st.randoms())
 def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
     _, groups, holders, excluded = job

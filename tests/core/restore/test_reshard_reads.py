@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
@@ -97,6 +97,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 cuts = st.lists(st.integers(0, 6), max_size=2).map(tuple)
 
 
+@settings(max_examples=40, deadline=None)
 @given(shape=shapes, stored=st.tuples(cuts, cuts, cuts), wanted=st.tuples(cuts, cuts, cuts))
 def test_every_cut_goes_into_every_other(shape: list[int], stored: Cuts, wanted: Cuts) -> None:
     count = torch.Size(shape).numel()

@@ -37,14 +37,15 @@ sys.stdin.read()
 """
 
 TRY = """
-import sys
+import os, sys
 from pathlib import Path
 from tierfall.core.types.errors import LockError
 from tierfall.core.runtime.run_lock import RunLock
 try:
     RunLock.acquire(Path(sys.argv[1]), run="gpt")
 except LockError:
-    sys.exit(3)
+    os._exit(3)
+os._exit(0)  # without taking down all modules
 """
 
 FORKED_CHILD = """

@@ -51,12 +51,12 @@ def test_a_tier_that_falls_behind_is_reported_once_and_early(
 
 
 def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
-    world = world_of(copy_s=30.0, images=2)
-    for step in range(1, 10):
+    world = world_of(copy_s=15.0, images=2)
+    for step in range(1, 7):
         world.save_soon(step)
         world.go_on(EVERY_S)
     behind = world.coordinator.backlog.behind["store"]
-    assert behind == pytest.approx(3600 / EVERY_S - 3600 / 30.0, rel=0.05)
+    assert behind == pytest.approx(3600 / EVERY_S - 3600 / 15.0, rel=0.05)
 
 
 # In time ---------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def give(world: World, kind: CommandKind) -> list[dict[str, BaseException]]:
     return answer
 
 
-@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
 def test_a_deletion_during_an_open_end_waits_and_is_then_true(codec: Codec) -> None:
     world, _ = world_with(LOST_COMMIT, codec=codec)
     world.save(1)
@@ -51,11 +51,11 @@ def test_a_deletion_during_an_open_end_waits_and_is_then_true(codec: Codec) -> N
 
 
 @pytest.mark.parametrize("operation", [Operation.WRITE, Operation.CREATE])
-def test_an_outage_of_days_ends_like_one_of_minutes(operation: Operation) -> None:
+def test_an_outage_of_hours_ends_like_one_of_minutes(operation: Operation) -> None:
     world, faulty = world_with(failing(operation, times=None))
     handle = world.save(1)
-    world.settle(limit_s=2 * 24 * 3600)
-    assert world.now_s > 24 * 3600
+    world.settle(limit_s=4 * 3600)
+    assert world.now_s > 2 * 3600
     faulty.stop()
     world.settle()
     assert handle.outcome is SaveOutcome.SAVED

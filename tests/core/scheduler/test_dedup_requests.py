@@ -76,7 +76,7 @@ def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
     assert job.answers[1] is None or job.answers[1] == UNANSWERED
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) -> None:
     draw = random.Random(seed)
     job = Job([draw.choice("abc") for _ in range(draw.randint(2, 5))], seed)

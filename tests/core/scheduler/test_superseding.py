@@ -71,11 +71,11 @@ def give_way(world: World, step: int) -> Any:
 # Superseding -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("images", [2, 3, 4])
+@pytest.mark.parametrize("images", [2, 4])
 def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(images: int) -> None:
     """A copy takes seven tasks, and a save comes after every five."""
     world = superseding(images=images)
-    for step in range(1, 101):
+    for step in range(1, 51):
         answer = world.ask_for_region(step)
         while not answer:
             assert world.run_one()
@@ -84,10 +84,10 @@ def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(imag
         for _ in range(5):
             world.run_one()
     brought = world.steps_on("nvme")
-    assert len(brought) > 60
-    assert brought[-1] > 100 - 2 * images
+    assert len(brought) > 30
+    assert brought[-1] > 50 - 2 * images
     given_up = world.coordinator.counters.superseded_saves
-    assert (given_up > 20) == (images > 2), "two images are one that is copied, and the newest"
+    assert (given_up > 8) == (images > 2), "two images are one that is copied, and the newest"
 
 
 def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> None:

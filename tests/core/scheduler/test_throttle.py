@@ -72,7 +72,7 @@ def test_a_flush_that_costs_nothing_goes_on_at_full_rate_whatever_the_noise() ->
 
 def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
     trained = Trained(lambda share: 0.5)
-    trained.train(1200, save_every=20)  # a copy takes ten seconds, of the thirty between two
+    trained.train(600, save_every=20)  # a copy takes ten seconds, of the thirty between two
     assert min(trained.seen) == pytest.approx(1.1 / 3, abs=0.03)
     assert trained.world.coordinator.backlog.behind["store"] == 0.0
     trained.world.go_on(60.0)
@@ -99,7 +99,7 @@ def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
 
 def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
     trained = Trained(lambda share: 0.0, yields=False, bandwidth_share=0.5)
-    trained.train(600, save_every=30)
+    trained.train(300, save_every=30)
     assert trained.world.paces["store"] == pytest.approx(RATE / 2, rel=0.05)
     rates = trained.world.coordinator.rates
     assert rates.write_bytes_per_s("store") == pytest.approx(RATE, rel=0.05)

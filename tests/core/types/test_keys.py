@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.types import keys
@@ -30,12 +30,14 @@ def test_names_are_those_of_the_format() -> None:
     assert entry == "000012-tag-step-00000400-a0007-0123456789abcdef-best"
 
 
+@settings(max_examples=40, deadline=None)
 @given(steps, attempts)
 def test_a_step_folder_parses_back(step: int, attempt: int) -> None:
     checkpoint = CheckpointId(step, attempt)
     assert keys.parse_step_folder(keys.step_folder(checkpoint)) == checkpoint
 
 
+@settings(max_examples=40, deadline=None)
 @given(shards)
 def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
     images = [keys.shard_name(shard, codec) for codec in Codec]

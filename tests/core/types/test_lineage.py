@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.core.types.lineage import AttemptStart, abandoned_by, resolve
@@ -77,17 +77,20 @@ pairs = st.lists(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(pairs)
 def test_what_is_abandoned_does_not_depend_on_order(known: list[Pair]) -> None:
     assert abandoned(known) == abandoned(reversed(known)) == abandoned(sorted(known, key=str))
 
 
+@settings(max_examples=40, deadline=None)
 @given(pairs)
 def test_the_newest_attempt_is_never_abandoned(known: list[Pair]) -> None:
     newest = max((id.attempt for id, _ in known), default=0)
     assert not any(id.attempt == newest for id in abandoned(known))
 
 
+@settings(max_examples=40, deadline=None)
 @given(pairs)
 def test_what_is_live_rises_from_attempt_to_attempt(known: list[Pair]) -> None:
     """Along the live line, a later attempt holds no step at or below where it started."""
@@ -138,6 +141,7 @@ def test_an_attempt_that_is_passed_over_leaves_nothing_behind() -> None:
     assert left_behind(saved, resolve(starts, saved)) == {at("10@2")}
 
 
+@settings(max_examples=40, deadline=None)
 @given(pairs, st.lists(st.sampled_from("xyz"), min_size=12, max_size=12), st.randoms())
 def test_what_several_ranks_resolve_again_stays_as_it_is(
     known: list[Pair], ids: list[str], random: Any

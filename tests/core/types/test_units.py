@@ -76,7 +76,7 @@ def test_shares(text: str, share: float) -> None:
     assert parse_share(text) == share
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 999), st.sampled_from(sorted(BINARY | DECIMAL)))
 def test_a_size_is_exact_to_the_nearest_byte(whole: int, thousandths: int, unit: str) -> None:
     exact = (whole + Fraction(thousandths, 1000)) * (BINARY | DECIMAL)[unit]
