@@ -42,7 +42,7 @@ def test_what_peer_memory_alone_has_stays_at_a_clean_close(
     check_resumed(run_again(make_job), step=2)
 
 
-def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
+def test_storage_that_was_deleted_is_forgotten_by_each_node(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make_job(2, [0, 1], program=PROGRAM)
@@ -52,7 +52,7 @@ def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
     shutil.rmtree(tmp_path / "pfs")
     for node in (0, 1):
         answer = shown(tmp_path, "forget", "pfs", node=node)
-        assert "pfs is forgotten by peers, this machine" in answer
+        assert "pfs is forgotten by this machine" in answer
     check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=2)
 
 

@@ -691,6 +691,11 @@ class Config(Section):
         )
 
     @property
+    def storage(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
+        """Those of ``stored`` that are no memory of other nodes."""
+        return tuple(tier for tier in self.stored if not isinstance(tier, PeerTierConfig))
+
+    @property
     def written(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
         """The folders and object stores that are written to, fastest first."""
         return tuple(tier for tier in self.stored if not tier.read_only)

@@ -534,12 +534,11 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView:
-    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
-    to write documents of no checkpoint, too."""
+def view_kept(tier: PeerTierConfig) -> PeerView:
+    """Open what this node keeps, for reading by a process that does not meet the other nodes."""
     folders = kept_folders(tier.path) or [tier.path]
-    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
-    return PeerView(kept, (), place=str(tier.path), tends=tends)
+    kept = [PosixBackend(folder, read_only=True) for folder in folders]
+    return PeerView(kept, (), place=str(tier.path))
 
 
 def keeps_any(tier: PeerTierConfig, run: str) -> bool:
