@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.peer_memory`` is one of the two processes, which ``measure`` starts. A copy is measured from the
 end of the capture until the checkpoint is committed on the tier. Its reference is a plain gloo send of the same image,
-and a receive of the other's, between the same processes in the same run. Then they train beside copies, with ``yield``
-and without, and take each step together, as a training with gradients to exchange does.
+and a receive of the other's, between the same processes in the same run. Then they train beside copies, and take each
+step together, as a training with gradients to exchange does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ IMAGE_BYTES = 256 << 20
 RANKS = 2
 PEERS = "peers"
 GLOO, COPY = "peer_memory.gloo", "peer_memory.copy"
-ALONE, YIELDING = "without yield", "with yield"
 COPY_TARGET = 1.25
 STEP_TARGET = 1.05
 MEMORY_TARGET_BYTES = 64 * MIB
@@ -48,6 +46,7 @@ GPU_WIDTH, GPU_BATCH, GPU_IMAGE_BYTES = 4096, 512, 2 << 30
 STEPS_BETWEEN = 100
 """From the end of a copy to the next save."""
 PAIRS_A_ROUND = 3
+NEVER = 1_000_000
 FIRST_SAVES = 4
 """In which the pace is found."""
 SAVES = 3
@@ -82,15 +81,13 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
             target=MEMORY_TARGET_BYTES / MIB,
         )
     )
-    for kind, target in ((ALONE, None), (YIELDING, STEP_TARGET)):
-        slower, copy_s = found["slower"][kind], found["training_copy_s"][kind]
-        name = f"peer memory, {kind}"
-        results.findings.append(over_rounds(f"{name}: a copy", copy_s, unit="s"))
-        if slower:
-            steps = f"{name}: steps beside a copy"
-            results.findings.append(over_rounds(steps, slower, unit="x", target=target))
-        else:
-            say(f"{name}: no copy was as long as a few steps")
+    name = "peer memory, beside training"
+    results.findings.append(over_rounds(f"{name}: a copy", found["training_copy_s"], unit="s"))
+    if slower := found["slower"]:
+        steps = f"{name}: steps beside a copy"
+        results.findings.append(over_rounds(steps, slower, unit="x", target=STEP_TARGET))
+    else:
+        say(f"{name}: no copy was as long as a few steps")
 
 
 # The job -------------------------------------------------------------------------------------------
@@ -146,12 +143,13 @@ def _free_port() -> int:
 # One rank ------------------------------------------------------------------------------------------
 
 
-def _configuration(folder: Path, rank: int, *, yields: bool = False) -> dict[str, Any]:
-    """Peer memory in a folder of each node, with which one more copy than is kept is there while a newer one comes."""
+def _configuration(folder: Path, rank: int) -> dict[str, Any]:
+    """Peer memory in a folder of each node, and a disk that no save reaches."""
     host = {"name": "host", "kind": "host", "folder": str(folder / f"memory-{rank}")}
     path = str(folder / f"peers-{rank}")
-    peers = {"name": PEERS, "kind": "peer", "path": path, "flush": {"yield": yields}}
-    return {"run": "bench", "max_wait": "10m", "tiers": [host, peers]}
+    peers = {"name": PEERS, "kind": "peer", "path": path}
+    disk = {"name": "disk", "kind": "file", "path": str(folder / "disk"), "flush": {"every": NEVER}}
+    return {"run": "bench", "max_wait": "10m", "tiers": [host, peers, disk]}
 
 
 def copies(options: argparse.Namespace, rank: int) -> dict[str, Any]:
@@ -248,13 +246,10 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     """Train beside copies; return what steps beside one take, over steps without, and the seconds of a copy."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     on_cpu = options.device == "cpu"
-    found: dict[str, dict[str, list[float]]] = {
-        name: {kind: [] for kind in (ALONE, YIELDING)} for name in ("slower", "training_copy_s")
-    }
-    for number, kind in product(range(options.rounds), (ALONE, YIELDING)):
-        folder = options.folder / f"train-{kind}-{number}"
-        config = _configuration(folder, rank, yields=kind == YIELDING)
-        with tierfall.open(config) as ckpt:
+    found: dict[str, list[float]] = {"slower": [], "training_copy_s": []}
+    for number in range(options.rounds):
+        folder = options.folder / f"train-{number}"
+        with tierfall.open(_configuration(folder, rank)) as ckpt:
             training = Training(
                 ckpt,
                 PEERS,
@@ -270,8 +265,8 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
             idle_s, busy_s, copy_s = training.run(SAVES)
         if busy_s:
             slower = statistics.median(busy_s) / statistics.median(idle_s)
-            found["slower"][kind].append(slower)
-        found["training_copy_s"][kind].append(statistics.median(copy_s))
+            found["slower"].append(slower)
+        found["training_copy_s"].append(statistics.median(copy_s))
         dist.barrier()
         if rank == 0:
             shutil.rmtree(folder)

@@ -106,7 +106,7 @@ def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> s
     return (
         _reason_nothing_is_owed(view, checkpoint, tier)
         or _reason_to_wait(view, checkpoint, tier)
-        or reason_to_keep_start(view, checkpoint)
+        or reason_to_keep_start(view, checkpoint, tier)
         or owed_in_time(view, checkpoint)
         or _reason_it_is_needed(view, checkpoint, tier)
     )
@@ -202,7 +202,7 @@ def _may_be_given_up(view: View, checkpoint: CheckpointView, tier: TierRules) ->
         or not checkpoint.live
         or checkpoint.changing
         or leaving
-        or reason_to_keep_start(view, checkpoint)
+        or reason_to_keep_start(view, checkpoint, tier)
         or owed_in_time(view, checkpoint)
         or newest_on_its_way(view, checkpoint)
     )

@@ -20,7 +20,12 @@ from tierfall.core.types.view import (
     Verdict,
     View,
 )
-from tierfall.policies.protection import only_source_for, reason_to_keep, reason_to_keep_start
+from tierfall.policies.protection import (
+    counting,
+    only_source_for,
+    reason_to_keep,
+    reason_to_keep_start,
+)
 from tierfall.policies.registry import Order, call_order, register
 from tierfall.policies.retention import kept_by_rules
 
@@ -150,13 +155,14 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     that loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are
     lost does not count.
     """
-    on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
-    if not on_peers:
+    peers = [tier for tier in view.tiers if tier.kind is TierKind.PEER]
+    if not peers:
         return False
+    on_peers = {tier.name for tier in peers}
     surviving = tuple(t.name for t in view.tiers if t.survives.covers(LossClass.NODE))
     if any(checkpoint.readable_on(name) for name in surviving if name not in on_peers):
         return False
-    if reason_to_keep_start(view, checkpoint):
+    if reason_to_keep_start(view, checkpoint, peers[0]):
         return True
     replaces_partial = has_newer_on_few = False
     for newer in view.live:
@@ -211,7 +217,7 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
     return min(
         (
             other
-            for other in tier.view.tiers
+            for other in counting(tier.view, tier.tier)
             if other.name != tier.tier.name
             and checkpoint.state(other.name) is CopyState.COMMITTED
             and other.survives.covers(tier.tier.survives)

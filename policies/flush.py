@@ -177,7 +177,7 @@ def _would_be_deleted(view: View, tier: TierRules, checkpoint: CheckpointView) -
         return False
     then = replace(view, checkpoints=tuple(expected.get(c.id, c) for c in view.checkpoints))
     kept = newest_of(then, expected[checkpoint.id], tier, frozenset())
-    return kept is None and reason_to_keep_start(then, checkpoint) is None
+    return kept is None and reason_to_keep_start(then, checkpoint, tier) is None
 
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:

@@ -2,14 +2,14 @@
 
 Invariant 3: never a pinned checkpoint, nor, for each loss class, the newest checkpoint that survives that loss; and
 never a copy that is being read, or the only source of a copy that another tier is owed. The copies that a deletion
-relies on are verified, or were written by this run.
+relies on are verified, or were written by this run. A copy in memory is no reason to delete a stored one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
-from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
+from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, TierRules, View
 
 
@@ -29,7 +29,7 @@ def reason_to_keep(
         return None
     if owed := only_source_for(view, checkpoint, tier):
         return f"the only source of the copy that {', '.join(owed)} is still owed"
-    if reason := reason_to_keep_start(view, checkpoint):
+    if reason := reason_to_keep_start(view, checkpoint, tier):
         return reason
     if lost := newest_of(view, checkpoint, tier, gone):
         return f"the newest that survives the loss of a {lost}"
@@ -38,7 +38,7 @@ def reason_to_keep(
 
 def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
     """Return the tiers whose owed copy has no other source."""
-    others = [t.name for t in view.tiers if t.name != tier.name]
+    others = [t.name for t in counting(view, tier) if t.name != tier.name]
     if any(checkpoint.readable_on(name) for name in others):
         return ()
     return tuple(t.name for t in view.tiers if t.name in checkpoint.owed)
@@ -47,9 +47,15 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 def only_good_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
     """Return the tiers whose copy is damaged while this one is the only good copy: ``verify --repair`` needs it."""
     others = [t.name for t in view.tiers if t.name != tier.name]
-    if any(map(checkpoint.readable_on, others)):
+    if any(checkpoint.readable_on(t.name) for t in counting(view, tier) if t.name != tier.name):
         return ()
     return tuple(name for name in others if name in checkpoint.damaged_on)
+
+
+def counting(view: View, tier: TierRules) -> Iterator[TierRules]:
+    """Yield the tiers whose copies may be a reason to delete one from ``tier``: peer memory is none for a stored tier,
+    since a power cut empties it."""
+    return (t for t in view.tiers if t.kind is not TierKind.PEER or tier.is_memory)
 
 
 def newest_of(
@@ -64,9 +70,9 @@ def newest_of(
         if not tier.survives.covers(lost):
             continue
         if checkpoint.live:
-            safe = _survives_newer(view, lost, above=checkpoint, without=tier.name, gone=gone)
+            safe = _survives_newer(view, lost, above=checkpoint, without=tier, gone=gone)
         else:
-            tiers = _surviving(view, lost)
+            tiers = surviving(view, lost, tier)
             others = any(other.id not in gone for other in view.restorable_on(tiers))
             safe = others or view.newest_abandoned_on(tiers) != checkpoint.id
         if not safe:
@@ -74,8 +80,9 @@ def newest_of(
     return None
 
 
-def _surviving(view: View, lost: LossClass) -> tuple[str, ...]:
-    return tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
+def surviving(view: View, lost: LossClass, tier: TierRules) -> tuple[str, ...]:
+    """Return the tiers that survive a loss and whose copies may be a reason to delete one from ``tier``."""
+    return tuple(t.name for t in counting(view, tier) if t.survives.covers(lost))
 
 
 def _survives_newer(
@@ -83,19 +90,19 @@ def _survives_newer(
     lost: LossClass,
     *,
     above: CheckpointView,
-    without: str,
+    without: TierRules,
     gone: Set[CheckpointId],
 ) -> bool:
     """Return whether a live checkpoint of that step or newer survives that loss by another copy."""
     is_left = _is_being_abandoned(view, above)
-    tiers = _surviving(view, lost)
+    tiers = surviving(view, lost, without)
     for other in view.restorable_on(tiers):  # usually one of the newest decides
         if other.id < above.id:
             return False
         if not is_left and _is_being_abandoned(view, other):
             continue
         stays = other.id != above.id and other.id not in gone
-        if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without):
+        if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without.name):
             return True
     return False
 
@@ -130,25 +137,25 @@ def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
     whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
     return whole and any(
         checkpoint.state(tier) is CopyState.COMMITTED or tier in checkpoint.owed
-        for tier in _surviving(view, lost)
+        for tier in (t.name for t in view.tiers if t.survives.covers(lost))
     )
 
 
-def reason_to_keep_start(view: View, checkpoint: CheckpointView) -> str | None:
-    """Return why the checkpoint that this run was restored from must be kept; None for any other, and once its lineage
-    has a newer durable one."""
-    if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
+def reason_to_keep_start(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Return why the checkpoint that this run was restored from must be kept on a tier; None for any other, and once
+    its lineage has a newer durable one."""
+    if view.restored_from == checkpoint.id and not _continued(view, checkpoint, tier):
         return "this run was restored from it, and nothing newer is durable yet"
     return None
 
 
-def _continued(view: View, checkpoint: CheckpointView) -> bool:
+def _continued(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     """Return whether the lineage that continued from this checkpoint has a durable one of its own. A newer one of the
     old lineage does not count: it is abandoned with the first save of the new one."""
     return any(
         other.started_from == checkpoint.id
         and (view.attempt is None or other.id.attempt >= view.attempt)
-        and any(view.is_safe(other, tier.name) for tier in view.tiers)
+        and any(view.is_safe(other, t.name) for t in counting(view, tier))
         for other in view.live
     )
 
@@ -159,7 +166,8 @@ def lineage_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRu
     return any(
         other.id.attempt > checkpoint.id.attempt
         and any(
-            t.survives.covers(tier.survives) and view.is_safe(other, t.name) for t in view.tiers
+            t.survives.covers(tier.survives) and view.is_safe(other, t.name)
+            for t in counting(view, tier)
         )
         for other in view.live
     )

@@ -4,7 +4,7 @@ is an error on all ranks. Each rank is a thread of this process."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 from tests.core.ranks.threads import network, on_all
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.config import Config
+from tierfall.core.ranks.addresses import own_address
 from tierfall.core.ranks.domains import node_name
-from tierfall.core.types.errors import StorageFullError
+from tierfall.core.types.backend import Publish, put_object
+from tierfall.core.types.errors import ConfigError, StorageFullError
 from tierfall.setup import peers
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.tiers.arena.folder import RoomReport
@@ -113,13 +115,27 @@ def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
         asked.append(other)
         return "10.0.0.1"
 
-    monkeypatch.setattr(peers, "own_address", lambda: next(own))
-    monkeypatch.setattr(peers, "_address_towards", towards)
+    monkeypatch.setattr(peers, "own_address", lambda interface: next(own))
+    monkeypatch.setattr(peers, "address_towards", towards)
     with met(tmp_path, 3) as found:
         served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
     assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3
     assert len(asked) == 1
     assert asked[0] in {"10.0.0.2", "10.0.0.3"}
+
+
+@pytest.mark.parametrize("interface", ["lo", "::1/128"])
+def test_images_travel_on_the_network_that_is_named(tmp_path: Path, interface: str) -> None:
+    try:
+        address = own_address(interface)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    with met(tmp_path, 2, interface=interface) as found:
+        assert {rank.host for one in found for node in one._nodes for rank in node} == {address}  # type: ignore[union-attr]
+        with closing(found[0].open_backend()) as sent:  # type: ignore[union-attr]
+            put_object(sent, "run/document", b"on its way", Publish.REPLACE)
+    (arrived,) = tmp_path.glob("peers-1/**/run/document")
+    assert arrived.read_bytes() == b"on its way"
 
 
 def test_memory_that_is_used_again_need_not_be_free(

@@ -43,8 +43,7 @@ _KEY = attrgetter("key")
 
 class PeerView(Wrapper):
     """A ``Backend`` over several: ``kept`` are in this node's memory, each with what one other node has sent in a
-    start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read, unless it
-    ``tends`` what this node keeps: then documents of no checkpoint are written there.
+    start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read.
 
     ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
     before that.
@@ -56,14 +55,12 @@ class PeerView(Wrapper):
         remotes: Sequence[Backend],
         *,
         place: str = "",
-        tends: bool = False,
     ) -> None:
         super().__init__((*remotes, *kept)[0])
         self._kept = tuple(kept)
         self._remotes = tuple(remotes)
         self._place = place or " and ".join(remote.place for remote in remotes)
         self._records = UnitedRecords(self._kept)
-        self._tends = tends
         self._silent: list[Backend] = []
         """The remotes that have not answered before this node wrote."""
         self._adopted: set[CheckpointId] = set()
@@ -82,7 +79,7 @@ class PeerView(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        if not self._remotes and (not self._tends or _checkpoint_of(key) is not None):
+        if not self._remotes:
             raise AccessDeniedError(
                 f"{describe('create', key, self.place)}: only the ranks of a start write to other nodes' memory"
             )
@@ -91,7 +88,7 @@ class PeerView(Wrapper):
             self.attempt = parse_attempt(name)
         if self._is_kept(key):
             self._adopted.update(filter(None, [_checkpoint_of(key)]))
-        sides = self._remotes or self._kept
+        sides = self._remotes
         if (
             name == COMMIT_NAME
             and publish is Publish.REPLACE

@@ -53,6 +53,10 @@ class TierRules:
         handled. Under any other flush order it does not, and what has not arrived is still owed."""
         return self.flush_order is None
 
+    @property
+    def is_memory(self) -> bool:
+        return self.kind in (TierKind.DEVICE, TierKind.HOST, TierKind.PEER)
+
     def is_high(self, used_bytes: int) -> bool:
         """Whether ``used_bytes`` exceed the tier's high watermark."""
         if self.capacity_bytes is None or self.evict_high is None:

@@ -103,3 +103,17 @@ def test_a_command_names_who_may_change_what_is_kept_for_others(kept: tuple[Cli,
         result = kept[0](*command.split(), code=1)
         assert expected in result.out + result.err
         kept[0]("unpin", "1", code=-1)
+
+
+@pytest.mark.parametrize(("interface", "code"), [("lo", 0), ("ib7", 1)])
+def test_check_shows_where_other_nodes_send_their_images(
+    config: dict[str, Any], tmp_path: Path, interface: str, code: int
+) -> None:
+    (tmp_path / "disk").mkdir()
+    host, peers, disk = config["tiers"]
+    peers = {**peers, "interface": interface}
+    found = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})("check", "--json", code=code)
+    if code:
+        assert "interface is ib7, and this node" in str(found.document["problems"])
+    else:
+        assert found.document["peer_address"] == {"interface": "lo", "address": "127.0.0.1"}

@@ -106,8 +106,8 @@ def with_key(heading: str, key: str, value: Any) -> dict[str, Any]:
     }
     if heading in tiers:
         tier = {**tiers[heading], key: value}
-        chain = [HOST, tier] if tier["kind"] in ("file", "peer", "object") else [tier, DISK]
-        return {"run": "x", "tiers": [tier, HOST, DISK] if tier["kind"] == "device" else chain}
+        chains = {"device": [tier, HOST, DISK], "host": [tier, DISK], "peer": [HOST, tier, DISK]}
+        return {"run": "x", "tiers": chains.get(tier["kind"], [HOST, tier])}
     if heading == "The first level":
         return run_of(**{key: value})
     if heading == "mtbf":
@@ -440,9 +440,36 @@ def test_what_went_is_answered_by_what_is_there_instead(
             "expected one of lazy, blocking; leave mode out",
         ),
         (
-            {"run": "x", "tiers": [HOST, {**PEERS, "parity": {"group": 4}}]},
+            {"run": "x", "tiers": [HOST, {**PEERS, "parity": {"group": 4}}, DISK]},
             "tiers[1].parity",
             "write copies: N",
+        ),
+        *(
+            (
+                {"run": "x", "tiers": [HOST, {**PEERS, key: value}, DISK]},
+                f"tiers[1].{key}",
+                "remove it|leave|write it there",
+            )
+            for key, value in (
+                ("retain", {"last": 2}),
+                ("evict", {"order": "oldest"}),
+                ("compress", {"codec": "zstd"}),
+                ("capacity", "4GiB"),
+                ("read_bandwidth", "1GB/s"),
+                ("when_full", "skip"),
+                ("shared", False),
+                ("read_only", True),
+            )
+        ),
+        (
+            {"run": "x", "tiers": [HOST, {**PEERS, "flush": {"yield": False}}, DISK]},
+            "tiers[1].flush",
+            "flush.every alone",
+        ),
+        (
+            {"run": "x", "tiers": [HOST, PEERS]},
+            "tiers[1].kind",
+            "no tier of kind file or object",
         ),
         (
             store_of(url="gs://bucket", driver="obstore"),

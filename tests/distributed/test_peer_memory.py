@@ -57,7 +57,7 @@ def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
     assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
 
 
-def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep_for_their_user_alone(
+def test_storage_that_was_deleted_is_forgotten_by_each_node_which_keeps_for_its_user_alone(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job(2, [0, 1], program=PROGRAM)
@@ -68,7 +68,7 @@ def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep_for_their_user
     shutil.rmtree(tmp_path / "pfs")
     for node in (0, 1):
         answer = shown(tmp_path, "forget", "pfs", node=node)
-        assert "pfs is forgotten by peers, this machine" in answer
+        assert "pfs is forgotten by this machine" in answer
     answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
     assert [(answer["step"], answer["good"]) for answer in answers] == [(2, True)] * 2
     assert not any("pfs" in answer["tiers"] for answer in answers)

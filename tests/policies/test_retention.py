@@ -11,7 +11,7 @@ from tests.policies.test_policies import A_RULE, RULES, VIEWS
 from tests.policies.views import without
 from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
-from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
 from tierfall.policies.eviction import cheapest_first, plan_eviction
 from tierfall.policies.retention import next_due_s, plan_retention
@@ -117,3 +117,13 @@ def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> Non
         later = [10.25, 10.5, 12.0, 50.0, 1000.0]
         for wall_time_s in (time for time in later if due is None or time < due):
             assert dropped(replace(view, wall_time_s=wall_time_s), tier.name) == now
+
+
+@EXAMPLES
+@given(VIEWS)
+def test_a_copy_in_peer_memory_is_no_reason_to_delete_a_stored_one(view: View) -> None:
+    peers = replace(view.tiers[1], kind=TierKind.PEER, survives=LossClass.NODE)
+    beside = with_tier(view, peers)
+    alone = without(beside, {(peers.name, c.id) for c in view.on(peers.name)})
+    for tier in view.tiers[2:]:
+        assert dropped(beside, tier.name) == dropped(alone, tier.name)

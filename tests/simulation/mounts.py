@@ -53,18 +53,18 @@ class MachineFile:
 
 
 def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> Config:
-    """What ``TierIdentities`` is to know of the tiers; those that survive a node are all nodes', except peer memory."""
-    stored = [
+    """What ``TierIdentities`` is to know of the tiers but peer memory; those that survive a node are all nodes'."""
+    storage = [
         SimpleNamespace(
             name=tier.name,
-            shared=tier.survives is LossClass.NODE and tier.kind is not TierKind.PEER,
+            shared=tier.survives is LossClass.NODE,
             folder=MOUNTED if is_mounted(tier.name) else NOT_MOUNTED,
             read_only=False,
         )
         for tier in rules
+        if tier.kind is not TierKind.PEER
     ]
-    host = SimpleNamespace(name="host")
-    return cast(Config, SimpleNamespace(run="run", stored=stored, host=host, peers=None, file=None))
+    return cast(Config, SimpleNamespace(run="run", storage=storage, peers=None, file=None))
 
 
 def remembers(

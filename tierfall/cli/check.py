@@ -29,6 +29,8 @@ from tierfall.cli.usage import Asked, Exit, refuse
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
+from tierfall.core.ranks.addresses import addresses_of_node, own_address
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
@@ -64,9 +66,25 @@ def check(asked: Asked, size_bytes: int, inputs: Training) -> None:
         "tiers": [members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
+    _report_address(answer, of_all)
     report_steady_state(answer, of_all, tiers, inputs)
     _report_loss_bounds(answer, settings, tiers)
     answer.finish()
+
+
+def _report_address(answer: CommandOutput, of_all: Config) -> None:
+    """Report at which address of this node other nodes' images arrive."""
+    if (tier := of_all.peers) is None:
+        return
+    try:
+        address = own_address(tier.interface)
+    except ConfigError as error:
+        answer.problem(with_tier(tier.name, error))
+        return
+    known = addresses_of_node()
+    interface = next((each.interface for each in known if str(each.address) == address), "")
+    answer.document["peer_address"] = {"interface": interface, "address": address}
+    answer.show(f"{tier.name}: other nodes send their images to {address} ({interface})")
 
 
 def _report_loss_bounds(

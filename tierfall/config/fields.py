@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
+from ipaddress import ip_network
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType
@@ -32,6 +34,7 @@ BASE = "base"
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+_EXPECTED_INTERFACE = "the name of a network interface such as ib0, or a subnet such as 10.1.0.0/16"
 _EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
@@ -44,6 +47,8 @@ _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such a
 
 _STEPS = re.compile(r"([0-9]+) ?(?:steps?|it|iters?|iterations?)")
 _TIME = re.compile(rf"{units.NUMBER_PATTERN} ?(?!e[0-9])[a-z]", re.IGNORECASE)
+_INTERFACE = re.compile(r"[A-Za-z][^\s/:]{0,14}")
+"""As Linux allows it: 15 characters at most, without a slash or a colon."""
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 
@@ -242,6 +247,15 @@ def _name(value: object) -> str:
         raise ConfigError(str(error).removeprefix(": ")) from error
 
 
+def _interface(value: object) -> str:
+    if isinstance(value, str):
+        if _INTERFACE.fullmatch(value):
+            return value
+        with suppress(ValueError):
+            return str(ip_network(value, strict=False))
+    raise ConfigError(f"{show(value)} is no interface; expected {_EXPECTED_INTERFACE}")
+
+
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -348,6 +362,10 @@ Listen = Annotated[
 ]
 """A port, or an address and a port: see ``listen_address``."""
 Name = Annotated[str, parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
+Interface = Annotated[
+    str, parsed(_interface, _EXPECTED_INTERFACE), WithJsonSchema({"type": "string", "minLength": 1})
+]
+"""The name of a network interface, or a subnet in the form of ``ipaddress.ip_network``."""
 Folder = Annotated[
     Path,
     parsed(_path, _EXPECTED_FOLDER, in_folder=True),

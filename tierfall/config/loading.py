@@ -24,6 +24,7 @@ from tierfall.config.model import (
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
+    PeerTierConfig,
     check_chain,
     link_of,
 )
@@ -225,6 +226,17 @@ _REPLACED = {
     "parity": "; a peer tier keeps copies: write copies: N in its place, and any N nodes may be lost",
 }
 """Of keys that tierfall had once: what to write instead."""
+_NOT_OF_PEERS = {
+    "retain": "; peer memory keeps the newest checkpoint that is whole, and the one that arrives: remove it",
+    "evict": "; peer memory keeps the newest checkpoint alone: remove it",
+    "capacity": "; an image that does not fit into the free memory of the node is refused: remove it",
+    "compress": "; images are sent as they are: remove it",
+    "read_bandwidth": "; only a start reads peer memory: remove it, or limit what is sent by bandwidth",
+    "when_full": "; a save waits for peer memory as the host tier says: write it there",
+    "shared": "; each node keeps other images, whatever it says: remove it",
+    "read_only": "; each start fills peer memory anew: leave the tier out to do without it",
+}
+"""Of keys that a peer tier had once: why it has none."""
 
 
 def hint_kind(word: str) -> str:
@@ -240,7 +252,8 @@ def hint_key(location: Place) -> str:
     model, key = _model_at(location[:-1]), str(location[-1])
     known = list(_fields(model))
     near = (
-        _REPLACED.get(key)
+        (model is PeerTierConfig and _NOT_OF_PEERS.get(key))
+        or _REPLACED.get(key)
         or _belongs(key, model)
         or hint_at(key, known)
         or f"; expected one of {', '.join(known)}"

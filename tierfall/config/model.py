@@ -11,9 +11,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.fields import (
@@ -22,6 +22,7 @@ from tierfall.config.fields import (
     Count,
     Flag,
     Folder,
+    Interface,
     Name,
     Rate,
     Size,
@@ -252,6 +253,19 @@ class FileTierConfig(StoredTierConfig):
         return os.path.realpath(self.path)
 
 
+def _only_every(section: FlushSection) -> FlushSection:
+    """Refuse keys of ``flush`` that a peer tier does not have."""
+    others = sorted(section.model_fields_set - {"every"})
+    if others:
+        names = ", ".join(FlushSection.model_fields[name].alias or name for name in others)
+        raise value_error(
+            f"a peer tier has flush.every alone, not {names}: images are sent as they are saved, and sending gives way "
+            "to training",
+            expected="every alone, such as {every: 1}",
+        )
+    return section
+
+
 class PeerTierConfig(FileTierConfig):
     """Memory of other nodes: each node keeps the images of others. With one node the tier is left out."""
 
@@ -280,16 +294,26 @@ class PeerTierConfig(FileTierConfig):
         description="A file with the failure domain of each node, in lines 'HOSTNAME DOMAIN'; absent: none.",
         examples=["./racks.txt"],
     )
-    shared: Literal[False] = Field(
-        default=False,
-        description="Always false: each node keeps other images.",
-        examples=[False],
+    interface: Interface | None = Field(
+        default=None,
+        description="The network that carries the images: the name of an interface of each node, or a subnet such as "
+        "10.1.0.0/16; absent: the one that leads to rank 0.",
+        examples=["ib0"],
     )
-    retain: RetainSection = Field(
-        default=RetainSection(last=1),
-        description="Which checkpoints are kept there; absent: the newest, since each takes memory.",
-        examples=[{"last": 2}],
+    flush: Annotated[FlushSection, AfterValidator(_only_every)] = Field(
+        default=FlushSection(),
+        description="Which checkpoints are sent: every alone.",
+        examples=[{"every": 1}],
     )
+    # What is kept is one rule: the newest checkpoint that is whole, and the one that arrives.
+    shared: ClassVar[bool] = False  # type: ignore[misc]
+    read_only: ClassVar[bool] = False  # type: ignore[misc]
+    capacity_bytes: ClassVar[None] = None  # type: ignore[misc]
+    retain: ClassVar[RetainSection] = RetainSection(last=1)  # type: ignore[misc]
+    evict: ClassVar[EvictSection] = EvictSection()  # type: ignore[misc]
+    compress: ClassVar[CompressSection] = CompressSection()  # type: ignore[misc]
+    read_bandwidth: ClassVar[None] = None  # type: ignore[misc]
+    when_full: ClassVar[None] = None  # type: ignore[misc]
 
     @property
     def bandwidth_bytes_per_s(self) -> int | None:
@@ -411,6 +435,7 @@ def check_chain(links: Sequence[Link]) -> list[Problem]:
         *_inside(folders),
         *_order(links),
         *_shared(links),
+        *_peers_alone(links),
         *_twice(
             [link.name for link in links],
             ["name"] * len(links),
@@ -429,6 +454,16 @@ def _shared(links: Sequence[Link]) -> Iterator[Problem]:
             yield _problem(
                 "every node sees an object store; leave shared out", "tiers", index, "shared"
             )
+
+
+def _peers_alone(links: Sequence[Link]) -> Iterator[Problem]:
+    kinds = [link.kind for link in links]
+    if TierKind.PEER in kinds and not {TierKind.FILE, TierKind.OBJECT, None} & set(kinds):
+        yield _problem(
+            "a peer tier, and no tier of kind file or object: memory ends with a power cut, so there must be one, such "
+            "as {name: pfs, kind: file, path: /lustre/checkpoints, flush: {every: 20}}",
+            *("tiers", kinds.index(TierKind.PEER), "kind"),
+        )
 
 
 def _inside(folders: Sequence[str | None]) -> Iterator[Problem]:
@@ -654,6 +689,11 @@ class Config(Section):
         return tuple(
             tier for tier in self.tiers if isinstance(tier, FileTierConfig | ObjectTierConfig)
         )
+
+    @property
+    def storage(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
+        """Those of ``stored`` that are no memory of other nodes."""
+        return tuple(tier for tier in self.stored if not isinstance(tier, PeerTierConfig))
 
     @property
     def written(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:

@@ -15,7 +15,6 @@ import yaml
 from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import (
     BestSection,
-    PeerTierConfig,
     RetainSection,
     StoredTierConfig,
     load_config,
@@ -224,8 +223,8 @@ def keep_last(ckpt: Checkpointer, last: int | None, best: Best | None) -> None:
     """Have each tier without ``retain`` keep the newest ``last`` checkpoints, or all of them for None or 0, and the
     best. Where ``retain`` says something else, rank 0 logs a warning. All ranks make this call."""
     session = open_run_of(ckpt).session
-    own = [tier for tier in _written(ckpt) if "retain" in tier.model_fields_set]
-    others = {tier.name for tier in _written(ckpt)} - {tier.name for tier in own}
+    own = [tier for tier in _stored(ckpt) if "retain" in tier.model_fields_set]
+    others = {tier.name for tier in _stored(ckpt)} - {tier.name for tier in own}
     wanted = RetainSection(last=last, best=best) if last else RetainSection()
     session.call(
         lambda: session.coordinator.ledger.set_retain(dict.fromkeys(others, wanted.rules()))
@@ -270,11 +269,6 @@ def best_step(ckpt: Checkpointer, best: Best, named: int | None) -> int | None:
     return None if step < 0 else step
 
 
-def _written(ckpt: Checkpointer) -> list[StoredTierConfig]:
-    tiers = open_run_of(ckpt).config.tiers
-    return [tier for tier in tiers if isinstance(tier, StoredTierConfig) and not tier.read_only]
-
-
 def _stored(ckpt: Checkpointer) -> list[StoredTierConfig]:
     """Return the written tiers but peer memory, which keeps what fits."""
-    return [tier for tier in _written(ckpt) if not isinstance(tier, PeerTierConfig)]
+    return [tier for tier in open_run_of(ckpt).config.storage if not tier.read_only]

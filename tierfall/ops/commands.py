@@ -48,7 +48,7 @@ from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
-from tierfall.setup.peers import discard_kept, kept_folders, view_kept
+from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -486,11 +486,6 @@ def _forget(
     others = config.without(peers.name) if peers is not None else config
     there = others.reading_only(_missing_folders(others))  # opening for writing creates a folder
     stores, failed = open_stores(there, config.run, is_bounded=True)
-    if peers is not None and kept_folders(peers.path):
-        kept = view_kept(peers, tends=True)
-        stores[peers.name] = StoredTier(
-            name=peers.name, run=config.run, backend=kept, has_latest=False
-        )
     try:
         identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
         forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tierfall.config import FileTierConfig, ObjectTierConfig, PeerTierConfig
+from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
@@ -46,8 +46,7 @@ def tiers_to_probe(opened: OpenedTiers) -> Tiers:
     """Return the tiers to probe: those with a folder; none with one node."""
     if len(opened.ranks.topology.nodes) == 1:
         return ()
-    tiers = opened.config.written
-    return tuple(x for x in tiers if x.folder is not None and not isinstance(x, PeerTierConfig))
+    return tuple(x for x in opened.config.storage if x.folder is not None and not x.read_only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

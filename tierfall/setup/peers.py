@@ -14,13 +14,11 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +39,7 @@ from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.commit_files import files_of, image_file, plain
 from tierfall.core.format.records import Commit, records_bytes_max
+from tierfall.core.ranks.addresses import address_towards, is_loopback, listen, own_address
 from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
@@ -99,9 +98,10 @@ class PeerMemory:
         """Meet the other ranks; all make this call. ``timeout_s``: how long another node may be silent in a request.
         Raises RanksError, and ConfigError if the copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
-        listener = socket.create_server(("", 0), backlog=128)
+        mine = _describe_self(tier)
+        listener = listen(mine.host if tier.interface else "")
         try:
-            mine = _describe_self(tier, listener.getsockname()[1])
+            mine = replace(mine, port=listener.getsockname()[1])
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
                 mine = reachable(mine, other)
@@ -264,16 +264,16 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     return config.without(tier.name), None
 
 
-def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
+def _describe_self(tier: PeerTierConfig) -> PeerAddress:
     try:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
         memory_id = _memory_id(tier.path)
+        host = own_address(tier.interface)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
     return PeerAddress(
-        host=own_address(),
-        port=port,
+        host=host,
         node=node_name(),
         domain=found.name,
         source=found.source,
@@ -409,36 +409,19 @@ def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
     return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
 
 
-def own_address() -> str:
-    """Return the address of this machine on the network that leads to rank 0."""
-    return _address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
-
-
 def address_to_probe(addresses: Sequence[PeerAddress]) -> str | None:
     """Return the address of another machine if some ranks know only one of their own that no other machine reaches.
 
     On the machine of rank 0 its own name often leads there: /etc/hosts of many distributions has 127.0.1.1 for it.
     None where all ranks know only such addresses: they are on one machine.
     """
-    others = [address.host for address in addresses if not _is_loopback(address.host)]
+    others = [address.host for address in addresses if not is_loopback(address.host)]
     return others[0] if 0 < len(others) < len(addresses) else None
 
 
 def reachable(mine: PeerAddress, other: str) -> PeerAddress:
     """Return ``mine``; if other machines cannot reach it, with the address on the network that leads to ``other``."""
-    return replace(mine, host=_address_towards(other)) if _is_loopback(mine.host) else mine
-
-
-def _is_loopback(host: str) -> bool:
-    return ip_address(host).is_loopback
-
-
-def _address_towards(other: str) -> str:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
-    return "127.0.0.1"
+    return replace(mine, host=address_towards(other)) if is_loopback(mine.host) else mine
 
 
 # An image that other nodes keep -------------------------------------------------------------------
@@ -551,12 +534,11 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView:
-    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
-    to write documents of no checkpoint, too."""
+def view_kept(tier: PeerTierConfig) -> PeerView:
+    """Open what this node keeps, for reading by a process that does not meet the other nodes."""
     folders = kept_folders(tier.path) or [tier.path]
-    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
-    return PeerView(kept, (), place=str(tier.path), tends=tends)
+    kept = [PosixBackend(folder, read_only=True) for folder in folders]
+    return PeerView(kept, (), place=str(tier.path))
 
 
 def keeps_any(tier: PeerTierConfig, run: str) -> bool:

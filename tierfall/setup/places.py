@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format.records import KnownTier, TierRecord, parse_tier_record
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
@@ -37,7 +37,7 @@ def run_folder(config: Config, run: str) -> Path:
     remembers one of them: by its place, or by its id if the tier was moved.
     """
     base = memory_root(config) / run
-    tiers = [tier for tier in config.stored if not isinstance(tier, PeerTierConfig)]
+    tiers = config.storage
     places = "\n".join(sorted(_written_place(tier) for tier in tiers))
     own = base / hashlib.sha256(places.encode()).hexdigest()[:12]
     try:

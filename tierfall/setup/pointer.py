@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.config import Config, ObjectTierConfig, PeerTierConfig, load_config
+from tierfall.config import Config, ObjectTierConfig, load_config
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.runtime.public_calls import public_call
@@ -53,9 +53,7 @@ class Pointer:
 def pointer_to(config: Config, checkpoint: CheckpointId) -> Pointer:
     """Return a pointer to a checkpoint on the tiers of a configuration."""
     tiers = []
-    for tier in config.chain:
-        if isinstance(tier, PeerTierConfig):  # another machine has another part of it
-            continue
+    for tier in (config.host, *config.storage):  # each machine has another part of peer memory
         place = os.path.abspath(memory_root(config))
         if tier.kind is not TierKind.HOST:
             place = tier.url if isinstance(tier, ObjectTierConfig) else tier.place

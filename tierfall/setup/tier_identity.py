@@ -1,4 +1,4 @@
-"""The identity of tiers: each tier of a run has an id, which the other tiers and this machine remember.
+"""The identity of tiers: each tier of a run but peer memory has an id, which the other tiers and this machine remember.
 
 A tier that is empty where the run was before, or has another id, counts as one that could not be looked at: a file
 system may not be mounted there. A tier of one node may be empty, or another one, at any start, unless this machine
@@ -74,7 +74,8 @@ class TierIdentities:
 
     @property
     def _stores(self) -> dict[str, StoredTier]:
-        return {name: x for name, x in self._opened.items() if name not in self._silent}
+        names = {tier.name for tier in self._config.storage} - self._silent
+        return {name: x for name, x in self._opened.items() if name in names}
 
     def _ask(self, tier: str, call: Callable[[StoredTier], T]) -> T:
         store = self._opened[tier]
@@ -116,7 +117,7 @@ class TierIdentities:
         """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
         missing: dict[str, UnreachableError] = {}
-        for tier in self._config.stored:
+        for tier in self._config.storage:
             if tier.name not in self._stores or found[tier.name].error is not None:
                 continue
             try:
@@ -158,7 +159,7 @@ class TierIdentities:
 
     def _known_as(self, id: str) -> str | None:
         """Return the configured name that the tier of an id was remembered by last."""
-        names = {tier.name for tier in self._config.stored}
+        names = {tier.name for tier in self._config.storage}
         found = [(at_s, name) for at_s, name, known in self._entries() if known.id == id]
         name = max(found)[1] if found else None
         return name if name in names else None
@@ -170,7 +171,7 @@ class TierIdentities:
         """
         found = {listing.tier: listing for listing in listings}
         remembered = {} if self.remembered is None else self.remembered.others
-        names = [tier.name for tier in self._config.stored]
+        names = [tier.name for tier in self._config.storage]
 
         def is_as_remembered(name: str) -> bool:
             id = self.id_of(name) or ""
@@ -219,12 +220,12 @@ class TierIdentities:
         self._config = config
         # a tier that another rank cannot reach is excluded, though this rank has read its record
         self.records = {name: x for name, x in self.records.items() if name in self._stores}
-        tiers = [tier for tier in config.stored if tier.name in self._stores]
+        tiers = [tier for tier in config.storage if tier.name in self._stores]
         for tier in tiers:
             if tier.name not in self.records and not tier.read_only:
                 self._assign_id(tier, attempt)
         self.refuse_aliases()
-        known = {tier.name: self._known(tier) for tier in config.stored}
+        known = {tier.name: self._known(tier) for tier in config.storage}
         there = {name: tier for name, tier in known.items() if tier is not None}
         for tier in tiers:
             if tier.name not in self.records:

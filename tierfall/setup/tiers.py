@@ -302,8 +302,8 @@ def holds_any(listing: Listing) -> bool:
 
 def check_written(config: Config, why: str = "") -> None:
     """Raise ConfigError where the chain has stored tiers and all of them are read-only; ``why`` is added to it."""
-    if config.stored and not config.written:
-        only = ", ".join(tier.name for tier in config.stored)
+    if config.storage and all(tier.read_only for tier in config.storage):
+        only = ", ".join(tier.name for tier in config.storage)
         raise ConfigError(
             f"open: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
             "saved would last. Add a tier that can be, or, to read a checkpoint, use tierfall.load"

@@ -15,6 +15,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, Decision, Verdict, View
+from tierfall.policies.protection import surviving
 from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
 
 logger = logging.getLogger("tierfall")
@@ -81,9 +82,8 @@ class DeletionPlanner:
         Kept are: the checkpoint that this run was restored from, pinned ones, and those of which copies on several
         tiers are damaged, since these may together contain all good bytes. All are kept until a good copy is known
         that survives the same losses."""
-        survives = view.tier(tier).survives
-        safe_on = tuple(t.name for t in view.tiers if t.survives.covers(survives))
-        good = view.restorable_on(safe_on)
+        rules = view.tier(tier)
+        good = view.restorable_on(surviving(view, rules.survives, rules))
         continued = any(c.started_from == view.restored_from for c in good)
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         deleted, kept = [], []
