@@ -468,25 +468,44 @@ def _screen(*, as_json: bool) -> Iterator[Callable[[RunView], None]]:
         yield _print_below
     else:
         live = Live(console=console, auto_refresh=False, screen=True)
-        with _giving_back(live), live:
-            yield lambda frame: live.update(_fitted(frame, console), refresh=True)
+        with _giving_back(live) as draw, live:
+            yield lambda frame: draw(_fitted(frame, console))
 
 
 @contextmanager
-def _giving_back(live: Live) -> Iterator[None]:
-    """Give the screen back before SIGTERM ends the process, and while Ctrl-Z stops it."""
+def _giving_back(live: Live) -> Iterator[Callable[[RenderableType], None]]:
+    """Give the screen back before SIGTERM ends the process, and while Ctrl-Z stops it. Yield what draws a frame: a
+    Ctrl-Z that comes while one is written waits for its end."""
+    is_writing = is_asked = False
 
-    def stop(number: int, _: object) -> None:
+    def stop() -> None:
         live.stop()
         os.kill(os.getpid(), signal.SIGSTOP)
         live.start(refresh=True)
 
+    def write(act: Callable[[], None]) -> None:
+        nonlocal is_writing, is_asked
+        is_writing = True
+        try:
+            act()
+            while is_asked:
+                is_asked = False
+                stop()
+        finally:
+            is_writing = False
+
+    def on_stop(number: int, _: object) -> None:
+        nonlocal is_asked
+        is_asked = True
+        if not is_writing:
+            write(lambda: None)
+
     handlers = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)),
-        signal.SIGTSTP: signal.signal(signal.SIGTSTP, stop),
+        signal.SIGTSTP: signal.signal(signal.SIGTSTP, on_stop),
     }
     try:
-        yield
+        yield lambda frame: write(lambda: live.update(frame, refresh=True))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
