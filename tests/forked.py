@@ -261,8 +261,11 @@ def _end(code: int) -> None:
     """End as an interpreter does, but for its taking down all modules, which were here before the command."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
     os._exit(code)
 
 
