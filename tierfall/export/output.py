@@ -110,13 +110,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write a whole view at an offset; a single call may write less."""
-    while len(view):
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
-
-
 def first_cause(error: RuntimeError) -> BaseException | None:
     """Return the OSError or interrupt that torch's error hides: after a failed write, closing the file fails too."""
     first: BaseException = error

@@ -58,7 +58,11 @@ class RestoreReport:
     fallbacks: tuple[Fallback, ...]
 
     def __repr__(self) -> str:
-        return describe_restore(self)
+        """One line, and one more for each source that was skipped."""
+        read = ", ".join(_source(source) for source in self.sources) or "nothing to read"
+        took = format_duration(self.seconds)
+        lines = [f"restored step {self.step} (attempt {self.attempt}) in {took}: {read}"]
+        return "\n".join([*lines, *(f"  skipped {f.what}: {f.reason}" for f in self.fallbacks)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,23 @@ class CheckpointInfo:
     set_aside: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return describe_checkpoint(self)
+        """One line."""
+        copies = [
+            tier if state in (CopyState.COMMITTED, CopyState.SEALED) else f"{tier} ({state})"
+            for tier, state in self.tiers.items()
+        ]
+        parts = [
+            f"{format_size(self.bytes)} on {', '.join(copies) or 'no tier'}",
+            f"{format_duration(self.age_s)} old",
+            f"owed to {', '.join(self.owed)}" if self.owed else "",
+            f"not good on {', '.join(self.damage)}" if self.damage else "",
+            f"set aside on {', '.join(self.set_aside)}" if self.set_aside else "",
+            "pinned" if self.pinned else "",
+            "abandoned" if self.abandoned else "",
+            f"tags {', '.join(self.tags)}" if self.tags else "",
+            ", ".join(f"{name} {value:g}" for name, value in self.metrics.items()),
+        ]
+        return f"<step {self.step} (attempt {self.attempt}): {'; '.join(filter(None, parts))}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +136,16 @@ class DrainReport:
     forecast: tuple[DrainForecast, ...] = ()
 
     def __repr__(self) -> str:
-        return describe_drain(self)
+        """One line for each outcome that some copies have."""
+        outcomes = {"durable": self.done, "left": self.left, "given up": self.lost}
+        lines = [
+            f"  {name}: {format_some([f'{step}@{attempt} to {tier}' for step, attempt, tier in copies])}"
+            for name, copies in outcomes.items()
+            if copies
+        ]
+        return "\n".join(
+            [f"drained in {format_duration(self.seconds)}", *(lines or ["  nothing was owed"])]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +252,56 @@ class Statistics:
     lazy_bytes: int = 0
 
     def __repr__(self) -> str:
-        return describe_statistics(self)
+        """One line a subject; what is not known, and what is zero where that is good, is left out."""
+        saves = [
+            f"{self.saves} ({_lazy(self)})",
+            *_counted(
+                skipped=self.skipped_saves,
+                superseded=self.superseded_saves,
+                failed=self.failed_saves,
+            ),
+        ]
+        times = (
+            {"training blocked": self.blocked_s, "captured": self.captured_s} if self.saves else {}
+        )
+        times |= {f"on {tier}": seconds for tier, seconds in self.durable_s.items()}
+        rows = {
+            "saves": ", ".join(saves),
+            "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
+            "commits": _pairs(self.commits),
+            "survives": format_bounds(self.loss_bound).removeprefix("survives ")
+            if self.loss_bound
+            else "",
+            "peer memory": ""
+            if self.peer_survival is None
+            else describe_peer_survival(self.peer_survival),
+            "write rate": _pairs(
+                {t: format_rate(rate) for t, rate in self.write_bytes_per_s.items()}
+            ),
+            "read rate": _pairs(
+                {t: format_rate(rate) for t, rate in self.read_bytes_per_s.items()}
+            ),
+            "falls behind": _pairs(
+                {tier: f"{n:.1f} checkpoints an hour" for tier, n in self.behind.items() if n}
+            ),
+            "packed": _pairs(
+                {tier: f"{one.ratio:.2f} times smaller" for tier, one in self.compression.items()}
+            ),
+            "cadence": "" if self.cadence is None else self.cadence.reason,
+            "progress": ""
+            if self.ettr is None
+            else f"{format_share(self.ettr)} of the time (ETTR)",
+            "trouble": ", ".join(
+                _counted(
+                    failed_flushes=self.flush_failures,
+                    copies_given_up=self.given_up_copies,
+                    copies_set_aside=self.set_aside_copies,
+                    lost_events=self.lost_events,
+                )
+            ),
+        }
+        lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
+        return "\n".join(["since open:", *lines])
 
 
 # As text ---------------------------------------------------------------------------------------------
@@ -232,97 +310,9 @@ class Statistics:
 _WIDTH = 12
 
 
-def describe_restore(report: RestoreReport) -> str:
-    """One line, and one more for each source that was skipped."""
-    read = ", ".join(_source(source) for source in report.sources) or "nothing to read"
-    took = format_duration(report.seconds)
-    lines = [f"restored step {report.step} (attempt {report.attempt}) in {took}: {read}"]
-    return "\n".join([*lines, *(f"  skipped {f.what}: {f.reason}" for f in report.fallbacks)])
-
-
 def _source(source: ShardSource) -> str:
     by = "" if source.rank is None else f" by rank {source.rank}"
     return f"{format_size(source.bytes)} from {source.tier}{by}"
-
-
-def describe_drain(report: DrainReport) -> str:
-    """One line for each outcome that some copies have."""
-    outcomes = {"durable": report.done, "left": report.left, "given up": report.lost}
-    lines = [
-        f"  {name}: {format_some([f'{step}@{attempt} to {tier}' for step, attempt, tier in copies])}"
-        for name, copies in outcomes.items()
-        if copies
-    ]
-    return "\n".join(
-        [f"drained in {format_duration(report.seconds)}", *(lines or ["  nothing was owed"])]
-    )
-
-
-def describe_checkpoint(info: CheckpointInfo) -> str:
-    """One line."""
-    copies = [
-        tier if state in (CopyState.COMMITTED, CopyState.SEALED) else f"{tier} ({state})"
-        for tier, state in info.tiers.items()
-    ]
-    parts = [
-        f"{format_size(info.bytes)} on {', '.join(copies) or 'no tier'}",
-        f"{format_duration(info.age_s)} old",
-        f"owed to {', '.join(info.owed)}" if info.owed else "",
-        f"not good on {', '.join(info.damage)}" if info.damage else "",
-        f"set aside on {', '.join(info.set_aside)}" if info.set_aside else "",
-        "pinned" if info.pinned else "",
-        "abandoned" if info.abandoned else "",
-        f"tags {', '.join(info.tags)}" if info.tags else "",
-        ", ".join(f"{name} {value:g}" for name, value in info.metrics.items()),
-    ]
-    return f"<step {info.step} (attempt {info.attempt}): {'; '.join(filter(None, parts))}>"
-
-
-def describe_statistics(found: Statistics) -> str:
-    """One line a subject; what is not known, and what is zero where that is good, is left out."""
-    saves = [
-        f"{found.saves} ({_lazy(found)})",
-        *_counted(
-            skipped=found.skipped_saves,
-            superseded=found.superseded_saves,
-            failed=found.failed_saves,
-        ),
-    ]
-    times = (
-        {"training blocked": found.blocked_s, "captured": found.captured_s} if found.saves else {}
-    )
-    times |= {f"on {tier}": seconds for tier, seconds in found.durable_s.items()}
-    rows = {
-        "saves": ", ".join(saves),
-        "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
-        "commits": _pairs(found.commits),
-        "survives": format_bounds(found.loss_bound).removeprefix("survives ")
-        if found.loss_bound
-        else "",
-        "peer memory": ""
-        if found.peer_survival is None
-        else describe_peer_survival(found.peer_survival),
-        "write rate": _pairs({t: format_rate(rate) for t, rate in found.write_bytes_per_s.items()}),
-        "read rate": _pairs({t: format_rate(rate) for t, rate in found.read_bytes_per_s.items()}),
-        "falls behind": _pairs(
-            {tier: f"{n:.1f} checkpoints an hour" for tier, n in found.behind.items() if n}
-        ),
-        "packed": _pairs(
-            {tier: f"{one.ratio:.2f} times smaller" for tier, one in found.compression.items()}
-        ),
-        "cadence": "" if found.cadence is None else found.cadence.reason,
-        "progress": "" if found.ettr is None else f"{format_share(found.ettr)} of the time (ETTR)",
-        "trouble": ", ".join(
-            _counted(
-                failed_flushes=found.flush_failures,
-                copies_given_up=found.given_up_copies,
-                copies_set_aside=found.set_aside_copies,
-                lost_events=found.lost_events,
-            )
-        ),
-    }
-    lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
-    return "\n".join(["since open:", *lines])
 
 
 def _format_loss(bound: LossBound) -> str:
