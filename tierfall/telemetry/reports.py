@@ -252,56 +252,7 @@ class Statistics:
     lazy_bytes: int = 0
 
     def __repr__(self) -> str:
-        """One line a subject; what is not known, and what is zero where that is good, is left out."""
-        saves = [
-            f"{self.saves} ({_lazy(self)})",
-            *_counted(
-                skipped=self.skipped_saves,
-                superseded=self.superseded_saves,
-                failed=self.failed_saves,
-            ),
-        ]
-        times = (
-            {"training blocked": self.blocked_s, "captured": self.captured_s} if self.saves else {}
-        )
-        times |= {f"on {tier}": seconds for tier, seconds in self.durable_s.items()}
-        rows = {
-            "saves": ", ".join(saves),
-            "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
-            "commits": _pairs(self.commits),
-            "survives": format_bounds(self.loss_bound).removeprefix("survives ")
-            if self.loss_bound
-            else "",
-            "peer memory": ""
-            if self.peer_survival is None
-            else describe_peer_survival(self.peer_survival),
-            "write rate": _pairs(
-                {t: format_rate(rate) for t, rate in self.write_bytes_per_s.items()}
-            ),
-            "read rate": _pairs(
-                {t: format_rate(rate) for t, rate in self.read_bytes_per_s.items()}
-            ),
-            "falls behind": _pairs(
-                {tier: f"{n:.1f} checkpoints an hour" for tier, n in self.behind.items() if n}
-            ),
-            "packed": _pairs(
-                {tier: f"{one.ratio:.2f} times smaller" for tier, one in self.compression.items()}
-            ),
-            "cadence": "" if self.cadence is None else self.cadence.reason,
-            "progress": ""
-            if self.ettr is None
-            else f"{format_share(self.ettr)} of the time (ETTR)",
-            "trouble": ", ".join(
-                _counted(
-                    failed_flushes=self.flush_failures,
-                    copies_given_up=self.given_up_copies,
-                    copies_set_aside=self.set_aside_copies,
-                    lost_events=self.lost_events,
-                )
-            ),
-        }
-        lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
-        return "\n".join(["since open:", *lines])
+        return describe_statistics(self)
 
 
 # As text ---------------------------------------------------------------------------------------------
@@ -313,6 +264,53 @@ _WIDTH = 12
 def _source(source: ShardSource) -> str:
     by = "" if source.rank is None else f" by rank {source.rank}"
     return f"{format_size(source.bytes)} from {source.tier}{by}"
+
+
+def describe_statistics(found: Statistics) -> str:
+    """One line a subject; what is not known, and what is zero where that is good, is left out."""
+    saves = [
+        f"{found.saves} ({_lazy(found)})",
+        *_counted(
+            skipped=found.skipped_saves,
+            superseded=found.superseded_saves,
+            failed=found.failed_saves,
+        ),
+    ]
+    times = (
+        {"training blocked": found.blocked_s, "captured": found.captured_s} if found.saves else {}
+    )
+    times |= {f"on {tier}": seconds for tier, seconds in found.durable_s.items()}
+    rows = {
+        "saves": ", ".join(saves),
+        "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
+        "commits": _pairs(found.commits),
+        "survives": format_bounds(found.loss_bound).removeprefix("survives ")
+        if found.loss_bound
+        else "",
+        "peer memory": ""
+        if found.peer_survival is None
+        else describe_peer_survival(found.peer_survival),
+        "write rate": _pairs({t: format_rate(rate) for t, rate in found.write_bytes_per_s.items()}),
+        "read rate": _pairs({t: format_rate(rate) for t, rate in found.read_bytes_per_s.items()}),
+        "falls behind": _pairs(
+            {tier: f"{n:.1f} checkpoints an hour" for tier, n in found.behind.items() if n}
+        ),
+        "packed": _pairs(
+            {tier: f"{one.ratio:.2f} times smaller" for tier, one in found.compression.items()}
+        ),
+        "cadence": "" if found.cadence is None else found.cadence.reason,
+        "progress": "" if found.ettr is None else f"{format_share(found.ettr)} of the time (ETTR)",
+        "trouble": ", ".join(
+            _counted(
+                failed_flushes=found.flush_failures,
+                copies_given_up=found.given_up_copies,
+                copies_set_aside=found.set_aside_copies,
+                lost_events=found.lost_events,
+            )
+        ),
+    }
+    lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
+    return "\n".join(["since open:", *lines])
 
 
 def _format_loss(bound: LossBound) -> str:
