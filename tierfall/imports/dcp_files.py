@@ -261,16 +261,10 @@ class StorageRecord(Record):
 
 
 class _Ignored(Record):
+    """Stands for an object, or the result of a function, that is not needed."""
+
     def __init__(self, *args: Any) -> None:
         pass
-
-
-def _ignored(*args: Any) -> None:
-    """Stand for a function whose result is not needed."""
-
-
-def _as_tuple(items: Any = ()) -> tuple[Any, ...]:
-    return tuple(items)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -282,12 +276,12 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "ChunkStorageMetadata"): ChunkRecord,
     (_METADATA, "MetadataIndex"): IndexRecord,
     (_METADATA, "StorageMeta"): _Ignored,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Ignored,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): PropertiesRecord,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _ignored,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
-    ("torch", "Size"): _as_tuple,
-    ("torch.serialization", "_get_layout"): _ignored,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Ignored,
     ("collections", "OrderedDict"): OrderedDict,
     **{("pathlib", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},
     **{("pathlib._local", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},

@@ -137,14 +137,10 @@ def find(
         not_there = f"is on none of the tiers that could be read, and may be on {missing}"
         are = "could be seen"
     if of_step:
-        there = ", ".join(_describe(c) for c in of_step)
+        there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
         raise StepError(f"{doing}: {which} {not_there}; there is {there}: name it with its attempt")
     newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
     raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
-
-
-def _describe(checkpoint: KnownCheckpoint) -> str:
-    return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
 def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
@@ -463,7 +459,28 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """
     config = with_own_peers(config, config.run)
     with owned_folder(config, "tierfall forget") as folder:
-        return _forget(config, tier, folder)
+        peers = config.peers
+        others = config.without(peers.name) if peers is not None else config
+        there = others.reading_only(
+            _missing_folders(others)
+        )  # opening for writing creates a folder
+        stores, failed = open_stores(there, config.run, is_bounded=True)
+        if peers is not None and kept_folders(peers.path):
+            kept = view_kept(peers, tends=True)
+            stores[peers.name] = StoredTier(
+                name=peers.name, run=config.run, backend=kept, has_latest=False
+            )
+        try:
+            identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
+            forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
+        finally:
+            close_stores(stores, ANSWER_S)
+        failed.pop(tier, None)  # the tier itself need not answer
+        return forgotten_by, {
+            name: error
+            for name, error in {**failed, **refused}.items()
+            if identities.is_remembered(name) or not isinstance(error, NoFolderError)
+        }
 
 
 @contextmanager
@@ -477,31 +494,6 @@ def owned_folder(config: Config, command: str) -> Iterator[Path]:
         yield folder
     finally:
         lock.release()
-
-
-def _forget(
-    config: Config, tier: str, folder: Path
-) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-    peers = config.peers
-    others = config.without(peers.name) if peers is not None else config
-    there = others.reading_only(_missing_folders(others))  # opening for writing creates a folder
-    stores, failed = open_stores(there, config.run, is_bounded=True)
-    if peers is not None and kept_folders(peers.path):
-        kept = view_kept(peers, tends=True)
-        stores[peers.name] = StoredTier(
-            name=peers.name, run=config.run, backend=kept, has_latest=False
-        )
-    try:
-        identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
-        forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
-    finally:
-        close_stores(stores, ANSWER_S)
-    failed.pop(tier, None)  # the tier itself need not answer
-    return forgotten_by, {
-        name: error
-        for name, error in {**failed, **refused}.items()
-        if identities.is_remembered(name) or not isinstance(error, NoFolderError)
-    }
 
 
 # A whole run ---------------------------------------------------------------------------------------

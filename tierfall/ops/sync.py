@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -208,9 +208,9 @@ class CopyResult:
     tier: str
     already: bool = False
     bytes: int
-    sources: Mapping[str, int]
-    decided: tuple[str, ...]
-    notes: tuple[str, ...]
+    sources: Mapping[str, int] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def copy(
@@ -284,15 +284,7 @@ def _already(store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress) 
             "it, and move its folder away"
         )
     store.sync_commit(id)
-    return CopyResult(
-        id=id,
-        tier=tier,
-        bytes=checked.bytes,
-        already=True,
-        sources={},
-        decided=(),
-        notes=(),
-    )
+    return CopyResult(id=id, tier=tier, already=True, bytes=checked.bytes)
 
 
 def _copy(
@@ -321,7 +313,6 @@ def _copy(
         tier=tier,
         bytes=commit.stored_bytes,
         sources=dict(images.tally.bytes),
-        decided=(),
         notes=(
             *(f"skipped: {f.what}: {f.reason}" for f in images.tally.fallbacks),
             *_name_latest(store, checkpoint, listings),

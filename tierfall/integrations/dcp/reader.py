@@ -248,9 +248,8 @@ class TierReader(StorageReader):
             self._damaged = True
             raise
         entries = self._opened.entries
-        return Metadata(
-            state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
-        )
+        paths = {name: leaf.path for name, leaf in entries.leaves.items()}
+        return Metadata(state_dict_metadata=cast("dict[str, Any]", entries), planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -447,22 +446,6 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
 
     def __len__(self) -> int:
         return len(self.leaves)
-
-
-class Paths(Mapping[str, Path]):
-    """The path of each name in the nested state, for DCP's planners."""
-
-    def __init__(self, entries: DcpEntries) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> Path:
-        return self._entries.leaves[name].path
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class _Names:
