@@ -275,6 +275,13 @@ def leaves(
             yield below, child
 
 
+def names_above(name: str) -> Iterator[str]:
+    """Yield the names of all entries around that of a name."""
+    for index, letter in enumerate(name):
+        if letter == ".":
+            yield name[:index]
+
+
 class TreeReader:
     """Parses nodes for a table of ``tensors`` tensors and ``values`` values. Records which of them are used, and the
     values that are an optimizer's groups."""

@@ -142,10 +142,8 @@ class StatusWriter:
             if self._last is None or self._closing.is_set():
                 return False
             update = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
-            self._last = self._last.model_copy(update=update)
-            self._put(self._last)
+            self._put(self._last.model_copy(update=update))
             return False
-        self._last = status
         self._put(status)
         return True
 
@@ -164,6 +162,7 @@ class StatusWriter:
         self._space_due_s = time.monotonic() + SPACE_EVERY_S
 
     def _put(self, status: Status) -> None:
+        self._last = status
         if self._closing.is_set():
             return
         try:
