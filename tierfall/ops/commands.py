@@ -21,7 +21,7 @@ from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import RunLock
@@ -299,7 +299,9 @@ def decide_on_tiers(
         done = []
         for name, store in stores.items():
             try:
-                _decide(config, store, entry)
+                if store.read_only:
+                    raise _read_only_error(config, name, entry.checkpoint)
+                store.decided.add(entry, reason="command line")
             except TierfallError as error:
                 failed[name] = error
             else:
@@ -314,12 +316,6 @@ def decide_on_tiers(
         done=tuple(name for name in done if name in holding),
         failed={name: error for name, error in failed.items() if name in holding},
     )
-
-
-def _decide(config: Config, store: StoredTier, entry: Decided) -> None:
-    if store.read_only:
-        raise _read_only_error(config, store.name, entry.checkpoint)
-    store.decided.add(entry, reason="command line")
 
 
 def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> None:
@@ -407,18 +403,15 @@ def _run_command(session: Session, kind: CommandKind, id: CheckpointId, tag: str
         if tier in session.stores and session.stores[tier].read_only:
             failed[tier] = _read_only_error(session.config, tier, id)
     if kind is CommandKind.DELETE:
-        for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
+        entries = session.coordinator.ledger.entries
+        left = session.call(lambda: tuple(entries.peek(id).states) if id in entries else ())
+        for tier in set(left) - failed.keys():
             failed[tier] = StepError(f"{id} is noted there, and the next start deletes it")
     return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
         failed={**failed, **silent},
     )
-
-
-def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
-    entry = session.coordinator.ledger.entries.get(id)
-    return () if entry is None else tuple(entry.states)
 
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:

@@ -111,15 +111,12 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
     )
     try:
         known_slots(prepare_folder(run_folder(config, config.run), create=False))
-        free = room_for_arena(_nearest(folder)).free_bytes
+        # Of the folder, or its nearest parent that this user can see.
+        nearest = next(each for each in (folder, *folder.parents) if os.path.isdir(each))
+        free = room_for_arena(nearest).free_bytes
     except TierfallError as error:
         return replace(known, error=error)
     return replace(known, free_bytes=free)
-
-
-def _nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that this user can see."""
-    return next(each for each in (folder, *folder.parents) if os.path.isdir(each))
 
 
 def _measure_stored(
@@ -130,7 +127,7 @@ def _measure_stored(
     known = TierMeasurement(
         name=section.name,
         kind=section.kind,
-        place=_shown(section.place),
+        place=place_of(section.place) if "://" in section.place else section.place,
         capacity_bytes=section.capacity_bytes,
     )
     if missing is not None:
@@ -302,8 +299,3 @@ def _read(
             "medium before it is repaired"
         )
     return seconds
-
-
-def _shown(place: str) -> str:
-    """Return a place without its credentials."""
-    return place_of(place) if "://" in place else place

@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
     MapNode,
@@ -100,7 +99,10 @@ def open_checkpoint(
         checkpoint = left.pop(0)
         opened: OpenedCheckpoint | None = None
         error: Exception | None = None
-        parts = _parts(run, checkpoint, listings, request, tally)
+        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        tiers = [tier for tier in held if request.tier in (None, tier)]
+        # ranks exchange images if they can, as in Checkpointer.restore
+        parts = run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
         try:
             opened = _open(run, parts, values_of)
         except Exception as failure:
@@ -158,20 +160,6 @@ def _error_to_raise(
     raised = RestoreError(unread_text(f"{request.operation} of {checkpoint.id}", error, request))
     raised.__cause__ = error
     return raised
-
-
-def _parts(
-    run: OpenRun,
-    checkpoint: KnownCheckpoint,
-    listings: Sequence[Listing],
-    request: RestoreRequest,
-    tally: ReadTally,
-) -> CheckpointReader:
-    """Return a reader of the images of a checkpoint, which ranks exchange if they can, as in
-    ``Checkpointer.restore``."""
-    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    tiers = [tier for tier in held if request.tier in (None, tier)]
-    return run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
 
 
 def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
