@@ -256,7 +256,10 @@ def prune(asked: Asked, dry_run: bool) -> None:
     answer.document = {
         "run": settings.run,
         "dry_run": dry_run,
-        "decisions": [_decision_members(d, pruned, dry_run) for d in pruned.decisions],
+        "decisions": [
+            {**members(d), "dropped": not dry_run and _is_dropped(d, pruned)}
+            for d in pruned.decisions
+        ],
         "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
@@ -275,15 +278,12 @@ def prune(asked: Asked, dry_run: bool) -> None:
     answer.finish()
 
 
-def _decision_members(
-    decision: Decision, pruned: commands.PruneResult, dry_run: bool
-) -> dict[str, Any]:
-    gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
-    return {**members(decision), "dropped": gone}
+def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
+    return decision.verdict is Verdict.DROP and decision not in pruned.left
 
 
 def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
-    drops = [d for d in pruned.decisions if d.verdict is Verdict.DROP and d not in pruned.left]
+    drops = [d for d in pruned.decisions if _is_dropped(d, pruned)]
     made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
         made.add_row(

@@ -12,14 +12,14 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
-from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.lane import FlushLane
@@ -28,11 +28,9 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.core.types.view import LossBound
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
-from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -44,7 +42,9 @@ from tierfall.telemetry.status import (
     remove_status,
     write_status,
 )
-from tierfall.telemetry.step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -61,34 +61,17 @@ SPACE_S = 1.0
 class StatusWriter:
     """See the module. ``start`` once the coordinator runs; ``close`` before it ends."""
 
-    def __init__(
-        self,
-        tiers: OpenedTiers,
-        coordinator: Coordinator,
-        journal: Journal,
-        *,
-        call: Callable[[Callable[[], Status]], Status],
-        loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
-        peer_survival: Callable[[], PeerSurvival | None],
-        step_timer: StepTimer,
-        holds: Holds,
-    ) -> None:
-        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` and
-        ``peer_survival`` are called there. What ``holds`` training is logged while it lasts."""
-        self._step_timer = step_timer
+    def __init__(self, session: Session) -> None:
+        """What holds training in a ``session`` is logged while it lasts."""
+        self._session = session
+        self._tiers, self._journal = session.tiers, session.journal
+        self._coordinator = session.coordinator
         self._began_s = time.monotonic()
         self._space = BoundedCalls()
         self._free_bytes: dict[str, float] = {}
         self._space_due_s = 0.0
         self.training: Mapping[str, float | None] = {}
         """Metrics of the cadence, by name, which the training thread sets at each save."""
-        self._tiers = tiers
-        self._coordinator = coordinator
-        self._journal = journal
-        self._call = call
-        self._loss_bounds = loss_bounds
-        self._peer_survival = peer_survival
-        self._holds = holds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
@@ -121,7 +104,7 @@ class StatusWriter:
                     return
                 # making the status was a step of the coordinator itself
                 seen, written_s = self._coordinator.steps, now_s
-            self._holds.log_present()
+            self._session.holds.log_present()
             self._closing.wait(EVERY_S)
 
     def present(self) -> tuple[Status, ...]:
@@ -137,7 +120,7 @@ class StatusWriter:
         """Write the status; False where the coordinator has stopped."""
         self._measure_space()
         try:
-            status = self._call(self._make)
+            status = self._session.call(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False
@@ -181,7 +164,7 @@ class StatusWriter:
         tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
         newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
-        bounds = self._loss_bounds()
+        bounds = self._session.loss_bounds()
         return Status(
             run=tiers.run,
             wall_time_s=time.time(),
@@ -204,7 +187,7 @@ class StatusWriter:
                 if lane.active is not None
             ),
             loss_bound=dict(bounds),
-            peer_survival=self._peer_survival(),
+            peer_survival=self._session.peer_survival(),
             events=self._events(),
             lost_events=self._journal.lost,
             metrics=self.metrics(bounds),
@@ -217,10 +200,11 @@ class StatusWriter:
         flat[metrics.to_key("lost_events")] = self._journal.lost
         flat[metrics.to_key("unread_events")] = self._journal.unread
         flat |= metrics.flatten(self._gauges(), self._tier_gauges())
-        return flat | metrics.flatten({}, _loss_gauges(bounds or self._loss_bounds()))
+        return flat | metrics.flatten({}, _loss_gauges(bounds or self._session.loss_bounds()))
 
     def _gauges(self) -> dict[str, float | None]:
-        timer, backlog, now_s = self._step_timer, self._coordinator.backlog, time.monotonic()
+        timer, backlog = self._session.step_timer, self._coordinator.backlog
+        now_s = time.monotonic()
         config = self._tiers.config
         every_s = backlog.estimated_every_s or _configured_every_s(config, timer.step_s)
         ages = [self._since_commit(tier.name, now_s) for tier in config.written]
