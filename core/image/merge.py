@@ -17,7 +17,6 @@ from typing import Any
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import (
-    CodecNode,
     ConflictNode,
     KeptNode,
     MapNode,
@@ -346,8 +345,6 @@ class _Merger:
                 )
             case WrapperNode():
                 return self._wrapper(nodes)
-            case CodecNode():
-                return CodecNode(first.name, self._inside({r: n.value for r, n in nodes.items()}))
         whole: Node = replace(first, state=self._inside({r: n.state for r, n in nodes.items()}))
         return whole
 

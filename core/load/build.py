@@ -212,7 +212,7 @@ class Builder:
                 built = [self.build(child, device) for child in node.tensors]
                 return self._wrapper(node, dict(zip(node.attributes, built, strict=True)))
             case CodecNode():
-                return self.registered(node.name, self.build(node.value, device))
+                return self.registered(node.name, self.build(node.state, device))
         raise AssertionError(f"no object can be built from {node}")
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
