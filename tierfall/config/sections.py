@@ -352,10 +352,6 @@ class Mtbf(Section):
         return self
 
 
-def _or_none(value: object) -> object:
-    return () if value is None else value
-
-
 def _as_mtbf(value: object) -> object:
     return {"process": value} if isinstance(value, int | float | str) else value
 
@@ -387,7 +383,8 @@ class IntervalSection(PolicySection):
         )
     )
     on_signal: Annotated[
-        tuple[Signal, ...], BeforeValidator(_or_none, tuple[Signal, ...] | None)
+        tuple[Signal, ...],
+        BeforeValidator(lambda value: () if value is None else value, tuple[Signal, ...] | None),
     ] = Field(
         default=(),
         description="Signals after which the next maybe_save saves, whatever the interval.",

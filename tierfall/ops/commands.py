@@ -372,16 +372,12 @@ def run_commands(
     Raises LockError if a trainer has started, StepError, unless ``even_the_last``, if a deletion would leave nothing
     that can be restored: another command may have deleted the rest just now.
     """
-    with owned_session(config, f"tierfall {verb_of(kind)}") as session:
+    verb = "rm" if kind is CommandKind.DELETE else str(kind)  # on the command line
+    with owned_session(config, f"tierfall {verb}") as session:
         left = set(restorable(merge(session.listings))) - set(ids)
         if kind is CommandKind.DELETE and not (left or even_the_last):
             raise StepError("rm: no step would be left that can be restored; nothing was deleted")
         return tuple(_run_command(session, kind, id, tag) for id in ids)
-
-
-def verb_of(kind: CommandKind) -> str:
-    """Return the name that a command has on the command line."""
-    return "rm" if kind is CommandKind.DELETE else str(kind)
 
 
 def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
@@ -518,14 +514,12 @@ def _foreign_on(store: StoredTier, folder: Path | None, run: str) -> tuple[str, 
     if folder is None:
         names = [file.key.removeprefix(prefix) for file in store.backend.scan(prefix)]
     else:  # links, too, and names that no key can have
-        names = list(_files_below(folder / run))
+        names = [
+            str(path.relative_to(folder / run))
+            for path in (folder / run).rglob("*")
+            if (path.is_symlink() or not path.is_dir()) and not is_unfinished(path.name)
+        ]
     return tuple(sorted(name for name in names if not keys.is_run_file(name)))
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        if (path.is_symlink() or not path.is_dir()) and not is_unfinished(path.name):
-            yield str(path.relative_to(folder))
 
 
 def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:

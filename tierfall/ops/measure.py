@@ -148,7 +148,11 @@ def _measure_stored(
             limits = lane_limits(store, config)
             _remove_leftovers(store)
             if section.capacity_bytes is not None:
-                _check_capacity(config, store, size_bytes)
+                listing = _ask(config, store, StoredTier.list)
+                if listing.error is not None:
+                    raise listing.error
+                advice = "measure with a smaller --size"
+                check_room(config, listing, size_bytes, doing="check of", advice=advice)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
         is_read = _read_error(config, section.name) is None
@@ -222,15 +226,6 @@ def _delete(store: StoredTier, key: str) -> None:
 def _folder() -> str:
     """Return the folder, beside those of runs, in which checks of this node write."""
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
-
-
-def _check_capacity(config: Config, store: StoredTier, size_bytes: int) -> None:
-    """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
-    listing = _ask(config, store, StoredTier.list)
-    if listing.error is not None:
-        raise listing.error
-    advice = "measure with a smaller --size"
-    check_room(config, listing, size_bytes, doing="check of", advice=advice)
 
 
 @contextmanager

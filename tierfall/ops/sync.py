@@ -398,13 +398,8 @@ class Repairer:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def repair_copies(
-        self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
-    ) -> Sequence[CheckedCopy]:
-        """Rewrite what is damaged, and return the state of every copy: those that were changed are verified again."""
-        return [self._try_repair(copy, verifier) if copy.damage else copy for copy in copies]
-
-    def _try_repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
+    def repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
+        """Rewrite a damaged copy, and return its state: one that was changed is verified again."""
         newer = [damage.file for damage in copy.damage if damage.newer]
         for file in newer:
             self._note(copy.tier, copy.id, file, NEWER, done=False)

@@ -124,7 +124,7 @@ def check_run(
                 findings += _check_tier(store, listing)
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
-        copies = found if repairer is None else list(repairer.repair_copies(found, verifier))
+        copies = [repairer.repair(c, verifier) if repairer and c.damage else c for c in found]
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
     findings += _damage_findings(copies, listings, reader)

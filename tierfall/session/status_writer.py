@@ -21,14 +21,12 @@ from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
-from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, TierRules
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.status import (
@@ -175,9 +173,9 @@ class StatusWriter:
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
             attempt=tiers.attempt.number if tiers.attempt else None,
-            tiers=tuple(self._tier(name, ledger) for name in _names(ledger)),
+            tiers=tuple(self._tier(rules) for rules in ledger.rules),
             checkpoints=tuple(
-                _checkpoint(ledger.entries.peek(id), ledger, coordinator, abandoned=id in left)
+                self._checkpoint(ledger.entries.peek(id), abandoned=id in left)
                 for id in reversed(newest)
             ),
             checkpoints_known=len(ledger.entries),
@@ -235,7 +233,7 @@ class StatusWriter:
             if (entry.damage or entry.set_aside) and entry.id not in left and not entry.deleted
             for tier in {*entry.damage, *entry.set_aside}
         )
-        tiers = [self._tier(name, ledger) for name in _names(ledger)]
+        tiers = [self._tier(rules) for rules in ledger.rules]
         stored = [rules for rules in ledger.rules if rules.name != ledger.host]
         written = [rules.name for rules in stored]
         return {
@@ -261,9 +259,8 @@ class StatusWriter:
             for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
         )
 
-    def _tier(self, name: str, ledger: Ledger) -> TierStatus:
-        rules = ledger.rules_of(name)
-        capacity = rules.capacity_bytes
+    def _tier(self, rules: TierRules) -> TierStatus:
+        ledger, name, capacity = self._coordinator.ledger, rules.name, rules.capacity_bytes
         if name == ledger.host:
             capacity = self._tiers.host.capacity_bytes or capacity
         failing = ledger.failing.get(name) or self._tiers.errors.get(name)
@@ -279,6 +276,38 @@ class StatusWriter:
             failing=None if failing is None else str(failing),
             last_error=str(lane.last_error) if lane is not None and is_delayed else None,
         )
+
+    def _checkpoint(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointStatus:
+        ledger, copies = self._coordinator.ledger, {}
+        names = [rules.name for rules in ledger.rules]
+        for name in names:
+            state = entry.state(name)
+            if state is not CopyState.ABSENT:
+                copies[name] = CopyStatus(
+                    state=state,
+                    bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
+                    fraction=self._fraction(entry, name) if state is CopyState.ARRIVING else None,
+                )
+        return CheckpointStatus(
+            step=entry.id.step,
+            attempt=entry.id.attempt,
+            copies=copies,
+            owed=tuple(name for name in names if name in entry.owed),
+            set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+            pinned=entry.pinned,
+            abandoned=abandoned,
+        )
+
+    def _fraction(self, entry: LedgerEntry, tier: str) -> float:
+        """Return the share of an arriving copy that is there."""
+        if tier == self._coordinator.ledger.host:
+            chunks = entry.geometry.chunk_count if entry.geometry else 0
+            return entry.final_chunks / chunks if chunks else 0.0
+        lane = self._coordinator.lanes.get(tier)
+        if lane is None or not lane.is_copying(entry.id):
+            return 1.0  # this rank's image is uploaded, other ranks' images are not
+        done, total = _done(lane)
+        return done / total if total else 0.0
 
     def _bytes_per_s(self, tier: str) -> float | None:
         """Return the rate to a tier; None during the first copy while less of it is written than is in flight: the rate
@@ -326,10 +355,6 @@ def _configured_every_s(config: Config, step_s: float | None) -> float | None:
     return every * step_s
 
 
-def _names(ledger: Ledger) -> tuple[str, ...]:
-    return tuple(rules.name for rules in ledger.rules)
-
-
 def _done(lane: FlushLane) -> tuple[int, int]:
     """Return how many bytes of the present copy are written, and how many it has."""
     transfer = lane.active
@@ -338,41 +363,3 @@ def _done(lane: FlushLane) -> tuple[int, int]:
     if geometry is None:
         return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
     return transfer.done_bytes, geometry.image_bytes
-
-
-def _checkpoint(
-    entry: LedgerEntry, ledger: Ledger, coordinator: Coordinator, *, abandoned: bool
-) -> CheckpointStatus:
-    copies = {}
-    for name in _names(ledger):
-        state = entry.state(name)
-        if state is not CopyState.ABSENT:
-            copies[name] = CopyStatus(
-                state=state,
-                bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
-                fraction=_fraction(entry, name, ledger, coordinator, state),
-            )
-    return CheckpointStatus(
-        step=entry.id.step,
-        attempt=entry.id.attempt,
-        copies=copies,
-        owed=tuple(name for name in _names(ledger) if name in entry.owed),
-        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
-        pinned=entry.pinned,
-        abandoned=abandoned,
-    )
-
-
-def _fraction(
-    entry: LedgerEntry, tier: str, ledger: Ledger, coordinator: Coordinator, state: CopyState
-) -> float | None:
-    if state is not CopyState.ARRIVING:
-        return None
-    if tier == ledger.host:
-        chunks = entry.geometry.chunk_count if entry.geometry else 0
-        return entry.final_chunks / chunks if chunks else 0.0
-    lane = coordinator.lanes.get(tier)
-    if lane is None or not lane.is_copying(entry.id):
-        return 1.0  # this rank's image is uploaded, other ranks' images are not
-    done, total = _done(lane)
-    return done / total if total else 0.0
