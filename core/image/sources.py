@@ -119,7 +119,8 @@ class TensorSources:
         to = dict(zip((part.start for part in segment), offsets.tolist(), strict=True))
         with torch.inference_mode(False), torch.no_grad():
             for part in self._copy_memory(segment, memory, offsets, stream):
-                target = memory[to[part.start] :][: part.end - part.start]
+                at = to[part.start]
+                target = memory[at : at + part.end - part.start]
                 source = self._held(part.index)
                 if self._plain[part.index]:
                     target.copy_(_bytes_of(source, part))

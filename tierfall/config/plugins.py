@@ -220,12 +220,11 @@ def _check_order(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
     return pairs
 
 
-def _keep_everything(failure: str, tier: TierView) -> dict[Any, str]:
-    return {c.id: f"{failure}: everything is kept" for c in tier.checkpoints}
-
-
 _CHECKS: Mapping[PolicyKind, tuple[Callable[[Any, Any], Any], Callable[[str, Any], Any]]] = {
-    PolicyKind.RETAIN: (_check_kept, _keep_everything),
+    PolicyKind.RETAIN: (
+        _check_kept,
+        lambda failure, tier: {c.id: f"{failure}: everything is kept" for c in tier.checkpoints},
+    ),
     PolicyKind.EVICT: (_check_order, lambda failure, tier: []),
     PolicyKind.FLUSH: (_check_order, lambda failure, tier: []),
     PolicyKind.INTERVAL: (_check_steps, lambda failure, measured: None),
