@@ -93,7 +93,7 @@ TierOption = Annotated[
 
 def _add_run_command(
     short_help: str, *, name: str | None = None
-) -> Callable[[Callable[..., None]], None]:
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a function as a command on a run: in place of its first parameter, ``asked``, the command has the options
     --config, --run and --json."""
 

@@ -71,7 +71,8 @@ def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) 
         with progress_bar("verify", as_json=asked.as_json) as watch:
             report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
         report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
-    _answer_verify(answer, settings, report, repairer and repairer.repairs)
+    repairs = None if repairer is None else repairer.repairs
+    _answer_verify(answer, settings, report, repairs)
     answer.finish()
 
 

@@ -450,9 +450,8 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     with owned_folder(config, "tierfall forget") as folder:
         peers = config.peers
         others = config.without(peers.name) if peers is not None else config
-        there = others.reading_only(
-            _missing_folders(others)
-        )  # opening for writing creates a folder
+        # Opening for writing creates a folder.
+        there = others.reading_only(_missing_folders(others))
         stores, failed = open_stores(there, config.run, is_bounded=True)
         if peers is not None and kept_folders(peers.path):
             kept = view_kept(peers, tends=True)
