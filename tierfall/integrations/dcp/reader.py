@@ -59,7 +59,7 @@ from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId
-from tierfall.integrations.dcp.planning import Path
+from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
@@ -172,7 +172,7 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
     )
 
 
-class TierReader(StorageReader):
+class TierReader(PlansUnchanged, StorageReader):
     """Reads one checkpoint of a Checkpointer's run: ``dcp.load(state, storage_reader=TierReader(ckpt))``.
 
     It reads the newest checkpoint that can be restored, or ``step`` (and ``attempt``); ``tier`` limits the read to one
@@ -244,14 +244,6 @@ class TierReader(StorageReader):
     ) -> None:
         """Do nothing: no setup is needed."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of the plan, each chunk from its fastest good copy. With ``resume`` the run continues from
         this checkpoint."""
@@ -265,11 +257,6 @@ class TierReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no path is accepted."""
-        return False
 
     # Continuing the run ------------------------------------------------------------------------------
 
