@@ -85,7 +85,7 @@ LINES = {
     ("tierfall/ops",): 3_078,
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_148,
-    ("tierfall/integrations",): 3_111,
+    ("tierfall/integrations",): 3_100,
     ("tierfall/imports", "tierfall/export"): 2_783,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
