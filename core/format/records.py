@@ -7,7 +7,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tierfall.core.format import documents
@@ -166,12 +166,8 @@ class NamedFile:
     raw_bytes: int | None = None
 
     def to_json(self) -> dict[str, object]:
-        members: dict[str, object] = {"name": self.name, "bytes": self.bytes}
-        if self.digest is not None:
-            members["digest"] = self.digest
-        if self.raw_bytes is not None:
-            members["raw_bytes"] = self.raw_bytes
-        return members
+        names = ("name", "bytes", "digest", "raw_bytes")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,13 +236,11 @@ def parse_commit(data: bytes, *, what: str) -> Commit:
         wall_time_s=reader.real("wall_time_s"),
         metrics={k: reader.parse(f"metrics.{k}", float, v) for k, v in metrics.items()},
         tags=tuple(reader.list_of("tags", str)),
-        owed=_owed(reader, what),
+        owed=tuple(
+            _checkpoint(JsonFields(each, f"{what}: owed"))
+            for each in (reader.list_of("owed", dict) if reader.has("owed") else ())
+        ),
     )
-
-
-def _owed(reader: JsonFields, what: str) -> tuple[CheckpointId, ...]:
-    found = reader.list_of("owed", dict) if reader.has("owed") else []
-    return tuple(_checkpoint(JsonFields(each, f"{what}: owed")) for each in found)
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
@@ -357,9 +351,6 @@ class KnownTier:
     shared: bool | None
     device: int | None = None
 
-    def to_json(self) -> dict[str, object]:
-        return {"id": self.id, "place": self.place, "shared": self.shared, "device": self.device}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRecord:
@@ -387,7 +378,7 @@ class TierRecord:
                 "tier_id": self.id,
                 "shared": self.shared,
                 "wall_time_s": self.wall_time_s,
-                "others": {name: tier.to_json() for name, tier in self.others.items()},
+                "others": {name: asdict(tier) for name, tier in self.others.items()},
                 **{name: text for name in _OF_MEMORY if (text := getattr(self, name))},
             }
         )

@@ -13,7 +13,7 @@ digest per group, so that the message is small for any number of tensors. It kee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -28,7 +28,7 @@ from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import dtypes
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors.tensors import as_bytes, copy_whole
+from tierfall.core.tensors.tensors import to_bytes
 from tierfall.core.types.values import Changes
 
 Keys = NDArray[np.uint64]
@@ -298,16 +298,8 @@ def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, 
 
 def _digest(tensor: torch.Tensor) -> int:
     """Digest a tensor's bytes as in an image; a device's bytes are copied to the host in parts."""
-    hasher = xxhash.xxh3_64()
-    for part in _digest_parts(tensor):
+    hasher, flat = xxhash.xxh3_64(), to_bytes(tensor)
+    for start in range(0, flat.numel(), _HASHED_BYTES):
+        part = flat[start : start + _HASHED_BYTES].cpu()
         hasher.update(memoryview(part.numpy()))  # type: ignore[arg-type]
     return hasher.intdigest()
-
-
-def _digest_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    flat = as_bytes(tensor)
-    if flat is None:
-        flat = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        copy_whole(flat, tensor)
-    for start in range(0, flat.numel(), _HASHED_BYTES):
-        yield flat[start : start + _HASHED_BYTES].cpu()

@@ -139,7 +139,8 @@ def _read(
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     tensors = _tensors(table, members.get("dtypes", list), image_bytes - data_start)
-    if static.get("table") != _digest_of(table):
+    rows = ((name, x["dtype"], x["shape"], *x["data_offsets"]) for name, x in table.items())
+    if static.get("table") != table_digest(rows):
         raise ValueError(
             "its tensors are not those that tierfall wrote: another program has changed the file. Write it without its "
             "metadata, and import it: the tensors come by name"
@@ -212,14 +213,6 @@ def _tensors(
         position, tensor = _true_tensor(entry, stored)
         stored[position] = tensor
     return tuple(stored)
-
-
-def _digest_of(table: dict[str, Any]) -> str:
-    """Return the digest of a table whose entries are valid."""
-    return table_digest(
-        (name, entry["dtype"], entry["shape"], *entry["data_offsets"])
-        for name, entry in table.items()
-    )
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:

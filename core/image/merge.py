@@ -17,7 +17,6 @@ from typing import Any
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import (
-    CodecNode,
     ConflictNode,
     KeptNode,
     MapNode,
@@ -46,7 +45,8 @@ _INSIDE = "%"  # the name of nodes that no ``item`` can wrap
 
 
 def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
-    """Split headers so that each has at most one block of a tensor. ``rank_of`` maps virtual ranks to real ones."""
+    """Split headers so that each has at most one block of a tensor. A virtual rank is a real one plus a multiple of one
+    more than the highest."""
     found = dict(headers)
     if all(header.complete for header in headers.values()):
         return found
@@ -68,11 +68,6 @@ def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
             found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
         found[rank] = replace(header, tree=header.tree.map_children(_first))
     return found
-
-
-def rank_of(rank: int, headers: Mapping[int, ImageHeader]) -> int:
-    """The rank whose image has a block of a virtual rank; ``headers`` are the argument of ``split_blocks``."""
-    return rank % (max(headers) + 1)
 
 
 def present_tensors(header: ImageHeader) -> Sequence[StoredTensor]:
@@ -143,7 +138,7 @@ def merge_headers(
     """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
     are the ``on_resize`` rules by name, applied for ``rank``."""
     merging = _Merger(split_blocks(headers), own, rank, (rules or {}) if own is None else {})
-    return merging.merge(what, lambda number: rank_of(number, headers))
+    return merging.merge(what, max(headers) + 1)
 
 
 class _Conflict(Exception):
@@ -167,7 +162,8 @@ class _Merger:
         self._holders: list[dict[int, StoredTensor]] = []
         self._values: list[Coded] = []
 
-    def merge(self, what: str, rank_of: Callable[[int], int]) -> MergedHeader:
+    def merge(self, what: str, count: int) -> MergedHeader:
+        """``count`` is what virtual ranks are taken modulo."""
         for rank, header in self._headers.items():
             for stored in present_tensors(header):
                 position = self._positions.setdefault(stored.name, len(self._positions))
@@ -182,7 +178,7 @@ class _Merger:
             whole, parts, others = self._whole(self._holders_of(position), end)
             end = whole.end
             wholes.append(whole)
-            blocks.append(tuple(replace(block, rank=rank_of(block.rank)) for block in parts))
+            blocks.append(tuple(replace(block, rank=block.rank % count) for block in parts))
             if others:
                 replicas[position] = others
         types: dict[str, str] = {}
@@ -349,8 +345,6 @@ class _Merger:
                 )
             case WrapperNode():
                 return self._wrapper(nodes)
-            case CodecNode():
-                return CodecNode(first.name, self._inside({r: n.value for r, n in nodes.items()}))
         whole: Node = replace(first, state=self._inside({r: n.state for r, n in nodes.items()}))
         return whole
 

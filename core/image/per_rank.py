@@ -7,7 +7,7 @@ counter) moves to ``per_rank.<rank>.<name>``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from tierfall.core.image.tree import (
     ValueNode,
     WrapperNode,
     leaves,
+    names_above,
     positions_of,
     walk,
 )
@@ -73,7 +74,7 @@ class _FirstRank:
     def __init__(self, header: ImageHeader) -> None:
         self._header = header
         self._leaves = dict(leaves(header.tree, ""))
-        self._above = {above for name in self._leaves for above in _parent_name(name)}
+        self._above = {above for name in self._leaves for above in names_above(name)}
 
     def pairs(self, header: ImageHeader, name: str, node: Node) -> list[TensorPair] | None:
         """The tensors whose bytes decide whether rank 0 has the same leaf; None if it certainly has not."""
@@ -82,7 +83,7 @@ class _FirstRank:
             return []  # blocks of one tensor, of which one rank has none or several
         if counterpart is None:
             is_covered = name in self._above or any(
-                above in self._leaves for above in _parent_name(name)
+                above in self._leaves for above in names_above(name)
             )
             return None if is_covered else []  # a name that rank 0 lacks is merged as it is
         if _form(header, node) != _form(self._header, counterpart):
@@ -127,12 +128,6 @@ def _is_of_another_shape(pair: TensorPair) -> bool:
     """Whether two whole tensors differ in dtype or shape."""
     own, first = pair
     return not _is_sharded(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
-
-
-def _parent_name(name: str) -> Iterator[str]:
-    for index, letter in enumerate(name):
-        if letter == ".":
-            yield name[:index]
 
 
 # Moving entries --------------------------------------------------------------------------------------

@@ -120,7 +120,12 @@ class TensorSources:
         with torch.inference_mode(False), torch.no_grad():
             for part in self._copy_memory(segment, memory, offsets, stream):
                 at = to[part.start]
-                self._read(part, memory[at : at + part.end - part.start])
+                target = memory[at : at + part.end - part.start]
+                source = self._held(part.index)
+                if self._plain[part.index]:
+                    target.copy_(_bytes_of(source, part))
+                else:
+                    copy_whole(target, source)
 
     def _copy_memory(
         self, segment: Segment, memory: torch.Tensor, offsets: Offsets, stream: CopyStream
@@ -156,13 +161,6 @@ class TensorSources:
         if alias.data_ptr() != self.pointers[index]:
             self.raise_changed([index])
         return alias
-
-    def _read(self, piece: SegmentPart, target: torch.Tensor) -> None:
-        source = self._held(piece.index)
-        if self._plain[piece.index]:
-            target.copy_(_bytes_of(source, piece))
-        else:
-            copy_whole(target, source)
 
     # Changes -----------------------------------------------------------------------------------------
 

@@ -206,15 +206,10 @@ TENSORS = TensorNode | QuantizedNode | WrapperNode
 
 
 @dataclass(frozen=True, slots=True)
-class CodecNode(Node):
+class CodecNode(_StateNode):
+    """A value of a type that has a codec of this name."""
+
     name: str
-    value: Node
-
-    def children(self) -> Sequence[Node]:
-        return (self.value,)
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        return CodecNode(self.name, change(self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +270,13 @@ def leaves(
             yield below, child
 
 
+def names_above(name: str) -> Iterator[str]:
+    """Yield the names of all entries around that of a name."""
+    for index, letter in enumerate(name):
+        if letter == ".":
+            yield name[:index]
+
+
 class TreeReader:
     """Parses nodes for a table of ``tensors`` tensors and ``values`` values. Records which of them are used, and the
     values that are an optimizer's groups."""
@@ -322,7 +324,7 @@ class TreeReader:
                 read = [self.read(node, depth + 1) for node in (*nodes, shape)]
                 return _wrapper(class_name, attributes, read)
             case ["c", str(name), child]:
-                return CodecNode(name, self.read(child, depth + 1))
+                return CodecNode(self.read(child, depth + 1), name)
             case ["r", child] if depth == 1:
                 return RandomNode(self.read(child, depth + 1))
         raise ValueError(f"a node of the tree is of an unknown kind: {str(data[0])[:20]!r}")

@@ -136,7 +136,10 @@ class Builder:
             case TensorNode():
                 self.tensor(node.position, device)
             case ValueNode():
-                self._prepare_value(node)
+                for position in node.blobs:
+                    self.flat(position, CPU)
+                contents = Contents(registered=self._check_named)
+                value_codec.decode(self.header.values[node.number], contents)
             case QuantizedNode():
                 self.flat(node.position, device)
             case WrapperNode():
@@ -158,11 +161,6 @@ class Builder:
                 raise RestoreError(
                     f"{self.header.what}: {name}: its bytes are in the images of other ranks"
                 )
-
-    def _prepare_value(self, node: ValueNode) -> None:
-        for position in node.blobs:
-            self.flat(position, CPU)
-        value_codec.decode(self.header.values[node.number], Contents(registered=self._check_named))
 
     def _check_named(self, name: str, value: object) -> object:
         """Check that the class or codec that a value names is there; the value has no contents yet."""
@@ -214,7 +212,7 @@ class Builder:
                 built = [self.build(child, device) for child in node.tensors]
                 return self._wrapper(node, dict(zip(node.attributes, built, strict=True)))
             case CodecNode():
-                return self.registered(node.name, self.build(node.value, device))
+                return self.registered(node.name, self.build(node.state, device))
         raise AssertionError(f"no object can be built from {node}")
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:

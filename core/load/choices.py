@@ -19,6 +19,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     ValueNode,
     leaves,
+    names_above,
 )
 from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
@@ -133,13 +134,9 @@ def _check_only(prefix: str, names: Sequence[str], what: str, doing: str) -> Non
 
 
 def _nearest(wanted: str, names: Iterable[str]) -> str:
-    known = {name[:end] for name in names for end in _suffixes(name)}
+    known = {part for name in names for part in (*names_above(name), name)}
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3)
     return ", ".join(near or sorted(known)[:3])
-
-
-def _suffixes(name: str) -> list[int]:
-    return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]
 
 
 def stored_names(header: ImageHeader) -> Iterator[str]:

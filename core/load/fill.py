@@ -231,7 +231,7 @@ def plan_fill(
         )
     choices = choices or Choices()
     header = renamed(header, choices.rename)
-    work = RestoreWork.begin(header, state, choices)
+    work = RestoreWork(header, state, choices)
     _Filler(work).top(state, header.tree)
     work.report_kept()
     work.report_names()

@@ -58,9 +58,12 @@ def plan_load(
     tree = header.tree
     if choices is not None and choices.only is not None:
         check_names(header, choices, ())
-        tree = _selected(tree, "", choices)
-    if whole:
-        _refuse_blocks(header, tree)
+        selected = _selected(tree, "", choices)
+        assert isinstance(selected, MapNode)
+        tree = selected
+    for stored in [header.tensors[position] for position in positions_of(tree)] if whole else ():
+        if stored.shape != stored.whole_shape:
+            raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
     builder = _LenientBuilder(header)
     builder.prepare(tree, device)
     loaded: dict[Any, Any] = {}
@@ -75,30 +78,18 @@ def plan_load(
     )
 
 
-def _refuse_blocks(header: ImageHeader, tree: MapNode) -> None:
-    for position in positions_of(tree):
-        stored = header.tensors[position]
-        if stored.shape != stored.whole_shape:
-            raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
-
-
-def _selected(tree: MapNode, name: str, choices: Choices) -> MapNode:
-    """Return a mapping with the selected entries. Of a list, a tuple, an optimizer and an object, all is selected as
-    soon as a part is."""
-    kept: list[tuple[Any, Node]] = []
-    for (key, child), (below, _) in zip(tree.entries, tree.named(name), strict=True):
-        if not choices.selects_at_or_below(below):
-            continue
-        if not choices.has(below):
-            child = _narrowed(child, below, choices)
-        kept.append((key, child))
-    return MapNode(tree.kind, tuple(kept))
-
-
-def _narrowed(node: Node, name: str, choices: Choices) -> Node:
+def _selected(node: Node, name: str, choices: Choices) -> Node:
+    """Return a mapping or a module with the selected entries. Of a list, a tuple, an optimizer and an object, all is
+    selected as soon as a part is."""
     match node:
         case MapNode():
-            return _selected(node, name, choices)
+            below = zip(node.entries, node.named(name), strict=True)
+            parts = [
+                (key, child if choices.has(inner) else _selected(child, inner, choices))
+                for (key, child), (inner, _) in below
+                if choices.selects_at_or_below(inner)
+            ]
+            return MapNode(node.kind, tuple(parts))
         case ModuleNode():
             kept = [e for e in node.entries if choices.selects_at_or_below(f"{name}.{e[1]}")]
             return ModuleNode(tuple(kept))

@@ -32,7 +32,6 @@ from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap, visit_state
-from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful, type_name
 from tierfall.core.tensors import builtin_codecs, names, numpy_values
 from tierfall.core.tensors.dtensor import NotOneBlockError, as_dtensor_like, local_part
@@ -76,7 +75,6 @@ class ReadPlan:
         return any(names.is_within(name, replaced) for replaced in self.replaced_names)
 
 
-@dataclass(slots=True)
 class RestoreWork:
     """The state of planning, shared by the walks over containers, modules and optimizers.
 
@@ -84,40 +82,27 @@ class RestoreWork:
     values are restored, so that their gradients are out of date. ``replaced_names`` as in ``ReadPlan``.
     """
 
-    state: Mapping[Any, object]
-    header: ImageHeader
-    choices: Choices
-    report: MismatchReport
-    scans: Scans
-    builder: Builder = field(init=False)
-    matcher: TensorMatcher = field(init=False)
-    positions: dict[str, int] = field(init=False)
-    filled_parameters: list[nn.Parameter] = field(default_factory=list)
-    replaced_names: list[str] = field(default_factory=list)
-    assignments: list[Action] = field(default_factory=list)
-    state_loads: list[Action] = field(default_factory=list)
-    final_actions: list[Action] = field(default_factory=list)
-    _aliases: dict[int, list[str]] | None = None
-    _parameter_names: dict[int, list[str]] | None = None
-    _objects: dict[int, tuple[object, str, object]] = field(default_factory=dict)
-    _absent: list[tuple[str, list[tuple[str, Node]]]] = field(default_factory=list)
-    _extra: list[tuple[str, list[tuple[str, Any]]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.builder = Builder(self.header)
-        named = leaves(self.header.tree, "")
-        self.positions = {n: leaf.position for n, leaf in named if isinstance(leaf, TensorNode)}
-        self.matcher = TensorMatcher(self.builder, self.report, self.choices.resizes)
-
-    @classmethod
-    def begin(
-        cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices
-    ) -> RestoreWork:
+    def __init__(self, header: ImageHeader, state: Mapping[Any, object], choices: Choices) -> None:
         """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
         check_names(header, choices, live)
-        report = MismatchReport(choices.strict, choices.rename)
-        return cls(state, header, choices, report, modules.scan_state(state))
+        self.state, self.header, self.choices = state, header, choices
+        self.report = MismatchReport(choices.strict, choices.rename)
+        self.scans = modules.scan_state(state)
+        self.builder = Builder(header)
+        named = leaves(header.tree, "")
+        self.positions = {n: leaf.position for n, leaf in named if isinstance(leaf, TensorNode)}
+        self.matcher = TensorMatcher(self.builder, self.report, choices.resizes)
+        self.filled_parameters: list[nn.Parameter] = []
+        self.replaced_names: list[str] = []
+        self.assignments: list[Action] = []
+        self.state_loads: list[Action] = []
+        self.final_actions: list[Action] = []
+        self._aliases: dict[int, list[str]] | None = None
+        self._parameter_names: dict[int, list[str]] | None = None
+        self._objects: dict[int, tuple[object, str, object]] = {}
+        self._absent: list[tuple[str, list[tuple[str, Node]]]] = []
+        self._extra: list[tuple[str, list[tuple[str, Any]]]] = []
 
     def actions(self) -> tuple[Action, ...]:
         """Return the actions in the order in which they run."""

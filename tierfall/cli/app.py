@@ -3,8 +3,10 @@ so that ``--help`` and completion need not wait for torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,6 +89,31 @@ TierOption = Annotated[
     str | None,
     typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
 ]
+
+
+def _add_run_command(
+    short_help: str, *, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function as a command on a run: in place of its first parameter, ``asked``, the command has the options
+    --config, --run and --json."""
+
+    def asking(
+        config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False
+    ) -> Asked:
+        return Asked(config, run, as_json)
+
+    common = signature(asking, eval_str=True).parameters
+
+    def add(call: Callable[..., None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            call(asking(**{option: given.pop(option) for option in common}), **given)
+
+        _, *own = signature(call, eval_str=True).parameters.values()
+        command.__name__, command.__doc__ = call.__name__, call.__doc__
+        command.__signature__ = Signature([*own, *common.values()])  # type: ignore[attr-defined]
+        return app.command(name, short_help=short_help)(command)
+
+    return add
 
 
 def _steps_per_hour(text: str) -> float:
@@ -195,8 +222,9 @@ def init(
 # Reading ---------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="List the steps of a run, tier by tier.")
+@_add_run_command("List the steps of a run, tier by tier.")
 def ls(
+    asked: Asked,
     last: Annotated[
         int | None,
         typer.Option("--last", "-n", metavar="N", min=1, help="List the newest N steps only."),
@@ -204,22 +232,19 @@ def ls(
     metrics: Annotated[
         bool, typer.Option("--metrics", "-m", help="Show the metrics of each step.")
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
     from tierfall.cli import ls_show
 
-    ls_show.ls(Asked(config, run, as_json), last, metrics)
+    ls_show.ls(asked, last, metrics)
 
 
-@app.command(short_help="Print the newest step that can be restored.")
-def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
+@_add_run_command("Print the newest step that can be restored.")
+def latest(asked: Asked) -> None:
     """Print the newest step that can be restored. The exit code is 1 if there is none, or if a newer one is damaged."""
     from tierfall.cli import ls_show
 
-    ls_show.latest(Asked(config, run, as_json))
+    ls_show.latest(asked)
 
 
 @app.command(short_help="List the runs on the tiers, and in this node's memory.")
@@ -231,21 +256,17 @@ def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     ls_show.runs(Asked(config, None, as_json))
 
 
-@app.command(short_help="Show steps in full.")
-def show(
-    steps: StepsArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@_add_run_command("Show steps in full.")
+def show(asked: Asked, steps: StepsArgument) -> None:
     """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
     from tierfall.cli import ls_show
 
-    ls_show.show(Asked(config, run, as_json), steps)
+    ls_show.show(asked, steps)
 
 
-@app.command(short_help="Check the configuration; measure and forecast every tier.")
+@_add_run_command("Check the configuration; measure and forecast every tier.")
 def check(
+    asked: Asked,
     size: Annotated[
         int,
         typer.Option(
@@ -299,9 +320,6 @@ def check(
         int | None,
         typer.Option("--nodes", metavar="N", min=1, help="For the forecast: number of nodes."),
     ] = None,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast
     whether it keeps up and has room."""
@@ -318,11 +336,12 @@ def check(
         ranks=ranks,
         nodes=nodes,
     )
-    check.check(Asked(config, run, as_json), size, inputs)
+    check.check(asked, size, inputs)
 
 
-@app.command(short_help="Verify every file of every copy, and repair.")
+@_add_run_command("Verify every file of every copy, and repair.")
 def verify(
+    asked: Asked,
     steps: Annotated[
         list[StepName] | None,
         typer.Argument(
@@ -333,21 +352,19 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Read and verify every file of every copy: chunks, manifests and commit records."""
     from tierfall.cli import copies
 
-    copies.verify(Asked(config, run, as_json), steps or [], tier, repair)
+    copies.verify(asked, steps or [], tier, repair)
 
 
 # Copying ---------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Write a step as files for other programs.")
+@_add_run_command("Write a step as files for other programs.")
 def export(
+    asked: Asked,
     step: Annotated[StepName, typer.Argument(metavar="STEP", help=STEP_HELP, parser=parse_step)],
     to: Annotated[
         Path,
@@ -399,9 +416,6 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file of that name.")
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
@@ -418,11 +432,12 @@ def export(
         dtype=None if dtype is None else DTYPES[dtype],
         beside=tuple(path.expanduser() for path in beside or ()),
     )
-    copies.export(Asked(config, run, as_json), step, wish, tier)
+    copies.export(asked, step, wish, tier)
 
 
-@app.command("import", short_help="Save what another program wrote as a step.")
+@_add_run_command("Save what another program wrote as a step.", name="import")
 def import_(
+    asked: Asked,
     path: Annotated[
         Path,
         typer.Argument(
@@ -439,18 +454,16 @@ def import_(
             help="The name in the state of a bare state_dict (model), or of the only part of an export.",
         ),
     ] = None,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
     from tierfall.cli import copies
 
-    copies.import_(Asked(config, run, as_json), path, as_step, entry)
+    copies.import_(asked, path, as_step, entry)
 
 
-@app.command(short_help="Copy steps to a tier that does not hold them.")
+@_add_run_command("Copy steps to a tier that does not hold them.")
 def copy(
+    asked: Asked,
     steps: StepsArgument,
     to: Annotated[
         str,
@@ -458,93 +471,67 @@ def copy(
             "--to", metavar="TIER", help="The tier to copy to.", autocompletion=_tier_names
         ),
     ],
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Copy a step to a tier that does not hold it, with its pin and its tags, from the fastest good copy."""
     from tierfall.cli import copies
 
-    copies.copy(Asked(config, run, as_json), steps, to)
+    copies.copy(asked, steps, to)
 
 
 # Keeping and deleting --------------------------------------------------------------------------------
 
 
-@app.command(short_help="Apply the retention rules now.")
+@_add_run_command("Apply the retention rules now.")
 def prune(
+    asked: Asked,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run", help="Print the decisions and their reasons, and delete nothing."
         ),
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
     from tierfall.cli import commands
 
-    commands.prune(Asked(config, run, as_json), dry_run)
+    commands.prune(asked, dry_run)
 
 
-@app.command(short_help="Protect steps from every deletion rule.")
-def pin(
-    steps: StepsArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@_add_run_command("Protect steps from every deletion rule.")
+def pin(asked: Asked, steps: StepsArgument) -> None:
     """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
     from tierfall.cli import commands
 
-    commands.change(Asked(config, run, as_json), "pin", steps)
+    commands.change(asked, "pin", steps)
 
 
-@app.command(short_help="Remove the pin of steps.")
-def unpin(
-    steps: StepsArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@_add_run_command("Remove the pin of steps.")
+def unpin(asked: Asked, steps: StepsArgument) -> None:
     """Remove the pin of a step, on every tier."""
     from tierfall.cli import commands
 
-    commands.change(Asked(config, run, as_json), "unpin", steps)
+    commands.change(asked, "unpin", steps)
 
 
-@app.command(short_help="Add a tag to steps.")
-def tag(
-    name: TagArgument,
-    steps: StepsArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@_add_run_command("Add a tag to steps.")
+def tag(asked: Asked, name: TagArgument, steps: StepsArgument) -> None:
     """Add a tag to a step, beside those of its save. A rule 'retain: {tags: ...}' keeps what has it."""
     from tierfall.cli import commands
 
-    commands.change(Asked(config, run, as_json), "tag", steps, tag=name)
+    commands.change(asked, "tag", steps, tag=name)
 
 
-@app.command(short_help="Remove a tag of steps.")
-def untag(
-    name: TagArgument,
-    steps: StepsArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@_add_run_command("Remove a tag of steps.")
+def untag(asked: Asked, name: TagArgument, steps: StepsArgument) -> None:
     """Remove a tag of a step, also one of its save."""
     from tierfall.cli import commands
 
-    commands.change(Asked(config, run, as_json), "untag", steps, tag=name)
+    commands.change(asked, "untag", steps, tag=name)
 
 
-@app.command(short_help="Delete steps from every tier, or a whole run.")
+@_add_run_command("Delete steps from every tier, or a whole run.")
 def rm(
+    asked: Asked,
     steps: Annotated[
         list[StepName] | None,
         typer.Argument(metavar="STEP", help=f"{STEP_HELP} May be repeated.", parser=parse_step),
@@ -568,23 +555,20 @@ def rm(
     even_the_last: Annotated[
         bool, typer.Option("--even-the-last", help="Delete the last step that can be restored.")
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Delete a step from every tier. A pinned step is refused. The last step that can be restored needs
     --even-the-last."""
     from tierfall.cli import commands
 
-    asked = Asked(config, run, as_json)
     if all:
         commands.rm_run(asked, steps or [])
     else:
         commands.change(asked, "rm", steps or [], yes=yes, even_the_last=even_the_last)
 
 
-@app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
+@_add_run_command("Make the other tiers forget one that was emptied on purpose.")
 def forget(
+    asked: Asked,
     tier: Annotated[
         str,
         typer.Argument(
@@ -593,18 +577,16 @@ def forget(
             autocompletion=_tier_names,
         ),
     ],
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     from tierfall.cli import commands
 
-    commands.forget(Asked(config, run, as_json), tier)
+    commands.forget(asked, tier)
 
 
-@app.command(short_help="Flush what a dead trainer left in host memory.")
+@_add_run_command("Flush what a dead trainer left in host memory.")
 def drain(
+    asked: Asked,
     deadline: Annotated[
         float | None,
         typer.Option(
@@ -624,19 +606,15 @@ def drain(
             "--discard", help="Flush nothing: free the memory, once the run's name was typed."
         ),
     ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Flush what a dead trainer left in host memory, then free the memory. With --all no file is needed: each run's
     memory notes its own."""
     from tierfall.cli import commands
 
-    if every_run and run is not None:
+    if every_run and asked.run is not None:
         refuse("drain: --all drains every run: name none by --run", Exit.USAGE)
     if discard and deadline is not None:
         refuse("drain: --discard flushes nothing: leave --deadline out", Exit.USAGE)
-    asked = Asked(config, run, as_json)
     if discard:
         commands.discard(asked, every_run)
     elif every_run:
@@ -648,8 +626,9 @@ def drain(
 # Looking on ------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Show tiers, copies and transfers live.")
+@_add_run_command("Show tiers, copies and transfers live.")
 def watch(
+    asked: Asked,
     every: Annotated[
         float,
         typer.Option(
@@ -669,14 +648,11 @@ def watch(
             "nothing: 9109, or 127.0.0.1:9109.",
         ),
     ] = None,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(Asked(config, run, as_json), every, once, prometheus)
+    watch.watch(asked, every, once, prometheus)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
-    ProgressBar,
     counted,
     document_of,
     find_step,
@@ -24,9 +23,9 @@ from tierfall.cli.common import (
     name_other_runs,
     of_this_user,
     owner_members,
+    progress_bar,
     table,
     warn_of,
-    watched,
     with_tier,
 )
 from tierfall.cli.ls_show import held_members
@@ -252,12 +251,15 @@ def prune(asked: Asked, dry_run: bool) -> None:
         pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
         warn_of(elsewhere)
-        with ProgressBar("prune", 0, shown=watched(asked.as_json)) as watch:
-            pruned = commands.prune(settings, watch.set)
+        with progress_bar("prune", as_json=asked.as_json) as watch:
+            pruned = commands.prune(settings, watch)
     answer.document = {
         "run": settings.run,
         "dry_run": dry_run,
-        "decisions": [_decision_members(d, pruned, dry_run) for d in pruned.decisions],
+        "decisions": [
+            {**members(d), "dropped": not dry_run and _is_dropped(d, pruned)}
+            for d in pruned.decisions
+        ],
         "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
@@ -276,15 +278,12 @@ def prune(asked: Asked, dry_run: bool) -> None:
     answer.finish()
 
 
-def _decision_members(
-    decision: Decision, pruned: commands.PruneResult, dry_run: bool
-) -> dict[str, Any]:
-    gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
-    return {**members(decision), "dropped": gone}
+def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
+    return decision.verdict is Verdict.DROP and decision not in pruned.left
 
 
 def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
-    drops = [d for d in pruned.decisions if d.verdict is Verdict.DROP and d not in pruned.left]
+    drops = [d for d in pruned.decisions if _is_dropped(d, pruned)]
     made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
         made.add_row(
@@ -346,11 +345,11 @@ def drain(asked: Asked, deadline_s: float | None) -> None:
     settings = load_settings(asked, doing="drain")
     answer = CommandOutput(asked.as_json)
     with RunReader(settings) as reader:
-        if not _holds_images(reader, answer):
+        holds_images = _holds_images(reader, answer)
+        if not holds_images:
             _report_empty(reader, answer)
-            answer.finish()
-            return
-    answer.document = _drain(answer, settings, deadline_s)
+    if holds_images:
+        answer.document = _drain(answer, settings, deadline_s)
     answer.finish()
 
 
@@ -363,8 +362,8 @@ def _drain(answer: CommandOutput, settings: Config, deadline_s: float | None) ->
         if not answer.as_json:  # on stderr, while the drain runs
             typer.echo(f"in at most {format_duration(deadline_s or 0.0)} {line}", err=True)
 
-    with ProgressBar("drain", 0, shown=watched(answer.as_json)) as watch:
-        drained = drain_run(settings, deadline_s, watch.set, report_forecast)
+    with progress_bar("drain", as_json=answer.as_json) as watch:
+        drained = drain_run(settings, deadline_s, watch, report_forecast)
     _report_drain(answer, settings, drained)
     return {
         "run": settings.run,

@@ -11,17 +11,17 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -49,7 +49,7 @@ from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.commands import find, restorable, unread, without_good_copy
+from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
 from tierfall.ops.reader import config_of_place, find_runs
 from tierfall.setup.places import seen_by_one
 
@@ -341,31 +341,17 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
-class ProgressBar:
-    """A progress bar with rate and time left; hidden unless ``shown``. Thread-safe, as rich's are."""
-
-    def __init__(self, label: str, total: int, *, shown: bool) -> None:
-        """``total`` counts bytes."""
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            transient=True,
-            disable=not shown,
-        )
-        self._task: TaskID = self._progress.add_task(label, total=total)
-
-    def add(self, count: int) -> None:
-        self._progress.advance(self._task, count)
-
-    def set(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        self._progress.stop()
+@contextmanager
+def progress_bar(label: str, *, as_json: bool) -> Iterator[Watch]:
+    """Show a progress bar with rate and time left, if a person is watching; give what moves it, from any thread."""
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+        disable=not watched(as_json),
+    ) as progress:
+        task = progress.add_task(label, total=0)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

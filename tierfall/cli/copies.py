@@ -14,16 +14,15 @@ from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
-    ProgressBar,
     check_tier,
     coloured,
     counted,
     document_of,
     find_step,
     load_settings,
+    progress_bar,
     table,
     warn_of,
-    watched,
 )
 from tierfall.cli.usage import Asked, CommandRefused, Exit, StepName, code_of, refuse
 from tierfall.config import Config
@@ -36,7 +35,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
 from tierfall.ops import commands, sync
-from tierfall.ops.commands import trained_elsewhere, unread
+from tierfall.ops.commands import Progress, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import Repairer, RepairResult, owned_reader
 from tierfall.ops.verify import (
@@ -56,7 +55,6 @@ def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) 
     settings = load_settings(asked, doing="verify --repair" if repair else "")
     check_tier(settings, tier)
     answer = CommandOutput(asked.as_json)
-    repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
     owning = owned_reader(settings, "tierfall verify") if repair else RunReader(settings)
@@ -67,15 +65,13 @@ def verify(asked: Asked, steps: list[StepName], tier: str | None, repair: bool) 
         )
         scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)
-        with ProgressBar("verify", total, shown=watched(asked.as_json)) as watch:
-            if repair:
-                warn_of(trained_elsewhere(listings, reader.stores))
-                repairer = Repairer(reader, listings)
-                report = check_run(reader, listings, scope, watch.add, repairer)
-                repairs = tuple(repairer.repairs)
-            else:
-                report = check_run(reader, listings, scope, watch.add)
+        repairer = Repairer(reader, listings) if repair else None
+        if repair:
+            warn_of(trained_elsewhere(listings, reader.stores))
+        with progress_bar("verify", as_json=asked.as_json) as watch:
+            report = check_run(reader, listings, scope, Progress(watch, total).add, repairer)
         report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
+    repairs = None if repairer is None else repairer.repairs
     _answer_verify(answer, settings, report, repairs)
     answer.finish()
 
@@ -94,7 +90,7 @@ def _answer_verify(
     answer: CommandOutput,
     settings: Config,
     report: RunReport,
-    repairs: tuple[RepairResult, ...] | None,
+    repairs: Sequence[RepairResult] | None,
 ) -> None:
     for repair in repairs or ():
         if repair.done:
@@ -187,9 +183,9 @@ def copy(asked: Asked, steps: list[StepName], to: str) -> None:
         try:
             with (
                 naming_unread_tiers(answer, listings),
-                ProgressBar(f"copy {id}", 0, shown=watched(asked.as_json)) as watch,
+                progress_bar(f"copy {id}", as_json=asked.as_json) as watch,
             ):
-                copied = sync.copy(settings, id, to, watch.set)
+                copied = sync.copy(settings, id, to, watch)
         except CommandRefused as refusal:
             if len(set(found)) == 1:
                 raise
@@ -290,9 +286,9 @@ def export(asked: Asked, step: StepName, wish: ExportOptions, tier: str | None) 
         tiers = [name for name in held if tier in (None, name)]
         with (
             naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
-            ProgressBar("export", 0, shown=watched(asked.as_json)) as watch,
+            progress_bar("export", as_json=asked.as_json) as watch,
         ):
-            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
+            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch)
     _report_export(answer, settings.run, exported)
     answer.finish()
 
@@ -335,8 +331,8 @@ def import_(asked: Asked, path: Path, as_step: int, entry: str | None) -> None:
                 "ended, or into another run by --run"
             )
         new = reader.list_with_new()[1]
-    with ProgressBar(f"import {path.name}", 0, shown=watched(asked.as_json)) as watch:
-        imported = import_state(settings, read, as_step, watch.set)
+    with progress_bar(f"import {path.name}", as_json=asked.as_json) as watch:
+        imported = import_state(settings, read, as_step, watch)
     answer.document = {"run": settings.run, "path": str(path), **members(imported)}
     answer.show(
         f"imported {path} ({imported.format}) as {imported.id} to {', '.join(imported.tiers)}: "

@@ -116,16 +116,13 @@ def any_word(words: type[StrEnum]) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "enum": [*words]})
 
 
-def number_or_text(pattern: str, *, minimum: int) -> WithJsonSchema:
-    """JSON schema of a number, or of text that matches a pattern."""
-    return WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": minimum},
-                {"type": "string", "pattern": pattern},
-            ]
-        }
-    )
+def number_or_text(pattern: str, *, minimum: int | None) -> WithJsonSchema:
+    """JSON schema of a whole number (without a ``minimum``: of any number above 0), or of text that matches a
+    pattern."""
+    number = {"type": "integer", "minimum": minimum}
+    if minimum is None:
+        number = {"type": "number", "exclusiveMinimum": 0}
+    return WithJsonSchema({"anyOf": [number, {"type": "string", "pattern": pattern}]})
 
 
 def _positive_rate(value: int | str) -> int:
@@ -328,14 +325,7 @@ Every = Annotated[
 Wait = Annotated[
     float,
     parsed(_wait, _EXPECTED_WAIT),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0},
-                {"type": "string", "pattern": units.DURATION_PATTERN},
-            ]
-        }
-    ),
+    number_or_text(units.DURATION_PATTERN, minimum=None),
 ]
 _SHARE_SCHEMA = WithJsonSchema({"type": "string", "pattern": units.SHARE_PATTERN})
 _WRITE_SHARE = PlainSerializer(lambda share: f"{share * 100:.12g}%")

@@ -148,7 +148,8 @@ def _stands_for(missing: Place, unknown: Collection[Place]) -> bool:
 
 def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
     location, kind, context = details["loc"], details["type"], details.get("ctx", {})
-    place = _without_tag(location)
+    # Without the kind that pydantic inserts into the location of a field of a tier.
+    place = (*location[:2], *location[3:]) if location[:1] == ("tiers",) else location
     original = filling.original(place)
     if kind == WRONG and original is None:
         return Problem(place=place, message=context["message"])
@@ -179,11 +180,6 @@ def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
     return Problem(
         place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
     )
-
-
-def _without_tag(location: Place) -> Place:
-    """Remove the kind that pydantic inserts into the location of a field of a tier."""
-    return (*location[:2], *location[3:]) if location[:1] == ("tiers",) else location
 
 
 # Hints: what was probably meant ----------------------------------------------------------------------

@@ -543,10 +543,6 @@ def _expand_tiers(value: object) -> object:
     return [{"name": "host", "kind": TierKind.HOST.value}, stored]
 
 
-def _or_default(value: object) -> object:
-    return IntervalSection() if value is None else value
-
-
 _EXPECTED_MODULE = "the name of a module, or the path of its file"
 
 
@@ -569,12 +565,15 @@ class Config(Section):
         "that can be imported, or a file, whose path starts at the folder of this file; the .py may be left out.",
         examples=[["my_plugin"]],
     )
-    interval: Annotated[IntervalSection, BeforeValidator(_or_default, IntervalSection | None)] = (
-        Field(
-            default=IntervalSection(),
-            description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
-            examples=[{"every": 100}],
-        )
+    interval: Annotated[
+        IntervalSection,
+        BeforeValidator(
+            lambda value: IntervalSection() if value is None else value, IntervalSection | None
+        ),
+    ] = Field(
+        default=IntervalSection(),
+        description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
+        examples=[{"every": 100}],
     )
     capture: CaptureSection = Field(
         default=CaptureSection(),

@@ -94,11 +94,18 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
     if found is not None:
         return found
     for point in _entry_points(kind, name):
-        _load(point, what=f"{kind} policy {name}")
+        what = f"{kind} policy {name}"
+        try:
+            point.load()
+        except Exception as error:
+            raise ConfigError(
+                f"{what}: the plug-in {_describe_plugin(point)} could not be loaded: {error!r}; repair or uninstall "
+                f"it, or remove {what} from the configuration"
+            ) from error
         found = registry.find(kind, name)
         if found is None:
             raise ConfigError(
-                f"{kind} policy {name}: the plug-in {_describe_plugin(point)} was loaded and registers no such policy; "
+                f"{what}: the plug-in {_describe_plugin(point)} was loaded and registers no such policy; "
                 f'expected @tierfall.policies.register("{kind}", "{name}") in it'
             )
     return found
@@ -140,16 +147,6 @@ def _entry_points(kind: PolicyKind, name: str | None = None) -> Sequence[EntryPo
     prefix = f"{kind}."
     points = [p for p in entry_points(group=GROUP) if p.name.startswith(prefix)]
     return [p for p in points if name is None or p.name == f"{prefix}{name}"]
-
-
-def _load(point: EntryPoint, *, what: str) -> None:
-    try:
-        point.load()
-    except Exception as error:
-        raise ConfigError(
-            f"{what}: the plug-in {_describe_plugin(point)} could not be loaded: {error!r}; repair or uninstall it, or "
-            f"remove {what} from the configuration"
-        ) from error
 
 
 def _describe_plugin(point: EntryPoint) -> str:
@@ -223,12 +220,11 @@ def _check_order(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
     return pairs
 
 
-def _keep_everything(failure: str, tier: TierView) -> dict[Any, str]:
-    return {c.id: f"{failure}: everything is kept" for c in tier.checkpoints}
-
-
 _CHECKS: Mapping[PolicyKind, tuple[Callable[[Any, Any], Any], Callable[[str, Any], Any]]] = {
-    PolicyKind.RETAIN: (_check_kept, _keep_everything),
+    PolicyKind.RETAIN: (
+        _check_kept,
+        lambda failure, tier: {c.id: f"{failure}: everything is kept" for c in tier.checkpoints},
+    ),
     PolicyKind.EVICT: (_check_order, lambda failure, tier: []),
     PolicyKind.FLUSH: (_check_order, lambda failure, tier: []),
     PolicyKind.INTERVAL: (_check_steps, lambda failure, measured: None),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -75,6 +75,27 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, serialize_by_alias=True
     )
+
+
+class PolicySection(Section):
+    """A section whose other keys are the names of registered policies, each with its settings."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+    _policies: ClassVar[PolicyKind]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(cls._policies, value, known_keys(cls))
+
+    def registered(self) -> list[Rule]:
+        """Return the registered policies that are configured, as rules of their kind."""
+        named = (self.model_extra or {}).items()
+        return [plugins.rule(self._policies, name, rules) for name, rules in named]
 
 
 def _switch(value: object) -> object:
@@ -331,21 +352,15 @@ class Mtbf(Section):
         return self
 
 
-def _or_none(value: object) -> object:
-    return () if value is None else value
-
-
 def _as_mtbf(value: object) -> object:
     return {"process": value} if isinstance(value, int | float | str) else value
 
 
-class IntervalSection(Section):
+class IntervalSection(PolicySection):
     """When maybe_save saves: by one of every, overhead and mtbf, or a registered policy; on_signal and at_end are
     additional."""
 
-    model_config = ConfigDict(
-        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
-    )
+    _policies = PolicyKind.INTERVAL
 
     every: Every | None = Field(
         default=None,
@@ -368,7 +383,8 @@ class IntervalSection(Section):
         )
     )
     on_signal: Annotated[
-        tuple[Signal, ...], BeforeValidator(_or_none, tuple[Signal, ...] | None)
+        tuple[Signal, ...],
+        BeforeValidator(lambda value: () if value is None else value, tuple[Signal, ...] | None),
     ] = Field(
         default=(),
         description="Signals after which the next maybe_save saves, whatever the interval.",
@@ -380,13 +396,6 @@ class IntervalSection(Section):
         "tier receives it. After an exception it is not saved.",
         examples=[False],
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_registered(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return with_registered(PolicyKind.INTERVAL, value, known_keys(cls))
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
@@ -412,9 +421,7 @@ class IntervalSection(Section):
 
     def rule(self) -> Rule | None:
         """Return the registered policy that is configured, as a rule of kind ``interval``; None if there is none."""
-        for name, rules in (self.model_extra or {}).items():
-            return plugins.rule(PolicyKind.INTERVAL, name, rules)
-        return None
+        return next(iter(self.registered()), None)
 
     @property
     def budget(self) -> float | None:
@@ -456,13 +463,11 @@ class BestSection(Section):
     count: Count = Field(default=1, description="How many to keep.", examples=[2])
 
 
-class RetainSection(Section):
+class RetainSection(PolicySection):
     """Which checkpoints a tier keeps: those that any of these rules keeps. Pinned ones and the newest are kept in any
     case. Other keys are registered rules."""
 
-    model_config = ConfigDict(
-        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
-    )
+    _policies = PolicyKind.RETAIN
 
     last: Count | None = Field(
         default=None,
@@ -492,13 +497,6 @@ class RetainSection(Section):
         examples=[["release"], True],
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_registered(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return with_registered(PolicyKind.RETAIN, value, known_keys(cls))
-
     def rules(self) -> tuple[Rule, ...]:
         """Return the configured rules, each bound to its policy of kind ``retain``."""
         every = None if self.every is None else EveryRule(period_s=self.every)
@@ -520,11 +518,7 @@ class RetainSection(Section):
             for name, rules in configured.items()
             if rules is not None
         ]
-        registered = [
-            plugins.rule(PolicyKind.RETAIN, name, rules)
-            for name, rules in (self.model_extra or {}).items()
-        ]
-        return (*built_in, *registered)
+        return (*built_in, *self.registered())
 
 
 class EvictSection(Section):

@@ -260,7 +260,9 @@ def _export_dcp(
     room_bytes = _room_bytes(gathered, parts)
     with new_output(path, folder=True, room_bytes=room_bytes) as unfinished:
         builder, state = _build(_DcpBuilder, gathered, parts, unfinished)
-        name_of = save_dcp(_as_state(state, parts[0].name), unfinished, path)
+        if not isinstance(state, dict):  # a part that is none is keyed by the end of its name
+            state = {parts[0].name.rpartition(".")[2]: state}
+        name_of = save_dcp(state, unfinished, path)
         written_with = sha256((unfinished / ".metadata").read_bytes())
         with open(unfinished / CARRIED, "xb") as file:
             file.writelines(builder.carried(parts, name_of, written_with))
@@ -288,11 +290,6 @@ def _prefix_of(node: OptimizerNode, tree: MapNode) -> str:
         if isinstance(child, ModuleNode) and all(str(n).startswith(prefix) for n in node.names):
             return prefix
     return ""
-
-
-def _as_state(built: Any, name: str) -> dict[str, Any]:
-    """Return a built part as a state_dict; a part that is no dict is keyed by the last component of its name."""
-    return built if isinstance(built, dict) else {name.rpartition(".")[2]: built}
 
 
 def _room_bytes(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tierfall.backends.posix.system import write_whole
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
@@ -26,7 +27,6 @@ from tierfall.core.restore.reshard import BlockReads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.options import CAST
-from tierfall.export.output import write_all
 from tierfall.export.structure import StatePart
 from tierfall.ops.commands import Progress, Watch
 
@@ -157,7 +157,7 @@ class MergedCheckpoint:
                 data = data.view(stored).to(dtype).view(torch.uint8)
             before = rows.first * (data.numel() // rows.count)
             for start in places[rows.position]:
-                write_all(descriptor, data.numpy().data, start + before)
+                write_whole(descriptor, data.numpy().data, start + before)
             progress.add(rows.bytes)
 
     def _batches(self, positions: Sequence[int]) -> Iterator[list[_Rows]]:
@@ -252,7 +252,7 @@ def _write_spans(
         for span in overlapping(index):
             low, high = max(start, span.start), min(end, span.end)
             for target in span.targets:
-                write_all(descriptor, view[low - start : high - start], target + low - span.start)
+                write_whole(descriptor, view[low - start : high - start], target + low - span.start)
             written += high - low
         progress.add(written)
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierfall.backends.posix.system import translated
@@ -31,7 +31,8 @@ def new_output(
     """
     check_free(path, folder=folder, replace=replace)
     with translated(f"export to {path.parent}"):
-        made = _make_folders(path.parent)
+        made = [each for each in path.parents if not os.path.lexists(each)]
+        path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}"
     try:
         _check_room(path, room_bytes)
@@ -50,7 +51,9 @@ def new_output(
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
-        _remove_folders(made)
+        with suppress(OSError):  # another process has created something in it
+            for each in made:
+                each.rmdir()
         raise
 
 
@@ -77,21 +80,6 @@ def check_free(path: Path, *, folder: bool, replace: bool) -> None:
             )
 
 
-def _make_folders(folder: Path) -> list[Path]:
-    """Create the missing folders of a path, and return them, innermost first."""
-    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _remove_folders(made: list[Path]) -> None:
-    for folder in made:
-        try:
-            folder.rmdir()
-        except OSError:
-            return  # another process has created something in it
-
-
 def _check_room(path: Path, needed_bytes: int) -> None:
     with translated(f"export to {path}"):
         free = shutil.disk_usage(path.parent).free
@@ -108,13 +96,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write a whole view at an offset; a single call may write less."""
-    while len(view):
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
 
 
 def first_cause(error: RuntimeError) -> BaseException | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tierfall.backends.posix.system import write_whole
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.tensors import dtypes
@@ -21,7 +22,7 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
 from tierfall.export.gather import MergedCheckpoint
 from tierfall.export.options import CAST, ExportOptions, file_name
-from tierfall.export.output import new_output, write_all
+from tierfall.export.output import new_output
 from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
 from tierfall.ops.commands import Progress
 
@@ -88,7 +89,7 @@ def _write(
 ) -> None:
     """Write a new file of a header and tensors, at the offsets ``places``."""
     with open(path, "xb") as file:
-        write_all(file.fileno(), memoryview(head), 0)
+        write_whole(file.fileno(), memoryview(head), 0)
         gathered.write(places, file.fileno(), dtype=dtype, progress=progress)
 
 

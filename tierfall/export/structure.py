@@ -10,7 +10,7 @@ tensors as written elsewhere; its entry ``PLACES`` has the names under which the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,23 +114,17 @@ def tensors_of(header: ImageHeader, part: StatePart, *, full_names: bool) -> dic
     ``full_names`` keeps the name of the part as a prefix.
     """
     found: dict[str, int] = {}
-    for name, position in _named(header, part.name, part.node):
-        short = name if full_names or not part.name else name.removeprefix(f"{part.name}.")
-        if short == part.name:  # the part is this tensor
-            short = short.rpartition(".")[2]
-        if found.setdefault(short, position) != position:
-            raise ConfigError(f"export: two tensors would be named {short!r}; use --format torch")
+    for below, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS):
+        for position in positions_of(leaf):
+            name = below if isinstance(leaf, TensorNode) else header.tensors[position].name
+            short = name if full_names or not part.name else name.removeprefix(f"{part.name}.")
+            if short == part.name:  # the part is this tensor
+                short = short.rpartition(".")[2]
+            if found.setdefault(short, position) != position:
+                raise ConfigError(
+                    f"export: two tensors would be named {short!r}; use --format torch"
+                )
     return found
-
-
-def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, int]]:
-    for below, leaf in leaves(node, name, CONTAINERS_AND_OBJECTS):
-        if isinstance(leaf, TensorNode):
-            yield below, leaf.position
-        else:
-            yield from (
-                (header.tensors[position].name, position) for position in positions_of(leaf)
-            )
 
 
 def values_of(part: StatePart) -> list[str]:

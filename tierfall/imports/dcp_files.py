@@ -76,20 +76,18 @@ class DcpFolder:
     def entry(self, name: str) -> Any:
         """Return the entry of a name: a value, or a tensor. Raises as ``state`` does."""
         with self._checked():
-            return self._entry(name, self._metadata.state_dict_metadata[name])
-
-    def _entry(self, name: str, entry: object) -> Any:
-        if isinstance(entry, BytesRecord):
-            return self._load(name, self._records[name][None])
-        if not isinstance(entry, TensorRecord):
-            raise TypeError(f"{name!r:.80} is neither a tensor nor a value")
-        dtype, shape = entry.properties.members[0], list(entry.size)
-        if not isinstance(dtype, torch.dtype) or not dtypes.is_shape(shape):
-            raise ValueError(f"{name!r:.80} has no valid dtype or shape")
-        self._check_room(name, dtypes.byte_count(dtype, shape))
-        standing = torch.empty(shape, dtype=dtype)  # never written to, so that it takes no memory
-        if standing.numel():
-            self._tensors[standing.data_ptr()] = name, entry
+            entry = self._metadata.state_dict_metadata[name]
+            if isinstance(entry, BytesRecord):
+                return self._load(name, self._records[name][None])
+            if not isinstance(entry, TensorRecord):
+                raise TypeError(f"{name!r:.80} is neither a tensor nor a value")
+            dtype, shape = entry.properties.members[0], list(entry.size)
+            if not isinstance(dtype, torch.dtype) or not dtypes.is_shape(shape):
+                raise ValueError(f"{name!r:.80} has no valid dtype or shape")
+            self._check_room(name, dtypes.byte_count(dtype, shape))
+            standing = torch.empty(shape, dtype=dtype)  # never written to: it takes no memory
+            if standing.numel():
+                self._tensors[standing.data_ptr()] = name, entry
         return standing
 
     def _check_room(self, name: str, size: int) -> None:
@@ -261,16 +259,10 @@ class StorageRecord(Record):
 
 
 class _Ignored(Record):
+    """Stands for an object, or the result of a function, that is not needed."""
+
     def __init__(self, *args: Any) -> None:
         pass
-
-
-def _ignored(*args: Any) -> None:
-    """Stand for a function whose result is not needed."""
-
-
-def _as_tuple(items: Any = ()) -> tuple[Any, ...]:
-    return tuple(items)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -282,12 +274,12 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "ChunkStorageMetadata"): ChunkRecord,
     (_METADATA, "MetadataIndex"): IndexRecord,
     (_METADATA, "StorageMeta"): _Ignored,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Ignored,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): PropertiesRecord,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _ignored,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
-    ("torch", "Size"): _as_tuple,
-    ("torch.serialization", "_get_layout"): _ignored,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Ignored,
     ("collections", "OrderedDict"): OrderedDict,
     **{("pathlib", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},
     **{("pathlib._local", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},

@@ -14,7 +14,7 @@ from tierfall.core.image.layout import LAYOUT_MEMBER
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError, IntegrityError
 from tierfall.export.safetensors_files import TRUE_DTYPES, small_dtypes
-from tierfall.imports.sources import Source, unreadable
+from tierfall.imports.sources import INDEX, Source, unreadable
 
 _LENGTH_BYTES = 8
 _INDEX_BYTES_MAX = 256 << 20
@@ -23,7 +23,7 @@ _INDEX_BYTES_MAX = 256 << 20
 def read_safetensors(source: Source) -> dict[str, torch.Tensor] | None:
     """Return the tensors by name; None for an image of tierfall. Raises IntegrityError where a file is damaged,
     ConfigError where it cannot be imported."""
-    if not source.is_index:
+    if not source.path.name.endswith(INDEX):
         return _read_file(source.path)
     files: dict[Path, dict[str, torch.Tensor] | None] = {}
     found = {}

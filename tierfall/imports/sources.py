@@ -14,7 +14,7 @@ from pathlib import Path
 from tierfall.core.types.errors import ConfigError
 from tierfall.export.structure import CARRIED
 
-_INDEX = ".safetensors.index.json"
+INDEX = ".safetensors.index.json"
 _METADATA = ".metadata"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ZIP = b"PK\x03\x04"
@@ -108,10 +108,6 @@ class Source:
     format: Format
     path: Path
 
-    @property
-    def is_index(self) -> bool:
-        return self.path.name.endswith(_INDEX)
-
 
 def find_source(path: Path) -> Source:
     """Find the one checkpoint at a path. Raises ConfigError where there is none, a part of one, or several, or its
@@ -154,7 +150,7 @@ def _in_folder(folder: Path, only: Path | None = None) -> Source:
     names = sorted(path for path in folder.iterdir() if path.is_file())
     parts = {path: reason for path in names if (reason := _part(path))}
     whole = [path for path in names if path not in parts]
-    indices = [path for path in whole if path.name.endswith(_INDEX)]
+    indices = [path for path in whole if path.name.endswith(INDEX)]
     found = [path for path in whole if path.name == _METADATA] + indices
     if not indices:
         found += [path for path in whole if path.suffix == ".safetensors"]
@@ -178,7 +174,7 @@ def _in_folder(folder: Path, only: Path | None = None) -> Source:
 
 
 def _format_of(path: Path) -> Format:
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(INDEX):
         return Format.SAFETENSORS
     with open(path, "rb") as file:
         first = file.read(32)

@@ -21,7 +21,7 @@ from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.decided import FENCE_VALID_S, Decided, DecidedList
+from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import RunLock
@@ -137,14 +137,10 @@ def find(
         not_there = f"is on none of the tiers that could be read, and may be on {missing}"
         are = "could be seen"
     if of_step:
-        there = ", ".join(_describe(c) for c in of_step)
+        there = ", ".join(f"{c.id}{' (abandoned)' if c.abandoned else ''}" for c in of_step)
         raise StepError(f"{doing}: {which} {not_there}; there is {there}: name it with its attempt")
     newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
     raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
-
-
-def _describe(checkpoint: KnownCheckpoint) -> str:
-    return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
 def restorable(known: Sequence[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
@@ -303,7 +299,9 @@ def decide_on_tiers(
         done = []
         for name, store in stores.items():
             try:
-                _decide(config, store, entry)
+                if store.read_only:
+                    raise _read_only_error(config, name, entry.checkpoint)
+                store.decided.add(entry, reason="command line")
             except TierfallError as error:
                 failed[name] = error
             else:
@@ -318,12 +316,6 @@ def decide_on_tiers(
         done=tuple(name for name in done if name in holding),
         failed={name: error for name, error in failed.items() if name in holding},
     )
-
-
-def _decide(config: Config, store: StoredTier, entry: Decided) -> None:
-    if store.read_only:
-        raise _read_only_error(config, store.name, entry.checkpoint)
-    store.decided.add(entry, reason="command line")
 
 
 def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> None:
@@ -380,16 +372,12 @@ def run_commands(
     Raises LockError if a trainer has started, StepError, unless ``even_the_last``, if a deletion would leave nothing
     that can be restored: another command may have deleted the rest just now.
     """
-    with owned_session(config, f"tierfall {verb_of(kind)}") as session:
+    verb = "rm" if kind is CommandKind.DELETE else str(kind)  # on the command line
+    with owned_session(config, f"tierfall {verb}") as session:
         left = set(restorable(merge(session.listings))) - set(ids)
         if kind is CommandKind.DELETE and not (left or even_the_last):
             raise StepError("rm: no step would be left that can be restored; nothing was deleted")
         return tuple(_run_command(session, kind, id, tag) for id in ids)
-
-
-def verb_of(kind: CommandKind) -> str:
-    """Return the name that a command has on the command line."""
-    return "rm" if kind is CommandKind.DELETE else str(kind)
 
 
 def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
@@ -411,18 +399,15 @@ def _run_command(session: Session, kind: CommandKind, id: CheckpointId, tag: str
         if tier in session.stores and session.stores[tier].read_only:
             failed[tier] = _read_only_error(session.config, tier, id)
     if kind is CommandKind.DELETE:
-        for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
+        entries = session.coordinator.ledger.entries
+        left = session.call(lambda: tuple(entries.peek(id).states) if id in entries else ())
+        for tier in set(left) - failed.keys():
             failed[tier] = StepError(f"{id} is noted there, and the next start deletes it")
     return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
         failed={**failed, **silent},
     )
-
-
-def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
-    entry = session.coordinator.ledger.entries.get(id)
-    return () if entry is None else tuple(entry.states)
 
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
@@ -458,12 +443,24 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
     in its place counts as a new tier. Return where it was removed, and the errors by tier.
 
-    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed. Raises LockError if a
-    trainer of this machine is alive: it goes by what it remembers.
+    Raises LockError if a trainer of this machine is alive: it goes by what it remembers.
     """
-    config = with_own_peers(config, config.run)
     with owned_folder(config, "tierfall forget") as folder:
-        return _forget(config, tier, folder)
+        storage = config if config.peers is None else config.without(config.peers.name)
+        # Opening for writing creates a folder.
+        there = storage.reading_only(_missing_folders(storage))
+        stores, failed = open_stores(there, config.run, is_bounded=True)
+        try:
+            identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
+            forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
+        finally:
+            close_stores(stores, ANSWER_S)
+        failed.pop(tier, None)  # the tier itself need not answer
+        return forgotten_by, {
+            name: error
+            for name, error in {**failed, **refused}.items()
+            if identities.is_remembered(name) or not isinstance(error, NoFolderError)
+        }
 
 
 @contextmanager
@@ -477,26 +474,6 @@ def owned_folder(config: Config, command: str) -> Iterator[Path]:
         yield folder
     finally:
         lock.release()
-
-
-def _forget(
-    config: Config, tier: str, folder: Path
-) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-    peers = config.peers
-    others = config.without(peers.name) if peers is not None else config
-    there = others.reading_only(_missing_folders(others))  # opening for writing creates a folder
-    stores, failed = open_stores(there, config.run, is_bounded=True)
-    try:
-        identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
-        forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
-    finally:
-        close_stores(stores, ANSWER_S)
-    failed.pop(tier, None)  # the tier itself need not answer
-    return forgotten_by, {
-        name: error
-        for name, error in {**failed, **refused}.items()
-        if identities.is_remembered(name) or not isinstance(error, NoFolderError)
-    }
 
 
 # A whole run ---------------------------------------------------------------------------------------
@@ -528,14 +505,12 @@ def _foreign_on(store: StoredTier, folder: Path | None, run: str) -> tuple[str, 
     if folder is None:
         names = [file.key.removeprefix(prefix) for file in store.backend.scan(prefix)]
     else:  # links, too, and names that no key can have
-        names = list(_files_below(folder / run))
+        names = [
+            str(path.relative_to(folder / run))
+            for path in (folder / run).rglob("*")
+            if (path.is_symlink() or not path.is_dir()) and not is_unfinished(path.name)
+        ]
     return tuple(sorted(name for name in names if not keys.is_run_file(name)))
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        if (path.is_symlink() or not path.is_dir()) and not is_unfinished(path.name):
-            yield str(path.relative_to(folder))
 
 
 def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:

@@ -106,7 +106,9 @@ class MachineShards:
             known = self._known[id]
             if known.commit is None or known.commit.world_size == 1:
                 continue
-            lacking = known.commit.world_size - len(_shards_at_hand(known))
+            records = [copy.commit for copy in known.copies.values() if copy.commit is not None]
+            at_hand = {shard for record in records for shard in shards_of(record)}
+            lacking = known.commit.world_size - len(at_hand)
             if not lacking or not self.are_all_here:
                 yield known.commit
             elif self._has_unread:
@@ -197,11 +199,6 @@ class MachineShards:
                 "drain the other machines, the last one commits it"
             )
         return replace(commit, files=files)
-
-
-def _shards_at_hand(known: KnownCheckpoint) -> set[Shard]:
-    records = [copy.commit for copy in known.copies.values() if copy.commit is not None]
-    return set().union(*map(shards_of, records))
 
 
 def _files_there(
@@ -443,6 +440,7 @@ def _wait(
 ) -> None:
     """Wait until nothing is owed, or the deadline ``until_s`` of the monotonic clock."""
     total = sum(owed.bytes for owed in planned)
+    lanes = session.coordinator.lanes.values()
     is_known, is_first = until_s is None, True
     while True:
         if not is_known:  # the forecast is reported at first, and once every arrival in it is known
@@ -453,14 +451,9 @@ def _wait(
             is_first = False
         left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
         ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
-        watch(session.call(lambda: _copied_bytes(session)), total)
+        watch(session.call(lambda: sum(sum(lane.edge_bytes.values()) for lane in lanes)), total)
         if ended:
             return
-
-
-def _copied_bytes(session: Session) -> int:
-    lanes = session.coordinator.lanes.values()
-    return sum(count for lane in lanes for count in lane.edge_bytes.values())
 
 
 def _damaged_beside_memory(session: Session) -> list[str]:

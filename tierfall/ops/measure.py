@@ -111,15 +111,12 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
     )
     try:
         known_slots(prepare_folder(run_folder(config, config.run), create=False))
-        free = room_for_arena(_nearest(folder)).free_bytes
+        # Of the folder, or its nearest parent that this user can see.
+        nearest = next(each for each in (folder, *folder.parents) if os.path.isdir(each))
+        free = room_for_arena(nearest).free_bytes
     except TierfallError as error:
         return replace(known, error=error)
     return replace(known, free_bytes=free)
-
-
-def _nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that this user can see."""
-    return next(each for each in (folder, *folder.parents) if os.path.isdir(each))
 
 
 def _measure_stored(
@@ -130,7 +127,7 @@ def _measure_stored(
     known = TierMeasurement(
         name=section.name,
         kind=section.kind,
-        place=_shown(section.place),
+        place=place_of(section.place) if "://" in section.place else section.place,
         capacity_bytes=section.capacity_bytes,
     )
     if missing is not None:
@@ -151,7 +148,11 @@ def _measure_stored(
             limits = lane_limits(store, config)
             _remove_leftovers(store)
             if section.capacity_bytes is not None:
-                _check_capacity(config, store, size_bytes)
+                listing = _ask(config, store, StoredTier.list)
+                if listing.error is not None:
+                    raise listing.error
+                advice = "measure with a smaller --size"
+                check_room(config, listing, size_bytes, doing="check of", advice=advice)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
         is_read = _read_error(config, section.name) is None
@@ -227,15 +228,6 @@ def _folder() -> str:
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
 
 
-def _check_capacity(config: Config, store: StoredTier, size_bytes: int) -> None:
-    """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
-    listing = _ask(config, store, StoredTier.list)
-    if listing.error is not None:
-        raise listing.error
-    advice = "measure with a smaller --size"
-    check_room(config, listing, size_bytes, doing="check of", advice=advice)
-
-
 @contextmanager
 def _probe(store: StoredTier) -> Iterator[str]:
     """Give a key that no run uses, and delete it at the end, unfinished files too."""
@@ -302,8 +294,3 @@ def _read(
             "medium before it is repaired"
         )
     return seconds
-
-
-def _shown(place: str) -> str:
-    """Return a place without its credentials."""
-    return place_of(place) if "://" in place else place

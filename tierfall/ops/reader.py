@@ -136,7 +136,9 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     }
     names = set[str]()
     try:
-        names = _runs_in_memory(config)
+        in_memory = {n: run_folder(config, n) for n in names_in_memory(memory_root(config))}
+        # Of these tiers: other projects may have other runs there.
+        names = {n for n, run in in_memory.items() if _has_arena(run) or find_owner(run)}
     except TierfallError as error:
         errors[config.host.name] = error
 
@@ -168,12 +170,6 @@ def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
         with RunReader(config.model_copy(update={"run": run})) as reader:
             new &= {*reader.list_with_new()[1]}
     return new
-
-
-def _runs_in_memory(config: Config) -> set[str]:
-    """Return the runs of these tiers in host memory; other projects may have other ones there."""
-    folders = {name: run_folder(config, name) for name in names_in_memory(memory_root(config))}
-    return {name for name, run in folders.items() if _has_arena(run) or find_owner(run)}
 
 
 def _has_arena(folder: Path) -> bool:

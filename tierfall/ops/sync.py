@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -208,9 +208,9 @@ class CopyResult:
     tier: str
     already: bool = False
     bytes: int
-    sources: Mapping[str, int]
-    decided: tuple[str, ...]
-    notes: tuple[str, ...]
+    sources: Mapping[str, int] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def copy(
@@ -284,15 +284,7 @@ def _already(store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress) 
             "it, and move its folder away"
         )
     store.sync_commit(id)
-    return CopyResult(
-        id=id,
-        tier=tier,
-        bytes=checked.bytes,
-        already=True,
-        sources={},
-        decided=(),
-        notes=(),
-    )
+    return CopyResult(id=id, tier=tier, already=True, bytes=checked.bytes)
 
 
 def _copy(
@@ -321,7 +313,6 @@ def _copy(
         tier=tier,
         bytes=commit.stored_bytes,
         sources=dict(images.tally.bytes),
-        decided=(),
         notes=(
             *(f"skipped: {f.what}: {f.reason}" for f in images.tally.fallbacks),
             *_name_latest(store, checkpoint, listings),
@@ -407,13 +398,8 @@ class Repairer:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def repair_copies(
-        self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
-    ) -> Sequence[CheckedCopy]:
-        """Rewrite what is damaged, and return the state of every copy: those that were changed are verified again."""
-        return [self._try_repair(copy, verifier) if copy.damage else copy for copy in copies]
-
-    def _try_repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
+    def repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
+        """Rewrite a damaged copy, and return its state: one that was changed is verified again."""
         newer = [damage.file for damage in copy.damage if damage.newer]
         for file in newer:
             self._note(copy.tier, copy.id, file, NEWER, done=False)

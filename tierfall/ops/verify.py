@@ -124,7 +124,7 @@ def check_run(
                 findings += _check_tier(store, listing)
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
-        copies = found if repairer is None else list(repairer.repair_copies(found, verifier))
+        copies = [repairer.repair(c, verifier) if repairer and c.damage else c for c in found]
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
     findings += _damage_findings(copies, listings, reader)
@@ -160,18 +160,14 @@ def record_damage(
                     if copy.commit is not None:
                         store.note_mended(copy.commit)
                 for copy in damaged:
-                    _note_damage(store, verifier.check_stored(store, copy.id))
+                    again = verifier.check_stored(store, copy.id)
+                    first = next((damage for damage in again.damage if not damage.newer), None)
+                    if first is not None and again.commit is not None:
+                        store.note_damaged(again.commit, f"{first.file}: {first.problem}")
         except TierfallError as error:
             ids = ", ".join(str(copy.id) for copy in (*damaged, *mended))
             notes.append(f"{tier} {ids}: the damage could not be recorded there: {error}")
     return tuple(notes)
-
-
-def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
-    first = next((damage for damage in copy.damage if not damage.newer), None)
-    if first is None or copy.commit is None:
-        return
-    store.note_damaged(copy.commit, f"{first.file}: {first.problem}")
 
 
 # Stored tiers ----------------------------------------------------------------------------------------
@@ -215,7 +211,8 @@ def _check_memory(
         reader.reopen_memory()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
         broken = reader.memory().damaged
-        found = [again.get(c.id, _deleted(c)) if c.damage else c for c in found]
+        gone = {c.id: CheckedCopy(id=c.id, tier=c.tier, gone=True) for c in found}
+        found = [(gone | again)[c.id] if c.damage else c for c in found]
     advice = (
         f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
         f"{reader.host.path}"
@@ -237,10 +234,6 @@ def _look_at_memory(
     return [
         verifier.check_regions(reader.host.name, id, held) for id, held in sorted(regions.items())
     ]
-
-
-def _deleted(copy: CheckedCopy) -> CheckedCopy:
-    return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
 
 
 # A tier as a whole -----------------------------------------------------------------------------------

@@ -122,16 +122,7 @@ class Session:
         )
         self.memory = MemoryFiles(tiers, self.coordinator, call_soon=self.call_soon)
         self.holds = Holds()
-        self.status = StatusWriter(
-            tiers,
-            self.coordinator,
-            self.journal,
-            call=self.call,
-            loss_bounds=self.loss_bounds,
-            peer_survival=self.peer_survival,
-            step_timer=self.step_timer,
-            holds=self.holds,
-        )
+        self.status = StatusWriter(self)
 
     @property
     def config(self) -> Config:

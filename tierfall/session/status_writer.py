@@ -12,27 +12,23 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from tierfall.config import Config
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
-from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
-from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.core.types.view import LossBound, TierRules
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
-from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -44,7 +40,9 @@ from tierfall.telemetry.status import (
     remove_status,
     write_status,
 )
-from tierfall.telemetry.step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -61,34 +59,17 @@ SPACE_S = 1.0
 class StatusWriter:
     """See the module. ``start`` once the coordinator runs; ``close`` before it ends."""
 
-    def __init__(
-        self,
-        tiers: OpenedTiers,
-        coordinator: Coordinator,
-        journal: Journal,
-        *,
-        call: Callable[[Callable[[], Status]], Status],
-        loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
-        peer_survival: Callable[[], PeerSurvival | None],
-        step_timer: StepTimer,
-        holds: Holds,
-    ) -> None:
-        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` and
-        ``peer_survival`` are called there. What ``holds`` training is logged while it lasts."""
-        self._step_timer = step_timer
+    def __init__(self, session: Session) -> None:
+        """What holds training in a ``session`` is logged while it lasts."""
+        self._session = session
+        self._tiers, self._journal = session.tiers, session.journal
+        self._coordinator = session.coordinator
         self._began_s = time.monotonic()
         self._space = BoundedCalls()
         self._free_bytes: dict[str, float] = {}
         self._space_due_s = 0.0
         self.training: Mapping[str, float | None] = {}
         """Metrics of the cadence, by name, which the training thread sets at each save."""
-        self._tiers = tiers
-        self._coordinator = coordinator
-        self._journal = journal
-        self._call = call
-        self._loss_bounds = loss_bounds
-        self._peer_survival = peer_survival
-        self._holds = holds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
@@ -121,7 +102,7 @@ class StatusWriter:
                     return
                 # making the status was a step of the coordinator itself
                 seen, written_s = self._coordinator.steps, now_s
-            self._holds.log_present()
+            self._session.holds.log_present()
             self._closing.wait(EVERY_S)
 
     def present(self) -> tuple[Status, ...]:
@@ -137,15 +118,13 @@ class StatusWriter:
         """Write the status; False where the coordinator has stopped."""
         self._measure_space()
         try:
-            status = self._call(self._make)
+            status = self._session.call(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False
             update = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
-            self._last = self._last.model_copy(update=update)
-            self._put(self._last)
+            self._put(self._last.model_copy(update=update))
             return False
-        self._last = status
         self._put(status)
         return True
 
@@ -164,6 +143,7 @@ class StatusWriter:
         self._space_due_s = time.monotonic() + SPACE_EVERY_S
 
     def _put(self, status: Status) -> None:
+        self._last = status
         if self._closing.is_set():
             return
         try:
@@ -182,7 +162,7 @@ class StatusWriter:
         tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
         newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
-        bounds = self._loss_bounds()
+        bounds = self._session.loss_bounds()
         return Status(
             run=tiers.run,
             wall_time_s=time.time(),
@@ -193,9 +173,9 @@ class StatusWriter:
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
             attempt=tiers.attempt.number if tiers.attempt else None,
-            tiers=tuple(self._tier(name, ledger) for name in _names(ledger)),
+            tiers=tuple(self._tier(rules) for rules in ledger.rules),
             checkpoints=tuple(
-                _checkpoint(ledger.entries.peek(id), ledger, coordinator, abandoned=id in left)
+                self._checkpoint(ledger.entries.peek(id), abandoned=id in left)
                 for id in reversed(newest)
             ),
             checkpoints_known=len(ledger.entries),
@@ -205,7 +185,7 @@ class StatusWriter:
                 if lane.active is not None
             ),
             loss_bound=dict(bounds),
-            peer_survival=self._peer_survival(),
+            peer_survival=self._session.peer_survival(),
             events=self._events(),
             lost_events=self._journal.lost,
             metrics=self.metrics(bounds),
@@ -218,10 +198,11 @@ class StatusWriter:
         flat[metrics.to_key("lost_events")] = self._journal.lost
         flat[metrics.to_key("unread_events")] = self._journal.unread
         flat |= metrics.flatten(self._gauges(), self._tier_gauges())
-        return flat | metrics.flatten({}, _loss_gauges(bounds or self._loss_bounds()))
+        return flat | metrics.flatten({}, _loss_gauges(bounds or self._session.loss_bounds()))
 
     def _gauges(self) -> dict[str, float | None]:
-        timer, backlog, now_s = self._step_timer, self._coordinator.backlog, time.monotonic()
+        timer, backlog = self._session.step_timer, self._coordinator.backlog
+        now_s = time.monotonic()
         config = self._tiers.config
         every_s = backlog.estimated_every_s or _configured_every_s(config, timer.step_s)
         ages = [self._since_commit(tier.name, now_s) for tier in config.written]
@@ -252,7 +233,7 @@ class StatusWriter:
             if (entry.damage or entry.set_aside) and entry.id not in left and not entry.deleted
             for tier in {*entry.damage, *entry.set_aside}
         )
-        tiers = [self._tier(name, ledger) for name in _names(ledger)]
+        tiers = [self._tier(rules) for rules in ledger.rules]
         stored = [rules for rules in ledger.rules if rules.name != ledger.host]
         written = [rules.name for rules in stored]
         return {
@@ -278,9 +259,8 @@ class StatusWriter:
             for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
         )
 
-    def _tier(self, name: str, ledger: Ledger) -> TierStatus:
-        rules = ledger.rules_of(name)
-        capacity = rules.capacity_bytes
+    def _tier(self, rules: TierRules) -> TierStatus:
+        ledger, name, capacity = self._coordinator.ledger, rules.name, rules.capacity_bytes
         if name == ledger.host:
             capacity = self._tiers.host.capacity_bytes or capacity
         failing = ledger.failing.get(name) or self._tiers.errors.get(name)
@@ -296,6 +276,38 @@ class StatusWriter:
             failing=None if failing is None else str(failing),
             last_error=str(lane.last_error) if lane is not None and is_delayed else None,
         )
+
+    def _checkpoint(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointStatus:
+        ledger, copies = self._coordinator.ledger, {}
+        names = [rules.name for rules in ledger.rules]
+        for name in names:
+            state = entry.state(name)
+            if state is not CopyState.ABSENT:
+                copies[name] = CopyStatus(
+                    state=state,
+                    bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
+                    fraction=self._fraction(entry, name) if state is CopyState.ARRIVING else None,
+                )
+        return CheckpointStatus(
+            step=entry.id.step,
+            attempt=entry.id.attempt,
+            copies=copies,
+            owed=tuple(name for name in names if name in entry.owed),
+            set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+            pinned=entry.pinned,
+            abandoned=abandoned,
+        )
+
+    def _fraction(self, entry: LedgerEntry, tier: str) -> float:
+        """Return the share of an arriving copy that is there."""
+        if tier == self._coordinator.ledger.host:
+            chunks = entry.geometry.chunk_count if entry.geometry else 0
+            return entry.final_chunks / chunks if chunks else 0.0
+        lane = self._coordinator.lanes.get(tier)
+        if lane is None or not lane.is_copying(entry.id):
+            return 1.0  # this rank's image is uploaded, other ranks' images are not
+        done, total = _done(lane)
+        return done / total if total else 0.0
 
     def _bytes_per_s(self, tier: str) -> float | None:
         """Return the rate to a tier; None during the first copy while less of it is written than is in flight: the rate
@@ -343,10 +355,6 @@ def _configured_every_s(config: Config, step_s: float | None) -> float | None:
     return every * step_s
 
 
-def _names(ledger: Ledger) -> tuple[str, ...]:
-    return tuple(rules.name for rules in ledger.rules)
-
-
 def _done(lane: FlushLane) -> tuple[int, int]:
     """Return how many bytes of the present copy are written, and how many it has."""
     transfer = lane.active
@@ -355,41 +363,3 @@ def _done(lane: FlushLane) -> tuple[int, int]:
     if geometry is None:
         return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
     return transfer.done_bytes, geometry.image_bytes
-
-
-def _checkpoint(
-    entry: LedgerEntry, ledger: Ledger, coordinator: Coordinator, *, abandoned: bool
-) -> CheckpointStatus:
-    copies = {}
-    for name in _names(ledger):
-        state = entry.state(name)
-        if state is not CopyState.ABSENT:
-            copies[name] = CopyStatus(
-                state=state,
-                bytes=(name == ledger.host and entry.image_bytes) or entry.bytes.get(name, 0),
-                fraction=_fraction(entry, name, ledger, coordinator, state),
-            )
-    return CheckpointStatus(
-        step=entry.id.step,
-        attempt=entry.id.attempt,
-        copies=copies,
-        owed=tuple(name for name in _names(ledger) if name in entry.owed),
-        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
-        pinned=entry.pinned,
-        abandoned=abandoned,
-    )
-
-
-def _fraction(
-    entry: LedgerEntry, tier: str, ledger: Ledger, coordinator: Coordinator, state: CopyState
-) -> float | None:
-    if state is not CopyState.ARRIVING:
-        return None
-    if tier == ledger.host:
-        chunks = entry.geometry.chunk_count if entry.geometry else 0
-        return entry.final_chunks / chunks if chunks else 0.0
-    lane = coordinator.lanes.get(tier)
-    if lane is None or not lane.is_copying(entry.id):
-        return 1.0  # this rank's image is uploaded, other ranks' images are not
-    done, total = _done(lane)
-    return done / total if total else 0.0

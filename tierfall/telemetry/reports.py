@@ -58,7 +58,11 @@ class RestoreReport:
     fallbacks: tuple[Fallback, ...]
 
     def __repr__(self) -> str:
-        return describe_restore(self)
+        """One line, and one more for each source that was skipped."""
+        read = ", ".join(_source(source) for source in self.sources) or "nothing to read"
+        took = format_duration(self.seconds)
+        lines = [f"restored step {self.step} (attempt {self.attempt}) in {took}: {read}"]
+        return "\n".join([*lines, *(f"  skipped {f.what}: {f.reason}" for f in self.fallbacks)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,23 @@ class CheckpointInfo:
     set_aside: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return describe_checkpoint(self)
+        """One line."""
+        copies = [
+            tier if state in (CopyState.COMMITTED, CopyState.SEALED) else f"{tier} ({state})"
+            for tier, state in self.tiers.items()
+        ]
+        parts = [
+            f"{format_size(self.bytes)} on {', '.join(copies) or 'no tier'}",
+            f"{format_duration(self.age_s)} old",
+            f"owed to {', '.join(self.owed)}" if self.owed else "",
+            f"not good on {', '.join(self.damage)}" if self.damage else "",
+            f"set aside on {', '.join(self.set_aside)}" if self.set_aside else "",
+            "pinned" if self.pinned else "",
+            "abandoned" if self.abandoned else "",
+            f"tags {', '.join(self.tags)}" if self.tags else "",
+            ", ".join(f"{name} {value:g}" for name, value in self.metrics.items()),
+        ]
+        return f"<step {self.step} (attempt {self.attempt}): {'; '.join(filter(None, parts))}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +136,16 @@ class DrainReport:
     forecast: tuple[DrainForecast, ...] = ()
 
     def __repr__(self) -> str:
-        return describe_drain(self)
+        """One line for each outcome that some copies have."""
+        outcomes = {"durable": self.done, "left": self.left, "given up": self.lost}
+        lines = [
+            f"  {name}: {format_some([f'{step}@{attempt} to {tier}' for step, attempt, tier in copies])}"
+            for name, copies in outcomes.items()
+            if copies
+        ]
+        return "\n".join(
+            [f"drained in {format_duration(self.seconds)}", *(lines or ["  nothing was owed"])]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,50 +261,9 @@ class Statistics:
 _WIDTH = 12
 
 
-def describe_restore(report: RestoreReport) -> str:
-    """One line, and one more for each source that was skipped."""
-    read = ", ".join(_source(source) for source in report.sources) or "nothing to read"
-    took = format_duration(report.seconds)
-    lines = [f"restored step {report.step} (attempt {report.attempt}) in {took}: {read}"]
-    return "\n".join([*lines, *(f"  skipped {f.what}: {f.reason}" for f in report.fallbacks)])
-
-
 def _source(source: ShardSource) -> str:
     by = "" if source.rank is None else f" by rank {source.rank}"
     return f"{format_size(source.bytes)} from {source.tier}{by}"
-
-
-def describe_drain(report: DrainReport) -> str:
-    """One line for each outcome that some copies have."""
-    outcomes = {"durable": report.done, "left": report.left, "given up": report.lost}
-    lines = [
-        f"  {name}: {format_some([f'{step}@{attempt} to {tier}' for step, attempt, tier in copies])}"
-        for name, copies in outcomes.items()
-        if copies
-    ]
-    return "\n".join(
-        [f"drained in {format_duration(report.seconds)}", *(lines or ["  nothing was owed"])]
-    )
-
-
-def describe_checkpoint(info: CheckpointInfo) -> str:
-    """One line."""
-    copies = [
-        tier if state in (CopyState.COMMITTED, CopyState.SEALED) else f"{tier} ({state})"
-        for tier, state in info.tiers.items()
-    ]
-    parts = [
-        f"{format_size(info.bytes)} on {', '.join(copies) or 'no tier'}",
-        f"{format_duration(info.age_s)} old",
-        f"owed to {', '.join(info.owed)}" if info.owed else "",
-        f"not good on {', '.join(info.damage)}" if info.damage else "",
-        f"set aside on {', '.join(info.set_aside)}" if info.set_aside else "",
-        "pinned" if info.pinned else "",
-        "abandoned" if info.abandoned else "",
-        f"tags {', '.join(info.tags)}" if info.tags else "",
-        ", ".join(f"{name} {value:g}" for name, value in info.metrics.items()),
-    ]
-    return f"<step {info.step} (attempt {info.attempt}): {'; '.join(filter(None, parts))}>"
 
 
 def describe_statistics(found: Statistics) -> str:

@@ -113,7 +113,11 @@ class Status(RunStatus):
 
 def describe_flushes(status: RunStatus) -> str:
     """Return what is being copied to which tier, what is owed, and which tiers accept nothing at present."""
-    parts = [_describe_transfer(transfer) for transfer in status.transfers]
+    parts = []
+    for one in status.transfers:
+        done = f"{format_size(one.done_bytes)} of {format_size(one.bytes)}"
+        left = "" if one.left_s is None else f", about {format_duration(one.left_s)} left"
+        parts.append(f"{one.step}@{one.attempt} to {one.tier}: {done}{left}")
     owed: dict[str, int] = {}
     for checkpoint in status.checkpoints:
         for tier in checkpoint.owed:
@@ -122,12 +126,6 @@ def describe_flushes(status: RunStatus) -> str:
     errors = {tier.name: tier.failing or tier.last_error for tier in status.tiers}
     parts += [f"{tier} fails: {error}" for tier, error in errors.items() if error]
     return "; ".join(parts) or "no copy is in progress or owed"
-
-
-def _describe_transfer(transfer: TransferStatus) -> str:
-    done = f"{format_size(transfer.done_bytes)} of {format_size(transfer.bytes)}"
-    left = "" if transfer.left_s is None else f", about {format_duration(transfer.left_s)} left"
-    return f"{transfer.step}@{transfer.attempt} to {transfer.tier}: {done}{left}"
 
 
 def status_name(slot: int) -> str:

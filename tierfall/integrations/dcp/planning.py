@@ -7,6 +7,7 @@ replicas of each other. They are never pickled.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,6 +31,23 @@ from tierfall.core.tensors.wrappers import is_wrapper
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, RestoreError
 
 Path = tuple[str | int, ...]
+
+
+class PlansUnchanged:
+    """What a reader and a writer share: they leave DCP's plans unchanged, and accept no path."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan unchanged; a plan that DCP has cached is not used."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Return the plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: no path is accepted."""
+        return False
 
 
 class TierSavePlanner(DefaultSavePlanner):

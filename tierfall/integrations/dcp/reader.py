@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
     MapNode,
@@ -60,7 +59,7 @@ from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId
-from tierfall.integrations.dcp.planning import Path
+from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
@@ -100,7 +99,10 @@ def open_checkpoint(
         checkpoint = left.pop(0)
         opened: OpenedCheckpoint | None = None
         error: Exception | None = None
-        parts = _parts(run, checkpoint, listings, request, tally)
+        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        tiers = [tier for tier in held if request.tier in (None, tier)]
+        # ranks exchange images if they can, as in Checkpointer.restore
+        parts = run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
         try:
             opened = _open(run, parts, values_of)
         except Exception as failure:
@@ -160,20 +162,6 @@ def _error_to_raise(
     return raised
 
 
-def _parts(
-    run: OpenRun,
-    checkpoint: KnownCheckpoint,
-    listings: Sequence[Listing],
-    request: RestoreRequest,
-    tally: ReadTally,
-) -> CheckpointReader:
-    """Return a reader of the images of a checkpoint, which ranks exchange if they can, as in
-    ``Checkpointer.restore``."""
-    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    tiers = [tier for tier in held if request.tier in (None, tier)]
-    return run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
-
-
 def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
     shard = run.session.ranks.shard
     world_size = parts.world_size(shard.world_size)
@@ -184,7 +172,7 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
     )
 
 
-class TierReader(StorageReader):
+class TierReader(PlansUnchanged, StorageReader):
     """Reads one checkpoint of a Checkpointer's run: ``dcp.load(state, storage_reader=TierReader(ckpt))``.
 
     It reads the newest checkpoint that can be restored, or ``step`` (and ``attempt``); ``tier`` limits the read to one
@@ -248,22 +236,13 @@ class TierReader(StorageReader):
             self._damaged = True
             raise
         entries = self._opened.entries
-        return Metadata(
-            state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
-        )
+        paths = {name: leaf.path for name, leaf in entries.leaves.items()}
+        return Metadata(state_dict_metadata=cast("dict[str, Any]", entries), planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Do nothing: no setup is needed."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of the plan, each chunk from its fastest good copy. With ``resume`` the run continues from
@@ -278,11 +257,6 @@ class TierReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no path is accepted."""
-        return False
 
     # Continuing the run ------------------------------------------------------------------------------
 
@@ -447,22 +421,6 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
 
     def __len__(self) -> int:
         return len(self.leaves)
-
-
-class Paths(Mapping[str, Path]):
-    """The path of each name in the nested state, for DCP's planners."""
-
-    def __init__(self, entries: DcpEntries) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> Path:
-        return self._entries.leaves[name].path
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class _Names:

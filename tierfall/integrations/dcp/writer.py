@@ -49,6 +49,7 @@ from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import (
     Path,
+    PlansUnchanged,
     count_outcomes,
     nest,
     planned_state,
@@ -104,27 +105,7 @@ class Staged:
         return isinstance(held, torch.Tensor) and held.is_meta
 
 
-class _PlanWriter(StorageWriter):
-    """A writer that leaves DCP's plans unchanged, and accepts no path."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no setup is needed."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged; a plan that DCP has cached is not used."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no path is accepted."""
-        return False
-
-
-class TierWriter(_PlanWriter):
+class TierWriter(PlansUnchanged, StorageWriter):
     """Writes one step through a Checkpointer: ``dcp.save(state, storage_writer=TierWriter(ckpt, step=100))``.
 
     ``step`` must follow the run's last one. ``until`` names the tier on which the checkpoint must be committed before
@@ -436,11 +417,14 @@ class ImageFiles(WriteResult):
     """A rank's image and manifest, as in the commit record, in ``storage_data``."""
 
 
-class DirectWriter(_PlanWriter):
+class DirectWriter(PlansUnchanged, StorageWriter):
     """Writes one rank's shard of a step to a tier; on the coordinator it also commits."""
 
     def __init__(self, request: DirectWrite) -> None:
         self._request = request
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no setup is needed."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse a path, as TierWriter does."""
