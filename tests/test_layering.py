@@ -71,7 +71,7 @@ LINES = {
     ("core/types",): 1_943,
     ("core/format",): 1_293,
     ("core/state", "core/tensors"): 3_697,
-    ("core/image",): 2_565,
+    ("core/image",): 2_568,
     ("core/runtime",): 2_249,
     ("core/ranks",): 1_778,
     ("core/capture", "core/sampling"): 3_940,

@@ -28,7 +28,7 @@ from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import dtypes
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors.tensors import to_bytes
+from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types.values import Changes
 
 Keys = NDArray[np.uint64]
@@ -298,7 +298,10 @@ def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, 
 
 def _digest(tensor: torch.Tensor) -> int:
     """Digest a tensor's bytes as in an image; a device's bytes are copied to the host in parts."""
-    hasher, flat = xxhash.xxh3_64(), to_bytes(tensor)
+    hasher, flat = xxhash.xxh3_64(), as_bytes(tensor)
+    if flat is None:  # copied to the host: a device may have no memory for it
+        flat = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        copy_whole(flat, tensor)
     for start in range(0, flat.numel(), _HASHED_BYTES):
         part = flat[start : start + _HASHED_BYTES].cpu()
         hasher.update(memoryview(part.numpy()))  # type: ignore[arg-type]
