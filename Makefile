@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 
 help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
-	@echo "make test     run all tests (about 12 minutes on two cores)"
+	@echo "make test     run all tests (about 9 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
 	@echo "make test-benchmarks  run the tests of the benchmarks (4 minutes)"
 	@echo "make test-places  run the tests of object stores on Azure's emulator too, which npm installs (2 minutes)"
