@@ -132,7 +132,7 @@ def test_images_travel_on_the_network_that_is_named(tmp_path: Path, interface: s
         pytest.skip("this machine has no IPv6")
     with met(tmp_path, 2, interface=interface) as found:
         assert {rank.host for one in found for node in one._nodes for rank in node} == {address}  # type: ignore[union-attr]
-        with closing(found[0].open_backend()) as sent:  # type: ignore[union-attr]
+        with closing(found[0].connect()[0]) as sent:  # type: ignore[union-attr]
             put_object(sent, "run/document", b"on its way", Publish.REPLACE)
     (arrived,) = tmp_path.glob("peers-1/**/run/document")
     assert arrived.read_bytes() == b"on its way"

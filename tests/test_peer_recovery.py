@@ -118,7 +118,7 @@ def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
 def nodes_with(folder: Path, rank: int) -> set[str]:
     """Return the nodes that keep a rank's image for it: a commit record there names it, and its file is there."""
     found = set()
-    for record in folder.glob("peers-*/*/[1-9]/run/step-00000001-a0001/commit.json"):
+    for record in folder.glob("peers-*/*/*/run/step-00000001-a0001/commit.json"):
         images = [*record.parent.glob(f"rank-{rank:05d}-*.safetensors*")]
         if any(f'"{image.name}"' in record.read_text() for image in images):
             found.add(record.relative_to(folder).parts[0].removeprefix("peers-"))

@@ -165,6 +165,10 @@ class TierCatalog:
         with self._confirming_absence(self._key(checkpoint, keys.COMMIT_NAME)):
             return self._read_present(checkpoint)
 
+    def written_commit(self, checkpoint: CheckpointId) -> Commit:
+        """Read the record of what this node has written; of peer memory, that is not what it keeps."""
+        return self.read_commit(checkpoint)
+
     def _read_present(self, checkpoint: CheckpointId) -> Commit:
         return read_twice(lambda: self._read_commit(checkpoint, None))
 

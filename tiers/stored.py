@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import groupby
 
+from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.format.commit_files import same_checkpoint, shards_of
 from tierfall.core.format.decided import FENCE_VALID_S, DecidedList, Word
 from tierfall.core.format.documents import Spliced
@@ -156,7 +157,7 @@ class StoredTier(TierCatalog):
 
     def create_shard(
         self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-    ) -> RawImageWriter | PackedImageWriter:
+    ) -> ImageUpload:
         """Begin a shard's image. ``cut`` is its division into chunks, ``pieces`` its tensors in the manifest."""
         packing = self._packing
         if packing is None:

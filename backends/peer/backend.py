@@ -130,6 +130,10 @@ class PeerBackend(BackendBase):
         count: int = self.request(what, {"do": "discard", "prefix": prefix})
         return count
 
+    def folders(self) -> list[str]:
+        """Return the names of the senders, of earlier starts too, of which the other node keeps anything."""
+        return list(self.request(self._what("list", ""), {"do": "folders"}))
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

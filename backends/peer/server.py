@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -63,7 +63,8 @@ class PeerServer:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
-    and ``close`` closes it. ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
+    and ``close`` closes it. ``folders`` returns the names of the senders of which anything is kept. ``idle_s``: a
+    connection that is silent for longer within a payload or an answer is closed.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class PeerServer:
         secret: bytes,
         run: str,
         storage: Callable[[str], Backend],
+        folders: Callable[[], Sequence[str]],
         listener: socket.socket,
         idle_s: float = 60.0,
     ) -> None:
         self._secret = secret
         self._run = run
         self._storage = storage
+        self._folders = folders
         self._idle_s = idle_s
         self._lock = threading.Lock()
         self._stores: dict[str, Backend] = {}
@@ -174,7 +177,9 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            talk = _RequestHandler(connection, own, self._lock, idle_s=self._idle_s)
+            talk = _RequestHandler(
+                connection, own, self._lock, folders=self._folders, idle_s=self._idle_s
+            )
             talk.run()
         finally:
             self._leave(sender, session)
@@ -208,6 +213,7 @@ class _RequestHandler:
         session: _Session,
         lock: threading.Lock,
         *,
+        folders: Callable[[], Sequence[str]],
         idle_s: float,
     ) -> None:
         self._connection = connection
@@ -224,6 +230,7 @@ class _RequestHandler:
             "delete": self._delete,
             "delete_some": self._delete_some,
             "discard": self._discard,
+            "folders": lambda head: list(folders()),
         }
 
     def run(self) -> None:

@@ -158,6 +158,22 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
     return replace(one, commit=commit), damages
 
 
+def unite_listings(tier: str, found: Mapping[str, Listing]) -> Listing:
+    """Merge the listings of several places of one tier, by their names."""
+    copies: dict[CheckpointId, dict[str, FoundCopy]] = {}
+    for where, listing in found.items():
+        for copy in listing.copies:
+            copies.setdefault(copy.id, {})[where] = copy
+    united = [unite_copies(by_place) for _, by_place in sorted(copies.items())]
+    damaged = [error for listing in found.values() for error in listing.damaged]
+    return Listing(
+        tier=tier,
+        copies=tuple(copy for copy, _ in united),
+        damaged=(*damaged, *(error for _, lost in united for error in lost)),
+        error=next((x.error for x in found.values() if x.error is not None), None),
+    )
+
+
 def unlisted(listings: Iterable[Listing], reported_by: Mapping[str, int]) -> dict[str, int]:
     """Return the stored tiers that this rank could not list, each with the rank that reports it."""
     return {x.tier: reported_by[x.tier] for x in listings if x.error and x.tier in reported_by}

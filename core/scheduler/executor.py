@@ -170,7 +170,7 @@ class TaskRunner:
         The fence is checked first: files of that name may be another process's, which must not change.
         """
         store.check_begin(self._writer())
-        if (commit := _committed_before(task, store)) is not None and not task.again:
+        if (commit := _committed_before(task, store)) is not None:
             store.sync_commit(task.id)
             return commit
         manifest = None
@@ -180,7 +180,6 @@ class TaskRunner:
             cut, pieces = geometry(manifest), manifest.pieces
         assert cut is not None
         assert pieces is not None
-        # What is committed may be this image, too, as an earlier start sent it: it stays until it is replaced.
         if task.leftover and not store.is_committed(task.id):
             store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
@@ -267,7 +266,7 @@ class TaskRunner:
         store.record_lineage(task.commit, self._writer())
 
     def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
-        commit = store.read_commit(task.id)
+        commit = store.written_commit(task.id)
         store.sync_commit(task.id)
         return commit
 
@@ -302,7 +301,7 @@ class TaskRunner:
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
-        store.commit(commit, attempt=self._writer(), repairs=task.again)
+        store.commit(commit, attempt=self._writer())
         try:
             if task.name_latest:
                 store.write_latest(task.id)
@@ -338,11 +337,10 @@ def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
 
 
 def _committed_with(store: TaskStore, id: CheckpointId, shard: Shard | None) -> Commit | None:
-    """Return the commit record of a checkpoint, if it has one that names the image of ``shard`` (None: any). A record
-    that names other images alone is another node's: a node of peer memory keeps those, too. None only while the tier's
-    id can be read."""
+    """Return the commit record of a checkpoint, if it has one that names the image of ``shard`` (None: any). None only
+    while the tier's id can be read."""
     try:
-        commit = store.read_commit(id)
+        commit = store.written_commit(id)
     except KeyNotFoundError:
         return None
     return commit if shard is None or image_file(commit, shard) else None

@@ -21,7 +21,7 @@ from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
-from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.types.backend import Backend, StoredObject, put_object
 from tierfall.core.types.errors import (
     AccessDeniedError,
     KeyNotFoundError,
@@ -46,6 +46,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         options = {
             "secret": SECRET,
             "run": RUN,
+            "folders": lambda: sorted(child.name for child in tmp_path.iterdir()),
             "listener": socket.create_server(("127.0.0.1", 0)),
             **more,
         }
@@ -74,6 +75,13 @@ def test_promise(name: str, serve: Serve) -> None:
         reopen=lambda backend: client(server, backend._sender),
         leaves_unfinished=False,
     )
+
+
+def test_a_client_learns_of_whom_anything_is_kept(serve: Serve) -> None:
+    server = serve()
+    for sender in ("node-1", "node-2"):
+        put_object(client(server, sender), "run/document", b"kept")
+    assert client(server).folders() == ["node-1", "node-2"]
 
 
 def test_senders_do_not_see_each_other(serve: Serve) -> None:

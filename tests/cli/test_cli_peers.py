@@ -30,7 +30,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
 
 def kept_in(config: dict[str, Any]) -> Path:
     """The folder of what this node keeps for others, of a run with these tiers."""
-    return Path(config["tiers"][1]["path"]) / memory_of(config).name
+    return Path(config["tiers"][1]["path"]) / memory_of(config).name / "0123456789abcdef-1"
 
 
 def test_a_run_of_one_node_leaves_the_tier_out(
@@ -96,13 +96,13 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
 
 
-def test_a_command_names_who_may_change_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
-    (kept_in(kept[0].config) / "run/tier.json").unlink()
-    expected = "peers is in the memory of several nodes, which only a trainer changes: 1@1 is not changed there"
-    for command in ("pin 1", "rm 1 --yes --even-the-last"):
-        result = kept[0](*command.split(), code=1)
-        assert expected in result.out + result.err
-        kept[0]("unpin", "1", code=-1)
+def test_what_a_person_decides_counts_for_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
+    cli, _ = kept
+    assert "pinned 1@1 on host, disk" in cli("pin", "1").out
+    cli("unpin", "1")
+    cli("rm", "1", "--yes", "--even-the-last")
+    assert cli.steps() == {"1@1": {"peers": "committed"}}, "until the next start"
+    cli("latest", code=1)
 
 
 @pytest.mark.parametrize(("interface", "code"), [("lo", 0), ("ib7", 1)])

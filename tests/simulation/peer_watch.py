@@ -248,7 +248,7 @@ class PeerWatch:
                             f"{shard} of {id} in memory"
                         )
                         found.in_memory[shard].add(machine.number)
-            for kept in machine.kept[1:]:
+            for kept in machine.kept:
                 found = self._find_on(kept, machine.number, id, found)
         if SHARED_TIER in self.world.stored:
             found = self._find_on(self.world.disk(SHARED_TIER, 0), -1, id, found)

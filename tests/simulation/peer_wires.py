@@ -49,9 +49,10 @@ class Wires:
 class Server:
     """What a process of a machine keeps for those of another, as ``PeerServer`` does for one sender."""
 
-    def __init__(self, machine: int, storage: Backend) -> None:
+    def __init__(self, machine: int, storage: Backend, folders: Callable[[], list[str]]) -> None:
         self.machine = machine
         self.lock = threading.Lock()
+        self.folders = folders
         self._storage = storage
         self._sessions: dict[str, _Session] = {}
 
@@ -79,7 +80,9 @@ class Wire:
         side = cast(Connection, SimpleNamespace(
             set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
         ))  # fmt: skip
-        self._handler = _RequestHandler(side, server.join(session), server.lock, idle_s=1.0)
+        self._handler = _RequestHandler(
+            side, server.join(session), server.lock, folders=server.folders, idle_s=1.0
+        )
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")
         self._answer: tuple[Head, memoryview | None] | None = None

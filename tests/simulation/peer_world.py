@@ -14,8 +14,7 @@ from tests.simulation.many import Many
 from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
 from tests.simulation.rank import Rank
-from tests.simulation.world import FakeMemory, FakeRegion, packing
-from tierfall.backends.peer.view import PeerView
+from tests.simulation.world import FakeMemory, FakeRegion
 from tierfall.core.copies import shard_reader
 from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types.errors import RestoreError
@@ -23,23 +22,30 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
 from tierfall.session.leftovers import is_ours
 from tierfall.session.start import Start
-from tierfall.setup.peers import recover_image
+from tierfall.setup.peers import kept_by, recover_image
+from tierfall.tiers.peers import PeerCache, PeerFolder
 from tierfall.tiers.stored import StoredTier
 
 PEER_TIER = "peers"
 
 
 class Machine:
-    """A machine with its memory. ``kept`` is what it keeps for others: by the number of the copy, as ``PeerMemory`` has
-    it."""
+    """A machine with its memory. ``folders`` is what it keeps for others: by start and node of the sender."""
 
     def __init__(self, number: int, *, slots: int, images: int, copies: int, domain: str) -> None:
         self.number = number
         self.domain = domain
-        place = f"the memory of machine {number}"
-        self.kept = [MemoryBackend(place=place) for _ in range(copies + 1)]
+        self.folders: dict[str, MemoryBackend] = {}
         self.memories = [FakeMemory(images) for _ in range(slots)]
         self.file = MachineFile()
+
+    def folder(self, sender: str) -> MemoryBackend:
+        place = f"the memory of machine {self.number}"
+        return self.folders.setdefault(sender, MemoryBackend(place=place))
+
+    @property
+    def kept(self) -> list[MemoryBackend]:
+        return list(self.folders.values())
 
 
 class StartFailedError(Exception):
@@ -78,6 +84,7 @@ class PeerRank(Rank):
         self.machine = world.present[self.node]
         self.memory = self.machine.memories[number % world.slots]
         self.recovered: CheckpointId | None = None
+        self._folders: dict[str, PeerFolder] = {}
 
     def open(self) -> None:
         super().open()
@@ -91,9 +98,9 @@ class PeerRank(Rank):
             patch.object(shard_reader, "run_in_threads", _in_turn),
             patch.object(self.world.wires, "on_request", self.world.on_recovery_request),
         ):
-            for remote in self.world.remotes_of(self):
-                view = PeerView([remote], ())
-                keeper = StoredTier(name=PEER_TIER, run=RUN, backend=view, has_latest=False)
+            for machine, process in self.world.keepers_of(self):
+                connect = partial(self.world.connect, self, machine, process)
+                keeper = kept_by(PEER_TIER, RUN, connect(self.sender), connect)
                 memory = HostMemory(self.memory)
                 found = recover_image(memory, keeper, self.shard, self.listings, known)
                 self.recovered = self.recovered or found
@@ -104,14 +111,18 @@ class PeerRank(Rank):
     def _open_store(self, tier: str) -> StoredTier:
         if tier != PEER_TIER:
             return super()._open_store(tier)
-        view = self.world.view_of(self)
-        return StoredTier(
-            name=tier,
-            run=RUN,
-            backend=view,
-            packing=packing(self.world.codecs.get(tier)),
-            has_latest=False,
-        )
+        sent = [PeerFolder(tier, RUN, remote) for remote in self.world.remotes_of(self)]
+        return PeerCache(name=tier, run=RUN, kept=self._kept, sent=sent, backend=sent[0].backend)
+
+    @property
+    def sender(self) -> str:
+        return f"{self.world.starts}-{self.node}"
+
+    def _kept(self) -> dict[str, PeerFolder]:
+        for name, backend in self.machine.folders.items():
+            if name not in self._folders:
+                self._folders[name] = PeerFolder(PEER_TIER, RUN, backend)
+        return self._folders
 
 
 class PeerWorld(Many):
@@ -132,6 +143,7 @@ class PeerWorld(Many):
         self.slots = len(machines[0].memories)
         self.copies = copies
         self.wires = Wires(seed)
+        self.starts = 0
         self.world_sizes: dict[int, int] = {}
         """The number of ranks of each attempt."""
         self.refused: RestoreError | None = None
@@ -144,26 +156,32 @@ class PeerWorld(Many):
         return tuple(node for node in range(len(self.present)) for _ in range(self.slots))
 
     def disk(self, tier: str, node: int) -> MemoryBackend:
-        return self.present[node].kept[0] if tier == PEER_TIER else super().disk(tier, node)
+        return MemoryBackend(place=tier) if tier == PEER_TIER else super().disk(tier, node)
 
     def make_rank(self, number: int, memory_images: int) -> PeerRank:
         return PeerRank(self, number, memory_images)
 
-    def view_of(self, rank: PeerRank) -> PeerView:
-        """What a rank sees of peer memory, as ``PeerMemory`` opens it."""
-        return PeerView(rank.machine.kept, self.remotes_of(rank))
+    def keepers_of(self, rank: PeerRank) -> list[tuple[Machine, tuple[int, int]]]:
+        """The machines that keep a rank's images, and the process there that serves it."""
+        keepers = self.placement.holders[rank.node][1:]
+        return [(self.present[node], (node, rank.number % self.slots)) for node in keepers]
+
+    def connect(
+        self, rank: PeerRank, machine: Machine, process: tuple[int, int], sender: str
+    ) -> WiredPeer:
+        """Connect a rank to what a machine keeps of a sender."""
+        server = self._servers.setdefault(
+            (*process, sender),
+            Server(machine.number, machine.folder(sender), lambda: list(machine.folders)),
+        )
+        return WiredPeer(self.wires, rank.machine.number, server)
 
     def remotes_of(self, rank: PeerRank) -> list[WiredPeer]:
-        """What a rank sees of the memory of the machines that keep its images."""
-        remotes = []
-        for copy, keeper in enumerate(self.placement.holders[rank.node][1:], 1):
-            machine = self.present[keeper]
-            process = keeper, rank.number % self.slots
-            server = self._servers.setdefault(
-                (*process, copy), Server(machine.number, machine.kept[copy])
-            )
-            remotes.append(WiredPeer(self.wires, rank.machine.number, server))
-        return remotes
+        """The folders of this start on the machines that keep a rank's images."""
+        return [
+            self.connect(rank, machine, process, rank.sender)
+            for machine, process in self.keepers_of(rank)
+        ]
 
     # Starts --------------------------------------------------------------------------------------
 
@@ -177,7 +195,8 @@ class PeerWorld(Many):
         self.refused = None
         self.node_of = self._nodes()
         self.machines = {node: machine.file for node, machine in enumerate(self.present)}
-        self._servers: dict[tuple[int, int, int], Server] = {}
+        self.starts += 1
+        self._servers: dict[tuple[int, int, str], Server] = {}
         self.placement = place_copies([machine.domain for machine in self.present], self.copies)
         self.ranks = [self.make_rank(number, 0) for number in range(len(self.node_of))]
         super().start()

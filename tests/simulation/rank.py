@@ -72,6 +72,7 @@ from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
+from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ class Rank:
     def adopt(self, attempt: Attempt) -> bool:
         """Save as this attempt from now on; False where a tier knows another one by its number."""
         answered = {x.tier for x in self.listings if x.error is None}
-        for store in reversed([s for s in self.stores.values() if s.name in answered]):
+        stores = [s for s in self.stores.values() if not isinstance(s, PeerCache)]
+        for store in reversed([s for s in stores if s.name in answered]):
             try:
                 store.fence.create(attempt)
             except KeyExistsError:

@@ -26,7 +26,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import TierRules
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.peers import PeerCache
 
 ONE = CheckpointId(1, 1)
 
@@ -144,15 +144,15 @@ def refuse_commits(
     patch: pytest.MonkeyPatch, world: World, node: int, error: type[TierfallError], times: int
 ) -> list[int]:
     """Let commit records of a node fail so often; return the list that each failure is noted in."""
-    real, failed = StoredTier.commit, list[int]()
+    real, failed = PeerCache.commit, list[int]()
 
-    def commit(self: StoredTier, *arguments: object, **more: object) -> None:
+    def commit(self: PeerCache, *arguments: object, **more: object) -> None:
         if self is world.ranks[node].stores[PEER_TIER] and len(failed) < times:
             failed.append(1)
             raise error("on purpose")
         real(self, *arguments, **more)  # type: ignore[arg-type]
 
-    patch.setattr(StoredTier, "commit", commit)
+    patch.setattr(PeerCache, "commit", commit)
     return failed
 
 
@@ -269,7 +269,8 @@ def test_a_damaged_copy_that_the_node_of_rank_0_has_nothing_of_goes_with_newer_o
     storage = [file_rules(SHARED_TIER, shared=True, retain_last=2)] if is_on_storage else []
     world = World(*storage, copies=copies, last=2)
     world.save(2)
-    kept = world.present[world.placement.holders[2][1]].kept[1]._objects
+    keeper = world.present[world.placement.holders[2][1]]
+    kept = keeper.folder(world.ranks[2].sender)._objects
     (image,) = [key for key in kept if "0001-" in key and key.endswith(".safetensors")]
     del kept[image]
     world.replace([0], more=more)

@@ -715,6 +715,10 @@ class Config(Section):
         tiers = tuple(tier for tier in self.tiers if tier.name != name)
         return self.model_copy(update={"tiers": tiers})
 
+    def without_peers(self) -> Self:
+        """Return a copy without memory of other nodes."""
+        return self if self.peers is None else self.without(self.peers.name)
+
     def reading_only(self, names: Collection[str]) -> Self:
         """Return a copy in which the tiers of these names are read-only."""
         return self.model_copy(

@@ -274,6 +274,7 @@ def decide_on_tiers(
     What is pinned is looked at once more then: StepError if the trainer has deleted the last copy just now. StepError
     too if no stored tier has the checkpoint.
     """
+    config = config.without_peers()
     if not any(tier.name in checkpoint.copies for tier in config.stored):
         raise StepError(
             f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process changes: wait "
@@ -300,7 +301,7 @@ def decide_on_tiers(
         for name, store in stores.items():
             try:
                 if store.read_only:
-                    raise _read_only_error(config, name, entry.checkpoint)
+                    raise _read_only_error(name, entry.checkpoint)
                 store.decided.add(entry, reason="command line")
             except TierfallError as error:
                 failed[name] = error
@@ -380,28 +381,25 @@ def run_commands(
         return tuple(_run_command(session, kind, id, tag) for id in ids)
 
 
-def _read_only_error(config: Config, tier: str, id: CheckpointId) -> StepError:
-    if config.peers is not None and config.peers.name == tier:
-        return StepError(
-            f"{tier} is in the memory of several nodes, which only a trainer changes: {id} is not changed there; call "
-            "it in the trainer"
-        )
+def _read_only_error(tier: str, id: CheckpointId) -> StepError:
     return StepError(f"{tier} is read-only: {id} is not changed there")
 
 
 def _run_command(session: Session, kind: CommandKind, id: CheckpointId, tag: str) -> CommandResult:
-    held = [listing.tier for listing in session.listings if listing.copy(id) is not None]
+    """Execute a command. What nodes keep for each other goes by the lists of the other tiers at the next start."""
+    peers = set(session.config.peer_copies)
+    held = [x.tier for x in session.listings if x.copy(id) is not None and x.tier not in peers]
     failed = submit(session, kind, id, tag)
     if "tierfall" in failed:
         raise failed["tierfall"]
     silent = unread(session.listings)
     for tier in held:
         if tier in session.stores and session.stores[tier].read_only:
-            failed[tier] = _read_only_error(session.config, tier, id)
+            failed[tier] = _read_only_error(tier, id)
     if kind is CommandKind.DELETE:
         entries = session.coordinator.ledger.entries
         left = session.call(lambda: tuple(entries.peek(id).states) if id in entries else ())
-        for tier in set(left) - failed.keys():
+        for tier in set(left) - failed.keys() - peers:
             failed[tier] = StepError(f"{id} is noted there, and the next start deletes it")
     return CommandResult(
         id=id,
@@ -446,7 +444,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     Raises LockError if a trainer of this machine is alive: it goes by what it remembers.
     """
     with owned_folder(config, "tierfall forget") as folder:
-        storage = config if config.peers is None else config.without(config.peers.name)
+        storage = config.without_peers()
         # Opening for writing creates a folder.
         there = storage.reading_only(_missing_folders(storage))
         stores, failed = open_stores(there, config.run, is_bounded=True)

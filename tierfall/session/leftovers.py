@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.records import Commit, geometry, parse_manifest
 from tierfall.core.restore.agreement import complete, whole_on
-from tierfall.core.restore.inventory import Inventory, unite_copies
+from tierfall.core.restore.inventory import Inventory, unite_listings
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -111,18 +111,7 @@ def _adopt(
 
 def list_slots(hosts: Sequence[HostTier]) -> Listing:
     """Return what is sealed in several slots, as one listing."""
-    listings = {host.path.name: host.list() for host in hosts}
-    found: dict[CheckpointId, dict[str, FoundCopy]] = {}
-    damaged = [error for listing in listings.values() for error in listing.damaged]
-    for where, listing in listings.items():
-        for copy in listing.copies:
-            found.setdefault(copy.id, {})[where] = copy
-    copies = []
-    for _, by_slot in sorted(found.items()):
-        copy, lost = unite_copies(by_slot)
-        copies.append(copy)
-        damaged += lost
-    return Listing(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
+    return unite_listings(hosts[0].name, {host.path.name: host.list() for host in hosts})
 
 
 def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, SealedImage]]:
@@ -364,10 +353,10 @@ def check_memory(
 
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
-    """Return whether a tier that answered has the record of the attempt that a checkpoint was saved by."""
+    """Return whether no tier that answered knows the attempt that a checkpoint was saved by under another id."""
     answered = [x for x in listings if x.tier in stores and x.error is None]
     number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
-    return _why_foreign(number, id, stores, answered, is_known=True) is None
+    return _why_foreign(number, id, stores, answered, is_known=False) is None
 
 
 def _why_foreign(

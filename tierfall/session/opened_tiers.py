@@ -329,7 +329,11 @@ class OpenedTiers:
         The record is written to the slowest tier first, which most other processes see.
         """
         answered = {x.tier for x in self.listings if x.error is None}
-        written = [self.stores[t.name] for t in self.config.written if t.name in self.stores]
+        written = [
+            self.stores[t.name]
+            for t in self.config.storage
+            if t.name in self.stores and not t.read_only
+        ]
         reachable = [store for store in reversed(written) if store.name in answered]
         if not self._write_record(attempt, reachable):
             return False
@@ -371,7 +375,7 @@ class OpenedTiers:
         """Raise FencedError if a tier has a record of a newer attempt than this process's."""
         assert self.attempt is not None
         attempt = self.attempt
-        written = [tier.name for tier in self.config.written]
+        written = [tier.name for tier in self.config.storage if not tier.read_only]
         asked = [store for name, store in self.stores.items() if name in written]
         for name, answer in self._call(asked, lambda store: store.fence.check(attempt)).items():
             try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,6 @@ import numpy as np
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
-from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.base import describe
@@ -65,6 +66,7 @@ from tierfall.tiers.arena.folder import (
     sized,
 )
 from tierfall.tiers.host import HostTier
+from tierfall.tiers.peers import PeerCache, PeerFolder
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -76,6 +78,8 @@ REQUESTS_IN_MAX_WAIT = 4
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 _ID_NAME = "memory-id"
+_FOLDER = re.compile(r"[0-9a-f]{16}-[0-9]+")
+"""Of what a node sends in a start: the start, and the number of the node."""
 
 CallTiers = Callable[
     [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
@@ -112,7 +116,8 @@ class PeerMemory:
             self.placement = place_on_nodes(tier, leaders)
             if topology.is_root:
                 warn_of_placement(tier, leaders, self.placement)
-            self._kept = [prepare_folder(tier.path / str(n)) for n in range(tier.copies + 1)]
+            if topology.is_leader:
+                _remove_empty(tier.path)
         except BaseException:
             listener.close()
             raise
@@ -123,9 +128,9 @@ class PeerMemory:
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
         ]
-        self._sender = _sender(topology.node)
-        self._copy_of = {
-            _sender(owner): holders.index(topology.node)
+        self._sender = f"{meeting.start}-{topology.node}"
+        self._senders = {
+            f"{meeting.start}-{owner}"
             for owner, holders in enumerate(self.placement.holders)
             if topology.node in holders[1:]
         }
@@ -133,6 +138,7 @@ class PeerMemory:
             secret=self._secret,
             run=run,
             storage=self._open_kept_for,
+            folders=lambda: [folder.name for folder in kept_folders(tier.path)],
             listener=listener,
         )
 
@@ -142,17 +148,17 @@ class PeerMemory:
         return ranks[self._local_index % len(ranks)]
 
     def _open_kept_for(self, sender: str) -> Backend:
-        """Open the folder of what a node sends: that of the number of its copy, which no other node has in a
-        start."""
-        copy = self._copy_of.get(sender)
-        if copy is None:
-            raise BackendError(f"no copy of what {sender} saves is placed here")
-        return RoomCheck(_open_kept(self._kept[copy]))
+        """Open the folder of what a node sends in this start; for reading, that of an earlier one."""
+        path = self._tier.path / sender
+        if sender in self._senders:
+            return RoomCheck(_open_kept(prepare_folder(path)))
+        if path not in kept_folders(self._tier.path):
+            raise BackendError(f"nothing that {sender} saves is kept here")
+        return PosixBackend(path, read_only=True)
 
-    def open_backend(self) -> PeerView:
-        """Open what this node sees of the tier."""
-        kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
-        return PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
+    def connect(self) -> list[PeerBackend]:
+        """Return the folders of this start on the nodes that keep this node's images, one for each copy."""
+        return [self._connect(rank, self._sender) for rank in self._keepers]
 
     def recover_image(
         self,
@@ -167,9 +173,9 @@ class PeerMemory:
             return
         until_s = time.monotonic() + timeout_s
         for other in self._keepers:
-            seen = PeerView([self._connect(other, self._sender, until_s)], ())
-            tier = StoredTier(name=self._tier.name, run=self._run, backend=seen, has_latest=False)
-            with closing(tier) as keeper:
+            first = self._connect(other, self._sender, until_s)
+            connect = partial(self._connect, other, until_s=until_s)
+            with closing(kept_by(self._tier.name, self._run, first, connect)) as keeper:
                 if recover_image(host, keeper, self._shard, listings, is_ours) is not None:
                     return
 
@@ -188,17 +194,12 @@ class PeerMemory:
         self._server.close()
 
     def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
-        """Delete what this node has written to other nodes' memory, and what it keeps of earlier attempts: all is
-        durable on tiers that are not memory. The leader of a node makes this call."""
+        """Delete what this node has sent, and what it keeps: all is durable on tiers that are not memory. The leader of
+        a node makes this call."""
         tiers = [stores[name] for name in (self._tier.name,) if name in stores]
-        for answer in call(tiers, self._delete_all).values():
+        for answer in call(tiers, StoredTier.delete_run).values():
             if answer.error is not None:
                 logger.warning("close: tier %s keeps its memory: %s", self._tier.name, answer.error)
-
-    def _delete_all(self, store: StoredTier) -> None:
-        left: Sequence[str] = [found.key for found in store.backend.scan(f"{self._run}/")]
-        while left:
-            left = store.backend.delete_some(left)
 
 
 class RoomCheck(Wrapper):
@@ -292,7 +293,9 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
         if address.error:
             raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
-    return PeerMeeting(addresses=addresses, secret=secrets.token_hex(SECRET_BYTES))
+    return PeerMeeting(
+        addresses=addresses, secret=secrets.token_hex(SECRET_BYTES), start=secrets.token_hex(8)
+    )
 
 
 def _memory_id(folder: Path) -> str:
@@ -305,10 +308,6 @@ def _memory_id(folder: Path) -> str:
         data = bytearray(32)
         backend.read_into(_ID_NAME, 0, memoryview(data))
         return data.decode("ascii")
-
-
-def _sender(node: int) -> str:
-    return f"node-{node}"
 
 
 # Placement, by what each node reports -------------------------------------------------------------
@@ -335,10 +334,12 @@ class PeerAddress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMeeting(Message):
-    """The addresses of all ranks, by rank, and the secret that only ranks of this start know."""
+    """The addresses of all ranks, by rank, the secret that only ranks of this start know, and what names the start in
+    the folders of what its nodes send."""
 
     addresses: tuple[PeerAddress, ...]
     secret: str = field(repr=False)
+    start: str
 
 
 def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:
@@ -525,20 +526,57 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
 # What one node keeps ------------------------------------------------------------------------------
 
 
+def kept_by(
+    name: str, run: str, first: PeerBackend, connect: Callable[[str], PeerBackend]
+) -> PeerCache:
+    """Return all that another node keeps, for reading. ``first`` is a connection to it; ``connect`` makes one to the
+    folder of a sender."""
+    folders: dict[str, PeerFolder] = {}
+    try:
+        folders |= {sender: PeerFolder(name, run, connect(sender)) for sender in first.folders()}
+    except BackendError as error:
+        logger.warning("peers: what another node keeps is not known: %s", error)
+    return PeerCache(name=name, run=run, kept=lambda: folders, sent=(), backend=first)
+
+
 def kept_folders(path: Path) -> list[Path]:
-    """Return the folders of what this node keeps: ``0`` with what it has written itself of earlier attempts, and one
-    for each number of a copy, of earlier starts, too, which may have had more."""
-    names = [child.name for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
-    return [
-        path / str(number) for number in sorted(int(name) for name in names if name.isdecimal())
-    ]
+    """Return the folders of what this node keeps, one for each node and start that has sent something."""
+    children = sorted(path.iterdir()) if path.is_dir() else []
+    return [child for child in children if child.is_dir() and _FOLDER.fullmatch(child.name)]
 
 
-def view_kept(tier: PeerTierConfig) -> PeerView:
+def _remove_empty(path: Path) -> None:
+    """Remove the folders of earlier starts in which nothing is left."""
+    for folder in kept_folders(path):
+        if not any(child.is_file() for child in folder.rglob("*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class KeptFolders:
+    """The folders of what this node keeps of a run, by their names, as they are at each call."""
+
+    def __init__(self, tier: PeerTierConfig, run: str, *, read_only: bool) -> None:
+        self._tier, self._run, self._read_only = tier, run, read_only
+        self._open: dict[str, PeerFolder] = {}
+
+    def __call__(self) -> dict[str, PeerFolder]:
+        for folder in kept_folders(self._tier.path):
+            if folder.name not in self._open and (folder / self._run).is_dir():
+                backend = PosixBackend(folder, read_only=self._read_only, direct_io=False)
+                self._open[folder.name] = PeerFolder(self._tier.name, self._run, backend)
+        return self._open
+
+
+def view_kept(tier: PeerTierConfig, run: str) -> PeerCache:
     """Open what this node keeps, for reading by a process that does not meet the other nodes."""
-    folders = kept_folders(tier.path) or [tier.path]
-    kept = [PosixBackend(folder, read_only=True) for folder in folders]
-    return PeerView(kept, (), place=str(tier.path))
+    return PeerCache(
+        name=tier.name,
+        run=run,
+        kept=KeptFolders(tier, run, read_only=True),
+        sent=(),
+        backend=PosixBackend(tier.path, read_only=True),
+        read_only="it is only to be read",
+    )
 
 
 def keeps_any(tier: PeerTierConfig, run: str) -> bool:
@@ -547,11 +585,9 @@ def keeps_any(tier: PeerTierConfig, run: str) -> bool:
     if not tier.path.exists():
         return False
     try:
-        backend = view_kept(tier)
-        with closing(
-            StoredTier(name=tier.name, run=run, backend=backend, has_latest=False)
-        ) as kept:
-            return bool(kept.list().copies)
+        with closing(view_kept(tier, run)) as kept:
+            listing = kept.list()
+            return bool(listing.copies or listing.error)
     except BackendError:
         return True
 

@@ -42,9 +42,10 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.setup.peers import PeerMemory, view_kept
+from tierfall.setup.peers import KeptFolders, PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
+from tierfall.tiers.peers import PeerCache, PeerFolder
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -197,10 +198,9 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only, creates=creates)
         try:
-            if peers is not None and isinstance(tier, PeerTierConfig):
-                backend: Backend = peers.open_backend()
-            else:
-                backend = _open_backend(tier, read_only=bool(only))
+            if isinstance(tier, PeerTierConfig):
+                return _open_peers(tier, config, run, peers, is_bounded=is_bounded)
+            backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -334,9 +334,8 @@ def _store(
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
-    tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
     reads = RateLimiter(tier.read_bandwidth) if tier.read_bandwidth else None
-    wrapped = wrap(answering, writes=pace, reads=reads, retry=RetryPolicy(tries=tries))
+    wrapped = wrap(answering, writes=pace, reads=reads, retry=RetryPolicy(tries=STORAGE_TRIES))
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
@@ -349,15 +348,44 @@ def _store(
         if isinstance(backend, PosixBackend)
         else None,
         names=backend.names if isinstance(backend, PosixBackend) else lambda folder: (),
-        has_latest=not isinstance(tier, PeerTierConfig),
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
     )
 
 
+def _open_peers(
+    tier: PeerTierConfig,
+    config: Config,
+    run: str,
+    peers: PeerMemory | None,
+    *,
+    is_bounded: bool,
+) -> PeerCache:
+    """Open peer memory: what this node keeps, and without ``read_only`` what it sends to the nodes of ``peers``."""
+    if peers is None:
+        return view_kept(tier, run)
+    pace = RateLimiter(tier.bandwidth_bytes_per_s)
+    answering = [LastAnswer(backend) for backend in peers.connect()]
+    retry = RetryPolicy(tries=PEER_TRIES)
+    wrapped = [wrap(each, writes=pace, reads=None, retry=retry) for each in answering]
+
+    def last_answer_s() -> float:
+        return max(each.last_answer_s for each in answering)
+
+    if is_bounded:
+        wrapped = [bounded(each, tier, config, last_answer_s) for each in wrapped]
+    return PeerCache(
+        name=tier.name,
+        run=run,
+        kept=KeptFolders(tier, run, read_only=False),
+        sent=[PeerFolder(tier.name, run, each) for each in wrapped],
+        backend=wrapped[0],
+        pace=pace,
+        last_answer_s=last_answer_s,
+    )
+
+
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
-    if isinstance(tier, PeerTierConfig):
-        return view_kept(tier)
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
@@ -516,6 +544,8 @@ def call_tiers(
 def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
     """Return a tier of a trainer for reading, each read with a bound."""
     tier = next(tier for tier in config.stored if tier.name == store.name)
+    if isinstance(store, PeerCache):
+        return store.wrapped(lambda each: bounded(each, tier, config, store.last_answer_s))
     backend = bounded(store.backend, tier, config, store.last_answer_s)
     return StoredTier(
         name=store.name,

@@ -263,13 +263,13 @@ class Deleter:
         return self.delete(task)
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        """Delete this rank's files of a copy that was never committed, in peer memory all that an earlier start left;
-        return False where that was begun before, or where a listing has left out what is there."""
+        """Delete this rank's files of a copy that was never committed; return False where that was begun before, or
+        where a listing has left out what is there."""
         if self._ledger.lags:
             return False
         entry, shard = self._ledger.entries.get(id), None
         if entry is not None and entry.shards is None:
-            shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
+            shard = entry.shard
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:

@@ -121,8 +121,7 @@ class Flusher:
         if part is not None:
             self._emitter.flush_begun(lane.tier, part, lane.edge_bytes, tries=lane.tries)
             leftover = (lane.tier, entry.id) in self._ledger.unfinished
-            again = self._ledger.is_of_earlier_start(lane.tier, entry)
-            lane.begin(part, leftover=leftover, again=again)
+            lane.begin(part, leftover=leftover)
         self._hooks.group.on_copy_begun(lane.tier, entry)
         if part is None:
             self._hooks.group.on_uploaded(lane.tier, entry, ())

@@ -95,8 +95,8 @@ class FlushLane:
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: LedgerEntry, *, leftover: bool, again: bool) -> None:
-        """Start a copy, for which there is room. ``leftover`` and ``again`` are as in ``OpenShard``."""
+    def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
+        """Start a copy, for which there is room. ``leftover`` is as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(entry)
@@ -117,7 +117,6 @@ class FlushLane:
                 pieces=entry.pieces,
                 leftover=leftover,
                 source=source if needs_reading else None,
-                again=again,
             )
         )
 

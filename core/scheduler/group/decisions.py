@@ -95,7 +95,11 @@ class Decisions:
         self._backlog = backlog
         self._hooks = hooks
         self._unread = tuple(unread)
-        self._owned = tuple(lane.tier for lane in self._lanes if commits.owns(lane.tier))
+        self._owned = tuple(
+            lane.tier
+            for lane in self._lanes
+            if commits.owns(lane.tier) and lane.tier not in ledger.peer_tiers
+        )
         self._lists = {tier: lists[tier] for tier in self._owned if tier in lists}
         """What is in the list of each tier that this rank owns, once it was read."""
         self._adding: set[tuple[str, Decided]] = set()

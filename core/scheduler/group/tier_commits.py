@@ -84,8 +84,6 @@ class TierCommits:
         self._uploaded: dict[_Copy, list[NamedFile]] = {}
         self._stuck: dict[str, CheckpointId] = {}
         self._complete: set[_Copy] = set()
-        self._made_again: set[_Copy] = set()
-        """Copies in peer memory of checkpoints that an earlier start saved: what that sent may be there, too."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
         self._errors: dict[_Copy, BaseException] = {}
@@ -200,9 +198,6 @@ class TierCommits:
         self._ledger.forget_if_gone(entry)
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
-        if (tier, id) in self._made_again:
-            self._ledger.partial.add((tier, id))  # it goes once something newer is whole
-            return
         self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
@@ -235,8 +230,7 @@ class TierCommits:
         """Record an uploaded image; after the last one that this rank writes to a tier, contribute the files of all."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
-            shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
-            self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=shard)
+            self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to.add(tier)
@@ -279,8 +273,6 @@ class TierCommits:
         uploads = self._of_node.pop((tier, entry.id), None)
         if uploads is None or entry.commit is None:
             return  # this rank is no leader of a node
-        if self._ledger.is_of_earlier_start(tier, entry):
-            self._made_again.add((tier, entry.id))
         if not any(upload.files for upload in uploads.values()):  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
             return
@@ -299,7 +291,6 @@ class TierCommits:
             id=entry.id,
             commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
             name_latest=self._flusher.is_newest(tier, entry),
-            again=self._ledger.is_of_earlier_start(tier, entry),
         )
         self._pending.begin(task)
 

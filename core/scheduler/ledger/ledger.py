@@ -132,11 +132,6 @@ class Ledger(Overview):
             if not self._has(listing.tier, copy.id)
         }
 
-    def is_of_earlier_start(self, tier: str, entry: LedgerEntry) -> bool:
-        """Return whether an image goes to peer memory and this process did not save it. Some of the nodes that are to
-        keep it may have it and its commit record already: that proves nothing about the others."""
-        return tier in self.peer_tiers and entry.handle is None
-
     def _has(self, tier: str, id: CheckpointId) -> bool:
         entry = self.entries.get(id)
         return entry is not None and (tier in entry.states or tier in entry.damage)

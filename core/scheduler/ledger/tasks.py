@@ -41,8 +41,7 @@ class OpenShard:
 
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
-    which are deleted first. ``again``: an earlier start committed the copy in peer memory, and it is rewritten, since
-    its record may be on some of its nodes only.
+    which are deleted first.
     """
 
     tier: str
@@ -53,7 +52,6 @@ class OpenShard:
     pieces: Spliced | None
     source: CopySource | None
     leftover: bool = False
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +98,12 @@ class Uploaded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCopy:
     """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
-    written. ``again`` is as in ``OpenShard``."""
+    written."""
 
     tier: str
     id: CheckpointId
     commit: Commit
     name_latest: bool
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
