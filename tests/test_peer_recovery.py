@@ -138,6 +138,20 @@ def test_each_image_is_on_as_many_other_nodes_again_before_a_save(tmp_path: Path
             assert len(others) == TWO["copies"], (rank, others)
 
 
+def test_only_what_a_keeper_lacks_is_sent_again(tmp_path: Path) -> None:
+    """Of four nodes in two pairs, one is lost: what the other pair keeps takes no memory a second time."""
+    train(tmp_path)
+    lose(tmp_path, "1")
+    with opened(tmp_path) as all_ranks:
+        wait_copied(all_ranks)
+    images = {
+        node: [path.stat() for path in tmp_path.glob(f"peers-{node}/**/rank-*.safetensors")]
+        for node in NODES
+    }
+    assert [len(images[node]) for node in "23"] == [2, 2], "in the folder of each start"
+    assert [len({each.st_ino for each in images[node]}) for node in "0123"] == [1, 1, 1, 1]
+
+
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:
     with opened(tmp_path, "01", every=1) as all_ranks:
         save(all_ranks, 1, "peers", "pfs")

@@ -28,13 +28,21 @@ from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
+Adopt = Callable[[CheckpointId, Shard, str], bool]
+
+
+def _adopt_none(checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
+    return False
 
 
 class PeerFolder(StoredTier):
     """What one node has sent in one start, on a node that keeps it."""
 
-    def __init__(self, name: str, run: str, backend: Backend, **options: Any) -> None:
-        super().__init__(name=name, run=run, backend=backend, has_latest=False, **options)
+    def __init__(self, name: str, run: str, backend: Backend, adopt: Adopt = _adopt_none) -> None:
+        """``adopt`` has the node take an image from what it keeps of another start, of an attempt id; it returns
+        whether it has it."""
+        super().__init__(name=name, run=run, backend=backend, has_latest=False)
+        self.adopt = adopt
 
     def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
         """Write the record of this node's images."""
@@ -152,11 +160,20 @@ class PeerCache(StoredTier):
         return bool(self._sent) and all(folder.is_committed(checkpoint) for folder in self._sent)
 
     def create_shard(
-        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        cut: Geometry,
+        pieces: Spliced,
+        *,
+        attempt_id: str | None = None,
     ) -> SentImage:
+        """Begin to send an image, to those that do not keep it from an earlier start, by its ``attempt_id``."""
         with ExitStack() as undo:
             writers: list[ImageUpload] = []
             for folder in self._sent:
+                if attempt_id is not None and folder.adopt(checkpoint, shard, attempt_id):
+                    continue
                 writer = folder.create_shard(checkpoint, shard, cut, pieces)
                 undo.callback(writer.abort)
                 writers.append(writer)

@@ -156,9 +156,16 @@ class StoredTier(TierCatalog):
         return None if self._packing is None else self._packing.counts
 
     def create_shard(
-        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        cut: Geometry,
+        pieces: Spliced,
+        *,
+        attempt_id: str | None = None,
     ) -> ImageUpload:
-        """Begin a shard's image. ``cut`` is its division into chunks, ``pieces`` its tensors in the manifest."""
+        """Begin a shard's image. ``cut`` is its division into chunks, ``pieces`` its tensors in the manifest. Peer
+        memory may have the image of that ``attempt_id`` already."""
         packing = self._packing
         if packing is None:
             key = self._key(checkpoint, keys.shard_name(shard))

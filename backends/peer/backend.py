@@ -34,6 +34,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
     error_class,
 )
+from tierfall.core.types.values import CheckpointId, Shard
 
 MAX_PARALLEL = 4
 KEYS_MAX = 1000
@@ -133,6 +134,16 @@ class PeerBackend(BackendBase):
     def folders(self) -> list[str]:
         """Return the names of the senders, of earlier starts too, of which the other node keeps anything."""
         return list(self.request(self._what("list", ""), {"do": "folders"}))
+
+    def adopt(self, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
+        """Have the other node take an image from what it keeps of another start; return whether it has it."""
+        head = {
+            "do": "adopt",
+            "checkpoint": [checkpoint.step, checkpoint.attempt],
+            "shard": [shard.rank, shard.world_size],
+            "attempt_id": attempt_id,
+        }
+        return bool(self.request(self._what("adopt", str(checkpoint)), head))
 
     def close(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -63,8 +64,9 @@ class PeerServer:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
-    and ``close`` closes it. ``folders`` returns the names of the senders of which anything is kept. ``idle_s``: a
-    connection that is silent for longer within a payload or an answer is closed.
+    and ``close`` closes it. ``folders`` returns the names of the senders of which anything is kept; ``adopt`` gives a
+    sender the image that a request names, if another sender's is the same. ``idle_s``: a connection that is silent for
+    longer within a payload or an answer is closed.
     """
 
     def __init__(
@@ -73,14 +75,16 @@ class PeerServer:
         secret: bytes,
         run: str,
         storage: Callable[[str], Backend],
-        folders: Callable[[], Sequence[str]],
         listener: socket.socket,
+        folders: Callable[[], Sequence[str]] = tuple,
+        adopt: Callable[[str, Head], bool] = lambda sender, head: False,
         idle_s: float = 60.0,
     ) -> None:
         self._secret = secret
         self._run = run
         self._storage = storage
         self._folders = folders
+        self._adopt = adopt
         self._idle_s = idle_s
         self._lock = threading.Lock()
         self._stores: dict[str, Backend] = {}
@@ -178,7 +182,12 @@ class PeerServer:
             return
         try:
             talk = _RequestHandler(
-                connection, own, self._lock, folders=self._folders, idle_s=self._idle_s
+                connection,
+                own,
+                self._lock,
+                folders=self._folders,
+                adopt=partial(self._adopt, sender),
+                idle_s=self._idle_s,
             )
             talk.run()
         finally:
@@ -214,6 +223,7 @@ class _RequestHandler:
         lock: threading.Lock,
         *,
         folders: Callable[[], Sequence[str]],
+        adopt: Callable[[Head], bool],
         idle_s: float,
     ) -> None:
         self._connection = connection
@@ -231,6 +241,7 @@ class _RequestHandler:
             "delete_some": self._delete_some,
             "discard": self._discard,
             "folders": lambda head: list(folders()),
+            "adopt": adopt,
         }
 
     def run(self) -> None:

@@ -169,7 +169,8 @@ class TaskRunner:
 
         The fence is checked first: files of that name may be another process's, which must not change.
         """
-        store.check_begin(self._writer())
+        attempt = self._writer()
+        store.check_begin(attempt)
         if (commit := _committed_before(task, store)) is not None:
             store.sync_commit(task.id)
             return commit
@@ -181,8 +182,10 @@ class TaskRunner:
         assert cut is not None
         assert pieces is not None
         if task.leftover and not store.is_committed(task.id):
-            store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
-        return store.create_shard(task.id, task.shard, cut, pieces), manifest
+            store.discard(task.id, _own_shard_only(task.shard), attempt=attempt)
+        earlier = task.attempt_id if task.attempt_id != attempt.id else None
+        writer = store.create_shard(task.id, task.shard, cut, pieces, attempt_id=earlier)
+        return writer, manifest
 
     def _read_manifest(self, task: OpenShard, source: CopySource) -> Manifest:
         what = f"manifest of {task.id} on {source.tier}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tierfall.core.copies.image_writes import WritableStore
+from tierfall.core.copies.image_writes import ImageUpload, WritableStore
 from tierfall.core.copies.images import ReadableStore
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.decided import Decided, DecidedList
-from tierfall.core.format.records import Attempt, Commit
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Attempt, Commit, Geometry
 from tierfall.core.types.values import CheckpointId, Shard
 
 
@@ -22,6 +23,16 @@ class DecidedStore(Protocol):
 
 class TaskStore(ReadableStore, WritableStore, Protocol):
     """See the module."""
+
+    def create_shard(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        cut: Geometry,
+        pieces: Spliced,
+        *,
+        attempt_id: str | None = None,
+    ) -> ImageUpload: ...
 
     @property
     def decided(self) -> DecidedStore: ...

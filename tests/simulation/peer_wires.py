@@ -49,10 +49,16 @@ class Wires:
 class Server:
     """What a process of a machine keeps for those of another, as ``PeerServer`` does for one sender."""
 
-    def __init__(self, machine: int, storage: Backend, folders: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        machine: int,
+        storage: Backend,
+        folders: Callable[[], list[str]],
+        adopt: Callable[[Head], bool],
+    ) -> None:
         self.machine = machine
         self.lock = threading.Lock()
-        self.folders = folders
+        self.folders, self.adopt = folders, adopt
         self._storage = storage
         self._sessions: dict[str, _Session] = {}
 
@@ -81,7 +87,12 @@ class Wire:
             set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
         ))  # fmt: skip
         self._handler = _RequestHandler(
-            side, server.join(session), server.lock, folders=server.folders, idle_s=1.0
+            side,
+            server.join(session),
+            server.lock,
+            folders=server.folders,
+            adopt=server.adopt,
+            idle_s=1.0,
         )
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")

@@ -15,9 +15,12 @@ from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion
+from tierfall.backends.peer.wire import Head
 from tierfall.core.copies import shard_reader
+from tierfall.core.format.commit_files import files_of
 from tierfall.core.restore.inventory import Inventory
-from tierfall.core.types.errors import RestoreError
+from tierfall.core.types import keys
+from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
 from tierfall.session.leftovers import is_ours
@@ -42,6 +45,22 @@ class Machine:
     def folder(self, sender: str) -> MemoryBackend:
         place = f"the memory of machine {self.number}"
         return self.folders.setdefault(sender, MemoryBackend(place=place))
+
+    def adopt(self, sender: str, head: Head) -> bool:
+        """Give a sender what is kept of an image from another start, as ``PeerMemory`` does."""
+        checkpoint, shard = CheckpointId(*head["checkpoint"]), Shard(*head["shard"])
+        for name, backend in self.folders.items():
+            try:
+                commit = PeerFolder(PEER_TIER, RUN, backend).read_commit(checkpoint)
+            except TierfallError:
+                continue
+            files = [keys.step_prefix(RUN, checkpoint) + f.name for f in files_of(commit, shard)]
+            same = commit.lineage.attempt_id == head["attempt_id"] and name != sender
+            if same and files and all(file in backend._objects for file in files):
+                for file in files:
+                    self.folder(sender)._objects[file] = backend._objects[file]
+                return True
+        return False
 
     @property
     def kept(self) -> list[MemoryBackend]:
@@ -111,7 +130,8 @@ class PeerRank(Rank):
     def _open_store(self, tier: str) -> StoredTier:
         if tier != PEER_TIER:
             return super()._open_store(tier)
-        sent = [PeerFolder(tier, RUN, remote) for remote in self.world.remotes_of(self)]
+        remotes = self.world.remotes_of(self)
+        sent = [PeerFolder(tier, RUN, remote, remote.adopt) for remote in remotes]
         return PeerCache(name=tier, run=RUN, kept=self._kept, sent=sent, backend=sent[0].backend)
 
     @property
@@ -172,7 +192,12 @@ class PeerWorld(Many):
         """Connect a rank to what a machine keeps of a sender."""
         server = self._servers.setdefault(
             (*process, sender),
-            Server(machine.number, machine.folder(sender), lambda: list(machine.folders)),
+            Server(
+                machine.number,
+                machine.folder(sender),
+                lambda: list(machine.folders),
+                partial(machine.adopt, sender),
+            ),
         )
         return WiredPeer(self.wires, rank.machine.number, server)
 

@@ -136,3 +136,17 @@ def test_a_start_deletes_what_an_earlier_one_has_sent_in_part() -> None:
     send(Node().cache(backend), record(0), count=False)
     keeper.cache().discard_unfinished(attempt=attempt(2))
     assert [*backend.scan("run/")] == []
+
+
+def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again() -> None:
+    asked = []
+
+    def adopt(*image: object) -> bool:
+        asked.append(image)
+        return True
+
+    cache = Node().cache(MemoryBackend("new"))
+    cache._sent[0].adopt = adopt
+    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
+    assert writer.has_chunk(0)
+    assert asked == [(ONE, Shard(0, 2), "a" * 32)]

@@ -28,7 +28,7 @@ import numpy as np
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
-from tierfall.backends.peer.wire import SECRET_BYTES
+from tierfall.backends.peer.wire import SECRET_BYTES, Head
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
@@ -54,6 +54,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
+from tierfall.core.types.keys import step_folder
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -138,8 +139,9 @@ class PeerMemory:
             secret=self._secret,
             run=run,
             storage=self._open_kept_for,
-            folders=lambda: [folder.name for folder in kept_folders(tier.path)],
             listener=listener,
+            folders=lambda: [folder.name for folder in kept_folders(tier.path)],
+            adopt=self._adopt,
         )
 
     def _rank_of(self, node: int) -> PeerAddress:
@@ -155,6 +157,28 @@ class PeerMemory:
         if path not in kept_folders(self._tier.path):
             raise BackendError(f"nothing that {sender} saves is kept here")
         return PosixBackend(path, read_only=True)
+
+    def _adopt(self, sender: str, head: Head) -> bool:
+        """Give a sender an image that is kept from an earlier start: link its files into the sender's folder."""
+        checkpoint, shard = CheckpointId(*head["checkpoint"]), Shard(*head["shard"])
+        step = Path(self._run) / step_folder(checkpoint)
+        target = self._tier.path / sender / step
+        for name, folder in KeptFolders(self._tier, self._run, read_only=True)().items():
+            source = self._tier.path / name / step
+            with closing(folder), suppress(BackendError, OSError):
+                commit = folder.read_commit(checkpoint)
+                files = files_of(commit, shard)
+                same = commit.lineage.attempt_id == head["attempt_id"] and name != sender
+                if not (same and files):
+                    continue
+                if any((source / file.name).stat().st_size != file.bytes for file in files):
+                    continue
+                target.mkdir(parents=True, exist_ok=True)
+                for file in files:
+                    with suppress(FileExistsError):
+                        os.link(source / file.name, target / file.name)
+                return True
+        return False
 
     def connect(self) -> list[PeerBackend]:
         """Return the folders of this start on the nodes that keep this node's images, one for each copy."""

@@ -365,7 +365,8 @@ def _open_peers(
     if peers is None:
         return view_kept(tier, run)
     pace = RateLimiter(tier.bandwidth_bytes_per_s)
-    answering = [LastAnswer(backend) for backend in peers.connect()]
+    keepers = peers.connect()
+    answering = [LastAnswer(backend) for backend in keepers]
     retry = RetryPolicy(tries=PEER_TRIES)
     wrapped = [wrap(each, writes=pace, reads=None, retry=retry) for each in answering]
 
@@ -378,7 +379,10 @@ def _open_peers(
         name=tier.name,
         run=run,
         kept=KeptFolders(tier, run, read_only=False),
-        sent=[PeerFolder(tier.name, run, each) for each in wrapped],
+        sent=[
+            PeerFolder(tier.name, run, each, keeper.adopt)
+            for each, keeper in zip(wrapped, keepers, strict=True)
+        ],
         backend=wrapped[0],
         pace=pace,
         last_answer_s=last_answer_s,

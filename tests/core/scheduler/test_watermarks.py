@@ -48,11 +48,11 @@ def test_a_disk_that_is_full_below_its_capacity_gives_up_one_copy_at_a_time(
     world = saved(World([rules]), range(1, 8))
     real, refusals = world.stores["nvme"].create_shard, [1, 2]
 
-    def create_shard(*arguments: Any) -> Any:
+    def create_shard(*arguments: Any, **more: Any) -> Any:
         if refusals:
             refusals.pop()
             raise StorageFullError("no space")
-        return real(*arguments)
+        return real(*arguments, **more)
 
     monkeypatch.setattr(world.stores["nvme"], "create_shard", create_shard)
     saved(world, range(8, 9))
