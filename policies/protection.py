@@ -160,14 +160,20 @@ def _continued(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     )
 
 
-def lineage_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    """Return whether the lineage that abandoned this checkpoint has a copy that survives as much as this one. A copy in
-    memory does not: files survive a restart of the machine."""
+def lineage_is_safe_without(
+    view: View,
+    checkpoint: CheckpointView,
+    tier: TierRules,
+    gone: Set[CheckpointId] = frozenset(),
+) -> bool:
+    """Return whether the lineage that abandoned this checkpoint has a copy that survives as much as this one, and is
+    not ``gone`` from the tier with it. A copy in memory does not: files survive a restart of the machine."""
     return any(
         other.id.attempt > checkpoint.id.attempt
         and any(
             t.survives.covers(tier.survives) and view.is_safe(other, t.name)
             for t in counting(view, tier)
+            if t.name != tier.name or other.id not in gone
         )
         for other in view.live
     )

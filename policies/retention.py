@@ -137,7 +137,7 @@ def _decide(
     if checkpoint.deleted:
         return answer(Verdict.DROP, "deleted by a person")
     if checkpoint.abandoned:
-        if lineage_is_safe_without(view, checkpoint, tier):
+        if lineage_is_safe_without(view, checkpoint, tier, gone):
             return answer(
                 Verdict.DROP,
                 "its lineage was abandoned, and the new one has a copy that is as safe",

@@ -86,4 +86,4 @@ def test_a_step_that_is_not_saved_costs_microseconds(make_config: MakeConfig) ->
                     ckpt.maybe_save(batch * 1000 + step, state)
                 best_s = min(best_s, (time.thread_time() - began_s) / 1000)
         print(f"{interval}: {best_s * 1e6:.2f} us")
-        assert best_s < 20e-6
+        assert best_s < 100e-6

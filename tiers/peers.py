@@ -8,9 +8,8 @@ and sends to folders of its own; rank 0 says which checkpoint is whole, which ma
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from tierfall.core.copies.image_writes import ImageUpload
@@ -21,12 +20,11 @@ from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Manifest, NamedFile
 from tierfall.core.restore.inventory import unite_copies, unite_listings
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend
+from tierfall.core.types.backend import Backend, StoredObject
 from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.stored import StoredTier
 
-logger = logging.getLogger("tierfall")
 T = TypeVar("T")
 Adopt = Callable[[CheckpointId, Shard, str], bool]
 
@@ -54,6 +52,7 @@ class PeerFolder(StoredTier):
 
     def drop(self, checkpoint: CheckpointId) -> None:
         """Delete a checkpoint, the commit record first."""
+        self._cache.pop(checkpoint, None)
         self.backend.delete(self._key(checkpoint, keys.COMMIT_NAME))
         self.discard(checkpoint, attempt=None)
 
@@ -76,9 +75,10 @@ class PeerCache(StoredTier):
         super().__init__(name=name, run=run, backend=backend, has_latest=False, **options)
         self._kept = kept
         self._sent = tuple(sent)
-        self._lives: dict[CheckpointId, str] = {}
-        """The attempt ids of the checkpoints that were listed here: two starts may use one number."""
-        self._sent_ids: set[CheckpointId] = set()
+        self._attempt_ids: dict[CheckpointId, str] = {}
+        """Of the checkpoints that were listed here: two starts may use one number."""
+        self._holding: dict[tuple[CheckpointId, Shard], Sequence[PeerFolder]] = {}
+        """The folders of what is kept that have an image."""
 
     # What this node keeps ------------------------------------------------------------------------
 
@@ -88,33 +88,59 @@ class PeerCache(StoredTier):
         except TierfallError as error:
             return Listing(tier=self.name, error=error)
         listing = unite_listings(self.name, found)
-        self._lives |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
+        self._attempt_ids |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
         return listing
 
     def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
         found = {name: folder.find_copy(checkpoint) for name, folder in self._kept().items()}
         copies = {name: copy for name, copy in found.items() if copy is not None}
+        if not copies and self._sent:
+            return self._sent[0].find_copy(checkpoint)
         return unite_copies(copies)[0] if copies else None
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         """Return the record of what this node keeps of a checkpoint, and of what it has sent."""
-        found = dict(self._records(checkpoint))
-        with suppress(KeyNotFoundError):
+        found = {name: commit for name, _, commit in self._records(checkpoint)}
+        try:
             found["sent"] = self.written_commit(checkpoint)
-        life = self._lives.get(checkpoint)
-        same = {where: one for where, one in found.items() if one.lineage.attempt_id == life}
+        except BackendError as error:
+            if not (found or isinstance(error, KeyNotFoundError)):
+                raise
+        attempt_id = self._attempt_ids.get(checkpoint)
+        same = {where: one for where, one in found.items() if one.lineage.attempt_id == attempt_id}
         if not same:
             raise KeyNotFoundError(f"{self.name}: no record of {checkpoint} is kept")
         return unite_records(same)
 
-    def _records(self, checkpoint: CheckpointId) -> Iterator[tuple[str, Commit]]:
+    def files(
+        self, checkpoint: CheckpointId, commit: Commit | None = None
+    ) -> tuple[StoredObject, ...]:
+        """List all files of a checkpoint that this node keeps, by their names in the step's folder."""
+        attempt_id = self._attempt_ids.get(checkpoint)
+        found = {
+            file.key: file
+            for _, folder, record in self._records(checkpoint)
+            if attempt_id in (None, record.lineage.attempt_id)
+            for file in folder.files(checkpoint)
+        }
+        return tuple(found.values())
+
+    def _records(self, checkpoint: CheckpointId) -> Sequence[tuple[str, PeerFolder, Commit]]:
+        """Return the folders of what is kept that have a checkpoint, by name, and their records. One that cannot be
+        read counts as absent if another has it."""
+        found, failure = [], None
         for name, folder in self._kept().items():
             try:
-                commit = folder.read_commit(checkpoint)
+                found.append((name, folder, folder.read_commit(checkpoint)))
             except KeyNotFoundError:
                 continue
-            self._lives.setdefault(checkpoint, commit.lineage.attempt_id)
-            yield name, commit
+            except TierfallError as error:
+                failure = error
+        if failure is not None and not found:
+            raise failure
+        for _, _, commit in found:
+            self._attempt_ids.setdefault(checkpoint, commit.lineage.attempt_id)
+        return found
 
     def delete(
         self,
@@ -125,12 +151,11 @@ class PeerCache(StoredTier):
         batch: int = 0,
         next_latest: CheckpointId | None = None,
     ) -> None:
-        """Delete what this node keeps of a checkpoint, and what it has sent: each node does, as rank 0 says. Without
-        ``known``, the commit was revoked: what this start has sent goes alone."""
-        kept = self._kept().values() if known is not None else ()
-        sent = self._sent if checkpoint in self._sent_ids or known is None else ()
-        call_all((*kept, *sent), lambda folder: folder.drop(checkpoint))
-        self._sent_ids.discard(checkpoint)
+        """Delete what this node keeps of a checkpoint: each node does, as rank 0 says. Without ``known``, the commit
+        was revoked, and what this node has sent goes."""
+        folders = self._sent if known is None else self._kept().values()
+        call_all(folders, lambda folder: folder.drop(checkpoint))
+        self._attempt_ids.pop(checkpoint, None)
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what earlier starts have sent in part."""
@@ -143,7 +168,7 @@ class PeerCache(StoredTier):
 
     def delete_run(self) -> None:
         """Delete all of the run that this node keeps, and that it has sent."""
-        call_all((*self._sent, *self._kept().values()), StoredTier.delete_run)
+        call_all((*self._sent, *self._kept().values()), lambda folder: folder.delete_run())
 
     # What this node sends ------------------------------------------------------------------------
 
@@ -153,7 +178,7 @@ class PeerCache(StoredTier):
         records = [folder.read_commit(checkpoint) for folder in self._sent]
         if not records:
             raise KeyNotFoundError(f"{self.name}: nothing of {checkpoint} was sent")
-        self._lives.setdefault(checkpoint, records[0].lineage.attempt_id)
+        self._attempt_ids.setdefault(checkpoint, records[0].lineage.attempt_id)
         return records[0]
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
@@ -172,7 +197,7 @@ class PeerCache(StoredTier):
         with ExitStack() as undo:
             writers: list[ImageUpload] = []
             for folder in self._sent:
-                if attempt_id is not None and folder.adopt(checkpoint, shard, attempt_id):
+                if attempt_id is not None and _adopts(folder, checkpoint, shard, attempt_id):
                     continue
                 writer = folder.create_shard(checkpoint, shard, cut, pieces)
                 undo.callback(writer.abort)
@@ -186,7 +211,6 @@ class PeerCache(StoredTier):
 
     def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
         """Make this node's images count: rank 0 has said that the checkpoint is whole."""
-        self._sent_ids.add(commit.lineage.checkpoint)
         for folder in self._sent:
             folder.commit(commit, attempt=attempt)
 
@@ -230,29 +254,35 @@ class PeerCache(StoredTier):
     def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[StoredTier], T]) -> T:
         """Return the answer of the first folder with the image of a shard: of what is kept here, then of what was
         sent."""
-        life, folders = self._lives.get(checkpoint), self._kept()
-        having = [
-            folders[name]
-            for name, commit in self._records(checkpoint)
-            if life in (None, commit.lineage.attempt_id) and image_file(commit, shard)
-        ]
         failure: BackendError | None = None
-        for folder in (*having, *self._sent):
+        if (checkpoint, shard) not in self._holding:
+            self._holding[checkpoint, shard] = self._folders_with(checkpoint, shard)
+        for folder in (*self._holding[checkpoint, shard], *self._sent):
             try:
                 return call(folder)
             except BackendError as error:
                 if failure is None or not error.is_damage:
                     failure = error
+        self._holding.pop((checkpoint, shard), None)
         raise failure or KeyNotFoundError(f"{self.name}: no image of {shard} of {checkpoint}")
 
-    def wrapped(self, wrap: Callable[[Backend], Backend]) -> PeerCache:
+    def _folders_with(self, checkpoint: CheckpointId, shard: Shard) -> Sequence[PeerFolder]:
+        records = self._records(checkpoint)
+        attempt_id = self._attempt_ids.get(checkpoint)
+        return [
+            folder
+            for _, folder, commit in records
+            if attempt_id in (None, commit.lineage.attempt_id) and image_file(commit, shard)
+        ]
+
+    def for_reading(self, wrap: Callable[[Backend], Backend]) -> PeerCache:
         """Return the same for reading, with the folders on other nodes by other backends."""
         sent = [PeerFolder(self.name, self._run, wrap(folder.backend)) for folder in self._sent]
         backend = sent[0].backend if sent else self.backend
         found = PeerCache(
             name=self.name, run=self._run, kept=self._kept, sent=sent, backend=backend
         )
-        found._lives = self._lives
+        found._attempt_ids = self._attempt_ids
         return found
 
     # What a cache has none of --------------------------------------------------------------------
@@ -270,15 +300,23 @@ class PeerCache(StoredTier):
         """The tiers of storage record how an attempt began."""
 
     def note_damaged(self, commit: Commit, why: str) -> None:
-        """What is damaged in memory is noted by the start that finds it."""
+        """Each start reads anew what is in memory."""
 
     def note_mended(self, commit: Commit) -> None:
         """See ``note_damaged``."""
 
     def close(self) -> None:
-        call_all((*self._sent, *self._kept().values()), StoredTier.close)
+        call_all((*self._sent, *self._kept().values()), lambda folder: folder.close())
         if not self._sent:
             self.backend.close()
+
+
+def _adopts(folder: PeerFolder, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
+    """Return whether a keeper has an image of an earlier start; what it cannot tell is sent."""
+    try:
+        return folder.adopt(checkpoint, shard, attempt_id)
+    except BackendError:
+        return False
 
 
 class SentImage:

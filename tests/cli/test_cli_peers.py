@@ -96,6 +96,12 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
 
 
+def test_verify_reads_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
+    cli, _ = kept
+    good = [line.split() for line in cli("verify").out.splitlines() if line.endswith("good")]
+    assert {line[1] for line in good} == {"host", "peers", "disk"}
+
+
 def test_what_a_person_decides_counts_for_what_is_kept_for_others(kept: tuple[Cli, Path]) -> None:
     cli, _ = kept
     assert "pinned 1@1 on host, disk" in cli("pin", "1").out

@@ -525,12 +525,12 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_and_close_says_where_it_
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tierfall")
-    place.config(disk={}, max_wait="200ms")
+    place.config(disk={}, max_wait="1s")
     with place.open() as ckpt:
         ckpt.save(1, state_of(1), block=True)
         shutil.rmtree(place.root / "disk")
         ckpt.save(2, state_of(2)).captured(timeout=SOON_S)
-        wait_until(lambda: "disk" in caplog.text, "it is reported with the cure")
+        wait_until(lambda: "2@1 to disk failed" in caplog.text, "it is reported with the cure")
     assert "memory of this machine alone" in caplog.text
     report = restore(place)
     assert step_of(report) == 2

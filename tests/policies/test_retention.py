@@ -51,6 +51,22 @@ def test_what_was_planned_is_all_that_goes(view: View) -> None:
             assert dropped(without(view, part), tier.name) == drops - {id for _, id in part}
 
 
+def test_an_abandoned_one_does_not_rely_on_what_goes_with_it() -> None:
+    copy = CopyView(state=CopyState.COMMITTED, bytes=1)
+    held = tuple(
+        CheckpointView(
+            id=CheckpointId(step, attempt),
+            ordinal=step,
+            started_from=None,
+            abandoned=(step, attempt) == (4, 1),
+            copies={"nvme": copy},
+        )
+        for step, attempt in ((1, 3), (2, 1), (4, 1))
+    )
+    tiers = (file_rules("nvme", retain_last=1),)
+    assert dropped(View(tiers=tiers, checkpoints=held), "nvme") == {CheckpointId(1, 3)}
+
+
 @EXAMPLES
 @given(VIEWS, st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
 def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(

@@ -14,7 +14,7 @@ from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import names_all_shards
-from tierfall.core.types.backend import Backend
+from tierfall.core.types.backend import Backend, put_object
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.peers import PeerCache, PeerFolder
@@ -99,14 +99,40 @@ def test_what_is_kept_of_another_start_is_not_what_this_one_has_sent() -> None:
     assert again.read_commit(ONE) == record(0)
 
 
-def test_a_deletion_takes_what_the_node_keeps_and_has_sent() -> None:
+def test_a_deletion_takes_what_each_node_keeps_and_asks_no_other_node() -> None:
     node, keeper = Node(), MemoryBackend("keeper")
     node.kept["1-1"] = kept = MemoryBackend("node")
     send(Node().cache(kept), record(1))
-    cache = node.cache(keeper)
+    silent = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, times=None)
+    cache = node.cache(Faulty(keeper, seed=0, plan=[silent]))
     send(cache, record(0))
     cache.delete(ONE, attempt=attempt(), known=DecidedList())
-    assert [*kept.scan("run/")] == [*keeper.scan("run/")] == []
+    assert [*kept.scan("run/")] == []
+    other = Node()
+    other.kept["2-0"] = keeper
+    other.cache().delete(ONE, attempt=attempt(), known=DecidedList())
+    assert [*keeper.scan("run/")] == []
+
+
+def test_a_damaged_record_in_one_folder_hides_nothing_in_another() -> None:
+    node = Node()
+    for sender in ("1-1", "2-1"):
+        node.kept[sender] = MemoryBackend(sender)
+        send(Node().cache(node.kept[sender]), record(1))
+    put_object(node.kept["1-1"], "run/step-00000001-a0001/commit.json", b"damaged")
+    target = bytearray(len(IMAGE))
+    node.cache().read_into(ONE, Shard(1, 2), 0, memoryview(target))
+    assert bytes(target) == IMAGE
+
+
+def test_all_of_a_run_goes_from_all_that_keep_it() -> None:
+    node, keepers = Node(), [MemoryBackend("first"), MemoryBackend("second")]
+    node.kept["1-1"] = kept = MemoryBackend("node")
+    send(Node().cache(kept), record(1))
+    cache = node.cache(*keepers)
+    send(cache, record(0))
+    cache.delete_run()
+    assert [s for backend in (kept, *keepers) for s in backend.scan("run/")] == []
 
 
 def test_a_commit_that_is_revoked_costs_nothing_of_an_earlier_start() -> None:

@@ -392,6 +392,8 @@ class OpenedTiers:
         """
         attempt = self.attempt
         assert attempt is not None
+        if self._peers is not None and self.ranks.topology.is_leader:
+            self._peers.remove_empty()
         own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
         stores = [self.stores[name] for name in own if name in self.stores]
         answers = self._call(stores, lambda store: store.discard_unfinished(attempt=attempt))

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +55,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.keys import step_folder
+from tierfall.core.types.keys import COMMIT_NAME, step_folder
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -117,8 +118,6 @@ class PeerMemory:
             self.placement = place_on_nodes(tier, leaders)
             if topology.is_root:
                 warn_of_placement(tier, leaders, self.placement)
-            if topology.is_leader:
-                _remove_empty(tier.path)
         except BaseException:
             listener.close()
             raise
@@ -129,6 +128,7 @@ class PeerMemory:
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
         ]
+        self._start = meeting.start
         self._sender = f"{meeting.start}-{topology.node}"
         self._senders = {
             f"{meeting.start}-{owner}"
@@ -159,26 +159,37 @@ class PeerMemory:
         return PosixBackend(path, read_only=True)
 
     def _adopt(self, sender: str, head: Head) -> bool:
-        """Give a sender an image that is kept from an earlier start: link its files into the sender's folder."""
+        """Give a sender an image that is kept from an earlier start: if it is good, link its files into the sender's
+        folder."""
         checkpoint, shard = CheckpointId(*head["checkpoint"]), Shard(*head["shard"])
         step = Path(self._run) / step_folder(checkpoint)
         target = self._tier.path / sender / step
-        for name, folder in KeptFolders(self._tier, self._run, read_only=True)().items():
-            source = self._tier.path / name / step
-            with closing(folder), suppress(BackendError, OSError):
+        for path in kept_folders(self._tier.path) if sender in self._senders else ():
+            if path.name == sender or not (path / step / COMMIT_NAME).exists():
+                continue
+            backend = PosixBackend(path, read_only=True, direct_io=False)
+            with (
+                closing(PeerFolder(self._tier.name, self._run, backend)) as folder,
+                suppress(TierfallError, OSError),  # it is damaged, or is being deleted: it is sent
+            ):
                 commit = folder.read_commit(checkpoint)
-                files = files_of(commit, shard)
-                same = commit.lineage.attempt_id == head["attempt_id"] and name != sender
-                if not (same and files):
+                if commit.lineage.attempt_id != head["attempt_id"]:
                     continue
-                if any((source / file.name).stat().st_size != file.bytes for file in files):
-                    continue
+                _read_whole(folder, commit, shard)
                 target.mkdir(parents=True, exist_ok=True)
-                for file in files:
+                for file in files_of(commit, shard):
                     with suppress(FileExistsError):
-                        os.link(source / file.name, target / file.name)
+                        os.link(path / step / file.name, target / file.name)
                 return True
         return False
+
+    def remove_empty(self) -> None:
+        """Remove the folders of earlier starts in which nothing is left. The leader of a node makes this call."""
+        for folder in kept_folders(self._tier.path):
+            if folder.name.startswith(f"{self._start}-"):
+                continue
+            if not any(names for _, _, names in os.walk(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def connect(self) -> list[PeerBackend]:
         """Return the folders of this start on the nodes that keep this node's images, one for each copy."""
@@ -221,7 +232,7 @@ class PeerMemory:
         """Delete what this node has sent, and what it keeps: all is durable on tiers that are not memory. The leader of
         a node makes this call."""
         tiers = [stores[name] for name in (self._tier.name,) if name in stores]
-        for answer in call(tiers, StoredTier.delete_run).values():
+        for answer in call(tiers, lambda store: store.delete_run()).values():
             if answer.error is not None:
                 logger.warning("close: tier %s keeps its memory: %s", self._tier.name, answer.error)
 
@@ -547,6 +558,15 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
     )
 
 
+def _read_whole(tier: StoredTier, commit: Commit, shard: Shard) -> None:
+    """Read an image, and compare all of it with its digests. Raises TierfallError."""
+    stored = StoredImage(tier, commit.lineage.checkpoint, shard)
+    manifest = checked_manifest(stored, commit, shard)
+    image = unpacked(stored, commit, manifest)
+    with ShardReader([image], manifest, ReadTally(), None, None) as reader:
+        reader.read_chunks(range(len(manifest.digests)), lambda index, view: None)
+
+
 # What one node keeps ------------------------------------------------------------------------------
 
 
@@ -569,26 +589,22 @@ def kept_folders(path: Path) -> list[Path]:
     return [child for child in children if child.is_dir() and _FOLDER.fullmatch(child.name)]
 
 
-def _remove_empty(path: Path) -> None:
-    """Remove the folders of earlier starts in which nothing is left."""
-    for folder in kept_folders(path):
-        if not any(child.is_file() for child in folder.rglob("*")):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 class KeptFolders:
-    """The folders of what this node keeps of a run, by their names, as they are at each call."""
+    """The folders of what this node keeps of a run, by their names: those that are there at each call, and were at one
+    before. May be called by several threads."""
 
     def __init__(self, tier: PeerTierConfig, run: str, *, read_only: bool) -> None:
         self._tier, self._run, self._read_only = tier, run, read_only
         self._open: dict[str, PeerFolder] = {}
+        self._lock = threading.Lock()
 
     def __call__(self) -> dict[str, PeerFolder]:
-        for folder in kept_folders(self._tier.path):
-            if folder.name not in self._open and (folder / self._run).is_dir():
-                backend = PosixBackend(folder, read_only=self._read_only, direct_io=False)
-                self._open[folder.name] = PeerFolder(self._tier.name, self._run, backend)
-        return self._open
+        with self._lock:
+            for folder in kept_folders(self._tier.path):
+                if folder.name not in self._open and (folder / self._run).is_dir():
+                    backend = PosixBackend(folder, read_only=self._read_only, direct_io=False)
+                    self._open[folder.name] = PeerFolder(self._tier.name, self._run, backend)
+            return dict(self._open)
 
 
 def view_kept(tier: PeerTierConfig, run: str) -> PeerCache:

@@ -213,7 +213,7 @@ def open_stores(
         bounds_s(config),
         doing="open",
         log_slow=True,
-        too_late=StoredTier.close,
+        too_late=lambda store: store.close(),
     )
     stores = {name: x.get() for name, x in opened.items() if x.error is None}
     errors: dict[str, TierfallError] = {}
@@ -361,7 +361,7 @@ def _open_peers(
     *,
     is_bounded: bool,
 ) -> PeerCache:
-    """Open peer memory: what this node keeps, and without ``read_only`` what it sends to the nodes of ``peers``."""
+    """Open peer memory: what this node keeps, and with ``peers`` what it sends."""
     if peers is None:
         return view_kept(tier, run)
     pace = RateLimiter(tier.bandwidth_bytes_per_s)
@@ -549,7 +549,7 @@ def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
     """Return a tier of a trainer for reading, each read with a bound."""
     tier = next(tier for tier in config.stored if tier.name == store.name)
     if isinstance(store, PeerCache):
-        return store.wrapped(lambda each: bounded(each, tier, config, store.last_answer_s))
+        return store.for_reading(lambda each: bounded(each, tier, config, store.last_answer_s))
     backend = bounded(store.backend, tier, config, store.last_answer_s)
     return StoredTier(
         name=store.name,
