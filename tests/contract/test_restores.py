@@ -136,6 +136,14 @@ def test_after_going_back_the_later_steps_are_abandoned(place: Place) -> None:
         assert (found["4@3"], found["3@1"]) == (False, True)
     with place.open() as ckpt:
         assert restored(ckpt)[1] == 4
+        assert restored(ckpt, step=1)[1] == 1, "the last restore of a process counts"
+        ckpt.save(2, state_of(23), block=True)
+        ckpt.drain()
+        found = {f"{c.step}@{c.attempt}": c.abandoned for c in ckpt.checkpoints()}
+        assert found.pop("4@3", True), "abandoned, or deleted for that"
+        assert found["2@4"] is False
+    with place.open() as ckpt:
+        assert restored(ckpt)[1] == 23
 
 
 def test_fresh_begins_a_new_lineage(place: Place) -> None:
