@@ -214,6 +214,22 @@ def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path
         assert (fallback.id.step, fallback.id.attempt) == (2, 1)  # type: ignore[union-attr]
 
 
+def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(place: Place) -> None:
+    """What is long, and in memory already, may be read in another way than from the medium."""
+    place.config(host={"capacity": "8MiB"}, disk={}, pfs={}, chunk="1MiB")
+    with place.open() as ckpt:
+        ckpt.save(2, state_of(2, elements=600_000), block=True)
+    shard = folder_of(place, 2) / SHARD
+    flip(shard, -1_000_000)
+    shard.read_bytes()
+    state = blank(elements=600_000)
+    with place.open() as ckpt:
+        report = ckpt.restore(state)
+    assert report is not None
+    assert step_in(state) == 2
+    assert {source.tier for source in report.sources} == {"disk", "pfs"}
+
+
 def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) -> None:
     with_pfs(pair, two_steps)
     flip(folder_of(pair, 2) / SHARD)
