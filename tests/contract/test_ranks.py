@@ -362,6 +362,7 @@ def test_replicas_are_written_once_and_those_that_differ_fail_that_save_by_name(
     assert written["model.embedding.weight"] + written["model.head.weight"] == 1
     assert written["model.body.weight"] == 1
     assert written["model.seen"] == 4
+    assert written["stage0.weight"] == written["stage1.weight"] == 1, "two ranks have each"
     loaded = tierfall.load(tmp_path / "pfs", only=["model"], step=1)["model"]
     assert equal(loaded["embedding.weight"], loaded["head.weight"])
     for step in (3, 1):
