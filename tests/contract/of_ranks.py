@@ -471,7 +471,12 @@ def _replica(rank: int) -> dict[str, Any]:
     model.head(model.body(model.embedding(torch.arange(50)))).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer, "extra": {"epoch": 3}}
+    stage = nn.Linear(4, 4)
+    with torch.no_grad():
+        stage.weight.fill_(rank // 2)
+        stage.bias.fill_(rank // 2)
+    extra = {"epoch": 3}
+    return {"model": model, "optimizer": optimizer, "extra": extra, f"stage{rank // 2}": stage}
 
 
 def replicas(rank: int, folder: str, steps: Sequence[int], differ_at: int = 0) -> list[Any]:

@@ -1008,6 +1008,41 @@ def test_copies_of_a_lineage_that_was_left_stay_left_when_its_successors_are_gon
             ckpt.restore(blank(), step=3)
 
 
+def test_a_checkpoint_of_another_life_is_neither_replaced_nor_taken_for_the_new_one(
+    place: Place,
+) -> None:
+    """Its folder comes back under the name of a step that is saved now."""
+    place.config(disk={}, pfs={}, max_wait="1s")
+    place.save(1)
+    folder = place.folders("pfs")[0]
+    before = files_below(folder)
+    shutil.move(folder, place.root / "before")
+    for gone in (place.root / "disk", place.root / "pfs", *place.memory.iterdir()):
+        shutil.rmtree(gone)
+    with place.open() as ckpt:
+        shutil.move(place.root / "before", folder)
+        handle = ckpt.save(1, state_of(11))
+        handle.wait("disk")
+        assert ckpt.drain(deadline=1.0).left == ((1, 1, "pfs"),)
+        assert not handle.done("pfs")
+    assert files_below(folder) == before
+
+
+def test_what_was_left_stays_left_where_a_tier_has_nothing_of_the_new_lineage(place: Place) -> None:
+    """The tiers that have the new lineage are lost."""
+    place.config(disk={}, pfs={"flush": {"every": 3}})
+    place.save(1, 2, 3)
+    with place.open() as ckpt:
+        assert step_of(restore_in(ckpt, step=1)) == 1
+        ckpt.pin(3)
+        ckpt.save(2, state_of(2), block=True)
+    assert [folder.name for folder in place.folders("pfs")] == ["step-00000003-a0001"]
+    shutil.rmtree(place.root / "disk")
+    place.config(pfs={})
+    with place.open() as ckpt, pytest.raises(TierfallError, match=r"3@1.*abandoned"):
+        ckpt.restore(blank())
+
+
 def test_a_run_that_is_begun_anew_while_a_tier_is_away_stays_the_newer_one(place: Place) -> None:
     place.config(disk={}, pfs={"shared": True})
     place.save(100, 200)

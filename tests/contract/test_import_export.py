@@ -117,6 +117,25 @@ def test_a_bare_state_dict_is_the_model_or_the_entry_that_is_named(place: Place)
     found = {"teacher": trained(1, 0)["model"]}
     restored(place, found, only=["teacher"])
     assert same(found, {"teacher": old["model"]})
+    counted = Counted()
+    counted.seen = 3
+    torch.save(counted.state_dict(), place.root / "counted.pth")
+    bring(place, place.root / "counted.pth", step=7)
+    assert restored(place, {"model": Counted()}, only=["model"])["model"].seen == 3
+
+
+class Counted(nn.Linear):
+    """With a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
 
 
 def hub(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 2) -> Path:
@@ -269,6 +288,15 @@ def test_moments_that_match_by_order_alone_are_refused_for_layers_in_another_ord
     moments = torch.optim.AdamW(other.parameters())
     with place.open() as ckpt, pytest.raises(tierfall.errors.RestoreError, match="order"):
         ckpt.restore({"model": other, "optimizer": moments})
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model.query(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place.root / "n")
+    bring(place, place.root / "n", step=6)
+    restored(place, {"model": other, "optimizer": moments})
+    for one, named in ((model.query, other.query), (model.key, other.key)):
+        expected = optimizer.state[one.weight]["exp_avg"]
+        assert equal(moments.state[named.weight]["exp_avg"], expected), "the file has their names"
 
 
 def test_other_names_of_entries_are_renamed_in_the_first_restore(place: Place) -> None:

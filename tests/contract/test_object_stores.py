@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,12 @@ def test_a_store_that_answers_503_is_waited_for_and_reported_once(
             assert not handle.done("store")
             proxy.throttled.clear()
             assert ckpt.drain(deadline=SOON_S).left == ()
+        with place.open() as ckpt:
+            proxy.throttled.set()
+            threading.Timer(0.7, proxy.throttled.clear).start()
+            state = blank()
+            assert ckpt.restore(state, tier="store") is not None, "it asks again"
+            assert step_in(state) == 2
     said = [m for m in (r.getMessage() for r in caplog.records) if re.search("2@1.*store.*503", m)]
     assert len(said) == 1
     assert bucket.steps() == [1, 2]

@@ -197,6 +197,13 @@ def test_rename_renames_an_entry_and_goes_with_resize(
         {"policy": net}, only=["policy"], rename={"model": "policy"}, resize=["policy.embed"]
     )
     assert equal(net.embed.weight[:10].detach(), saved["model"].embed.weight.detach())
+    policy: Any = Net()
+    policy.trunk, policy.body = policy.body, None
+    names = {"model": "policy", "model.body": "policy.trunk"}
+    ckpt.restore({"policy": policy}, only=["policy"], rename=names)
+    assert equal(policy.trunk.weight.detach(), saved["model"].body.weight.detach()), (
+        "the longest name"
+    )
     with pytest.raises(RestoreError, match="extra"):
         ckpt.restore({"extra": {"age": 0}}, only=["extra"], rename={"extra.epoch": "extra.age"})
 

@@ -116,6 +116,23 @@ def test_a_node_without_its_disk_reads_the_shared_tier_and_the_other_its_own(
     assert [one["tiers"] for one in found] == [["nvme"], ["nvme"], ["pfs"], ["pfs"]]
 
 
+def test_what_a_disk_kept_of_another_life_of_the_run_is_not_read(
+    apart: Crew, folder: str, tmp_path: Path
+) -> None:
+    """A step of the same name that a node saved before the run was begun anew."""
+    of_step = "nvme-1/run/step-00000001-a0001"
+    apart.run(of_ranks.go_on, folder=folder, steps=[1], wait=["nvme", "pfs"])
+    shutil.move(tmp_path / of_step, tmp_path / "before")
+    for name in ("nvme-0", "nvme-1", "pfs", "memory-0", "memory-1"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    apart.run(of_ranks.go_on, folder=folder, steps=[1], wait=["nvme", "pfs"])
+    shutil.rmtree(tmp_path / of_step)
+    shutil.move(tmp_path / "before", tmp_path / of_step)
+    found = apart.run(of_ranks.go_on, folder=folder)
+    assert [(one["step"], one["good"]) for one in found] == [(1, True)] * 4
+    assert [one["tiers"] for one in found] == [["nvme"], ["nvme"], ["pfs"], ["pfs"]]
+
+
 def test_what_only_the_disk_of_another_node_has_is_read_there_and_sent(
     apart: Crew, folder: str, tmp_path: Path
 ) -> None:
@@ -362,6 +379,7 @@ def test_replicas_are_written_once_and_those_that_differ_fail_that_save_by_name(
     assert written["model.embedding.weight"] + written["model.head.weight"] == 1
     assert written["model.body.weight"] == 1
     assert written["model.seen"] == 4
+    assert written["stage0.weight"] == written["stage1.weight"] == 1, "two ranks have each"
     loaded = tierfall.load(tmp_path / "pfs", only=["model"], step=1)["model"]
     assert equal(loaded["embedding.weight"], loaded["head.weight"])
     for step in (3, 1):

@@ -136,6 +136,14 @@ def test_after_going_back_the_later_steps_are_abandoned(place: Place) -> None:
         assert (found["4@3"], found["3@1"]) == (False, True)
     with place.open() as ckpt:
         assert restored(ckpt)[1] == 4
+        assert restored(ckpt, step=1)[1] == 1, "the last restore of a process counts"
+        ckpt.save(2, state_of(23), block=True)
+        ckpt.drain()
+        found = {f"{c.step}@{c.attempt}": c.abandoned for c in ckpt.checkpoints()}
+        assert found.pop("4@3", True), "abandoned, or deleted for that"
+        assert found["2@4"] is False
+    with place.open() as ckpt:
+        assert restored(ckpt)[1] == 23
 
 
 def test_fresh_begins_a_new_lineage(place: Place) -> None:
@@ -204,6 +212,22 @@ def test_a_damaged_chunk_is_read_from_the_next_tier(pair: Place, two_steps: Path
         (fallback,) = report.fallbacks
         assert "disk" in fallback.what + fallback.reason
         assert (fallback.id.step, fallback.id.attempt) == (2, 1)  # type: ignore[union-attr]
+
+
+def test_a_damaged_chunk_that_the_page_cache_has_is_read_from_the_next_tier(place: Place) -> None:
+    """What is long, and in memory already, may be read in another way than from the medium."""
+    place.config(host={"capacity": "8MiB"}, disk={}, pfs={}, chunk="1MiB")
+    with place.open() as ckpt:
+        ckpt.save(2, state_of(2, elements=600_000), block=True)
+    shard = folder_of(place, 2) / SHARD
+    flip(shard, -1_000_000)
+    shard.read_bytes()
+    state = blank(elements=600_000)
+    with place.open() as ckpt:
+        report = ckpt.restore(state)
+    assert report is not None
+    assert step_in(state) == 2
+    assert {source.tier for source in report.sources} == {"disk", "pfs"}
 
 
 def test_a_restore_from_one_tier_reads_no_other(pair: Place, two_steps: Path) -> None:
@@ -849,7 +873,10 @@ def test_optimizer_state_that_a_damaged_newer_step_added_goes_again(place: Place
     optimizer = torch.optim.AdamW(live.parameters())
     with place.open() as ckpt:
         report = ckpt.restore({"model": live, "optimizer": optimizer})
-    assert report is not None
-    assert report.step == 1
-    assert len(optimizer.state) == 0
+        assert report is not None
+        assert report.step == 1
+        assert len(optimizer.state) == 0
+        train_a_step(live, optimizer)
+        ckpt.restore({"model": live, "optimizer": optimizer}, step=1)
+    assert len(optimizer.state) == 0, "nor stays what was added since"
     assert equal(dict(live.state_dict()), dict(training_state()["model"].state_dict()))

@@ -189,6 +189,27 @@ def test_a_pin_outlives_rules_and_starts_until_it_is_removed(place: Place) -> No
     assert place.steps("disk") == place.steps("pfs") == [4]
 
 
+def test_a_tag_is_added_and_removed_later_also_one_of_the_save(place: Place) -> None:
+    place.config(disk={"retain": {"last": 1, "tags": True}})
+    with place.open() as ckpt:
+        ckpt.save(1, state_of(1), tags=["old", "best"], block=True)
+        ckpt.save(2, state_of(2), tags=["old"], block=True)
+        ckpt.untag(1, "old")
+        ckpt.untag(2, "old")
+        ckpt.tag(2, "released")
+        ckpt.save(3, state_of(3), block=True)
+        ckpt.drain()
+        found = {c.step: set(c.tags) for c in ckpt.checkpoints()}
+        assert found == {1: {"best"}, 2: {"released"}, 3: set()}
+    place.cli("untag", "best", "1")
+    place.cli("tag", "seen", "3")
+    place.cli("prune")
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(4, state_of(4), block=True)
+        settle(place, 2, 3, 4)
+
+
 def test_a_pin_from_outside_is_seen_before_anything_is_deleted(place: Place) -> None:
     place.config(disk={"retain": {"last": 2}})
     with place.open() as ckpt:
