@@ -206,7 +206,7 @@ def wrong(seed: int, copies: int) -> str:
         pytest.param(forget_what_other_nodes_keep, 2, 0, marks=LONG),
         (restore_a_part_of_an_older_step, 1, 0),
         pytest.param(believe_one_keeper, 2, 52, marks=LONG),
-        pytest.param(seal_what_has_arrived, 1, 5, marks=LONG),
+        pytest.param(seal_what_has_arrived, 1, 25, marks=LONG),
         (move_an_image_back, 1, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None),
