@@ -82,7 +82,7 @@ LINES = {
     ("backends",): 7_204,
     ("tiers",): 4_213,
     ("tierfall/config",): 2_665,
-    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_888,
+    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_891,
     ("tierfall/ops",): 3_068,
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_185,

@@ -3,6 +3,7 @@ is an error on all ranks. Each rank is a thread of this process."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.backend import Publish, put_object
 from tierfall.core.types.errors import ConfigError, StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
+from tierfall.setup.peers import KeptFolders, PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.tiers.arena.folder import RoomReport
 
 
@@ -136,6 +137,17 @@ def test_images_travel_on_the_network_that_is_named(tmp_path: Path, interface: s
             put_object(sent, "run/document", b"on its way", Publish.REPLACE)
     (arrived,) = tmp_path.glob("peers-1/**/run/document")
     assert arrived.read_bytes() == b"on its way"
+
+
+def test_a_folder_that_was_removed_is_kept_no_more(tmp_path: Path) -> None:
+    tier = config_of(tmp_path, 0).peers
+    assert tier is not None
+    folder = tier.path / "0123456789abcdef-1"
+    (folder / "run").mkdir(parents=True)
+    kept = KeptFolders(tier, "run", read_only=True)
+    assert [*kept()] == [folder.name]
+    shutil.rmtree(folder)
+    assert kept() == {}
 
 
 def test_memory_that_is_used_again_need_not_be_free(

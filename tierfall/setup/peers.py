@@ -590,8 +590,8 @@ def kept_folders(path: Path) -> list[Path]:
 
 
 class KeptFolders:
-    """The folders of what this node keeps of a run, by their names: those that are there at each call, and were at one
-    before. May be called by several threads."""
+    """The folders of what this node keeps of a run, by their names, as they are at each call. May be called by several
+    threads."""
 
     def __init__(self, tier: PeerTierConfig, run: str, *, read_only: bool) -> None:
         self._tier, self._run, self._read_only = tier, run, read_only
@@ -600,7 +600,10 @@ class KeptFolders:
 
     def __call__(self) -> dict[str, PeerFolder]:
         with self._lock:
-            for folder in kept_folders(self._tier.path):
+            there = kept_folders(self._tier.path)
+            for name in self._open.keys() - {folder.name for folder in there}:
+                self._open.pop(name).close()  # it was empty, and is removed
+            for folder in there:
                 if folder.name not in self._open and (folder / self._run).is_dir():
                     backend = PosixBackend(folder, read_only=self._read_only, direct_io=False)
                     self._open[folder.name] = PeerFolder(self._tier.name, self._run, backend)
