@@ -80,10 +80,12 @@ def test_a_step_that_is_not_saved_costs_microseconds(make_config: MakeConfig) ->
         ) as ckpt:
             state = state_of(0)
             best_s = float("inf")
-            for batch in range(8):
+            for batch in range(40):
                 began_s = time.thread_time()  # what others do on this machine is not its time
                 for step in range(1000):
                     ckpt.maybe_save(batch * 1000 + step, state)
                 best_s = min(best_s, (time.thread_time() - began_s) / 1000)
+                if best_s < 20e-6:
+                    break
         print(f"{interval}: {best_s * 1e6:.2f} us")
-        assert best_s < 100e-6
+        assert best_s < 20e-6

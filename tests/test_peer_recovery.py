@@ -152,6 +152,19 @@ def test_only_what_a_keeper_lacks_is_sent_again(tmp_path: Path) -> None:
     assert [len({each.st_ino for each in images[node]}) for node in "0123"] == [1, 1, 1, 1]
 
 
+def test_an_image_that_is_damaged_on_its_keeper_is_sent_again(tmp_path: Path) -> None:
+    """Nodes 0 and 2 are a pair."""
+    train(tmp_path)
+    lose(tmp_path, "1")
+    (old,) = tmp_path.glob("peers-0/**/rank-00002-*.safetensors")
+    good = old.read_bytes()
+    old.write_bytes(bytes(len(good)))
+    with opened(tmp_path) as all_ranks:
+        wait_copied(all_ranks)
+    (new,) = [path for path in tmp_path.glob(f"peers-0/**/{old.name}") if path != old]
+    assert new.read_bytes() == good
+
+
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:
     with opened(tmp_path, "01", every=1) as all_ranks:
         save(all_ranks, 1, "peers", "pfs")

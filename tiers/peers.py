@@ -37,8 +37,8 @@ class PeerFolder(StoredTier):
     """What one node has sent in one start, on a node that keeps it."""
 
     def __init__(self, name: str, run: str, backend: Backend, adopt: Adopt = _adopt_none) -> None:
-        """``adopt`` has the node take an image from what it keeps of another start, of an attempt id; it returns
-        whether it has it."""
+        """``adopt`` asks the node for an image of an attempt id that an earlier start has sent: if the node has a good
+        one, it takes it into this folder, and the answer is True."""
         super().__init__(name=name, run=run, backend=backend, has_latest=False)
         self.adopt = adopt
 
@@ -217,7 +217,7 @@ class PeerCache(StoredTier):
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
-        """Delete what was sent of a checkpoint that is given up."""
+        """Delete a checkpoint that rank 0 gave up from the nodes that keep this node's images."""
         call_all(self._sent, lambda folder: folder.discard(checkpoint, shard, attempt=attempt))
 
     # Reading -------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ class PeerCache(StoredTier):
         )
 
     def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[StoredTier], T]) -> T:
-        """Return the answer of the first folder with the image of a shard: of what is kept here, then of what was
-        sent."""
+        """Call each folder that has an image until one answers: those on this node first, then those on other
+        nodes."""
         failure: BackendError | None = None
         if (checkpoint, shard) not in self._holding:
             self._holding[checkpoint, shard] = self._folders_with(checkpoint, shard)
@@ -276,7 +276,7 @@ class PeerCache(StoredTier):
         ]
 
     def for_reading(self, wrap: Callable[[Backend], Backend]) -> PeerCache:
-        """Return the same for reading, with the folders on other nodes by other backends."""
+        """Return the same tier for reading. ``wrap`` is applied to the backend of each folder on another node."""
         sent = [PeerFolder(self.name, self._run, wrap(folder.backend)) for folder in self._sent]
         backend = sent[0].backend if sent else self.backend
         found = PeerCache(

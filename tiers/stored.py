@@ -193,7 +193,7 @@ class StoredTier(TierCatalog):
         A second call for the same checkpoint, after a lost reply or by the next start, succeeds. Raises FencedError,
         and IntegrityError where another checkpoint of that id is committed: it is never overwritten. A record of this
         one with the images of other ranks is replaced. ``repairs``: the existing copy is known to be this checkpoint,
-        damaged or on some nodes only. Its record is replaced, and its files in other codecs are deleted.
+        damaged. Its record is replaced, and its files in other codecs are deleted.
         """
         began_s = time.monotonic()
         self.fence.check(attempt)
@@ -237,7 +237,7 @@ class StoredTier(TierCatalog):
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
-            # An earlier start's: with images of other ranks, packed otherwise, or in the memory of one node of several.
+            # An earlier start's: with images of other ranks, or packed otherwise.
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._synced.add(checkpoint)
             if not is_same:

@@ -62,12 +62,20 @@ def test_a_full_tier_deletes_what_a_rule_would_keep_if_nothing_else_is_left(plac
 
 
 def test_what_no_rule_keeps_makes_room_before_what_one_keeps(place: Place) -> None:
-    place.config(disk={**THREE, "retain": {"tags": ["keep"]}})
+    """Nothing else has deleted step 2 yet: a deletion first reads what is decided, which the store holds up."""
+    store = Faulty(place.root)
+    rules = {**THREE, "retain": {"tags": ["keep"]}}
+    place.config(store=store.tier(**rules), plugins=[faulty.__file__])
     with place.open() as ckpt:
         save(ckpt, 1, tags=["keep"])
-        for step in (2, 3, 4):
-            save(ckpt, step)
-    assert place.steps() == [1, 4]
+        save(ckpt, 2)
+        store.set("hang", "decided", call="list")
+        save(ckpt, 3)
+        assert store.steps() == [1, 2, 3]
+        last = ckpt.save(4, state_of(4))
+        store.heal()
+        last.wait("store", SOON_S)
+    assert store.steps() == [1, 4]
 
 
 def test_cheapest_deletes_first_what_another_tier_has_as_safely_and_oldest_the_oldest(

@@ -464,7 +464,7 @@ def test_what_went_is_answered_by_what_is_there_instead(
         (
             {"run": "x", "tiers": [HOST, {**PEERS, "flush": {"yield": False}}, DISK]},
             "tiers[1].flush",
-            "flush.every alone",
+            "flush.every only",
         ),
         (
             {"run": "x", "tiers": [HOST, PEERS]},

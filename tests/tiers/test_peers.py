@@ -1,4 +1,4 @@
-"""Peer memory as a node sees it: what it keeps for others, and what it sends, each start in folders of its own."""
+"""Peer memory of one node: the images that it keeps for others, and those that it sends."""
 
 from __future__ import annotations
 
@@ -176,3 +176,16 @@ def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again() -> None:
     writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
     assert writer.has_chunk(0)
     assert asked == [(ONE, Shard(0, 2), "a" * 32)]
+
+
+def test_an_image_is_sent_to_a_keeper_that_cannot_tell_whether_it_has_it() -> None:
+    def adopt(*image: object) -> bool:
+        raise UnreachableError("no answer in time")
+
+    keeper = MemoryBackend("new")
+    cache = Node().cache(keeper)
+    cache._sent[0].adopt = adopt
+    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
+    writer.write_chunks(0, 0, memoryview(IMAGE))
+    writer.finish(manifest_of(1))
+    assert [stored.bytes for stored in keeper.scan("run/")] == [len(IMAGE)]

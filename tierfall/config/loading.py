@@ -229,7 +229,7 @@ _NOT_OF_PEERS = {
     "compress": "; images are sent as they are: remove it",
     "read_bandwidth": "; only a start reads peer memory: remove it, or limit what is sent by bandwidth",
     "when_full": "; a save waits for peer memory as the host tier says: write it there",
-    "shared": "; each node keeps other images, whatever it says: remove it",
+    "shared": "; the nodes never share it, since each keeps other images: remove it",
     "read_only": "; each start fills peer memory anew: leave the tier out to do without it",
 }
 """Of keys that a peer tier had once: why it has none."""

@@ -259,9 +259,9 @@ def _only_every(section: FlushSection) -> FlushSection:
     if others:
         names = ", ".join(FlushSection.model_fields[name].alias or name for name in others)
         raise value_error(
-            f"a peer tier has flush.every alone, not {names}: images are sent as they are saved, and sending gives way "
-            "to training",
-            expected="every alone, such as {every: 1}",
+            f"a peer tier accepts flush.every only: remove {names}. Images are sent in the order of their saves, and "
+            "more slowly while that slows training",
+            expected="every only, such as {every: 1}",
         )
     return section
 
