@@ -28,7 +28,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader, find_place, find_pointer
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
-from tierfall.setup.launcher import find_ranks, find_transport
+from tierfall.setup.launcher import find_ranks
 from tierfall.setup.lineage import as_step
 from tierfall.setup.pointer import Pointer
 from tierfall.setup.tiers import SHARD
@@ -56,8 +56,8 @@ def open(
     opens the tiers, takes an attempt, and adopts what an earlier start left in host memory.
 
     With several ranks, each calls this, and all later methods, in the same order. They connect by ``process_group``, by
-    ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In the first two cases a
-    restore reads once what several ranks need, and the ranks exchange it.
+    ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. A restore reads once what
+    several ranks need, and the others get it from the rank that reads it.
 
     Raises ConfigError for an invalid configuration and for foreign or damaged host memory, LockError while another
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
@@ -70,14 +70,13 @@ def open(
     if replace and (earlier := open_run_on(settings, settings.run)) is not None:
         earlier.close(failed_by_exception())
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
-    connect = find_transport() if ranks.many else None
     if not settings.stored and ranks.topology.is_root:
         logger.warning(
             "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart of the "
             "machine. Add a tier of kind file or object",
             settings.run,
         )
-    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
+    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks)
 
 
 @public_call

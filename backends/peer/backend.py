@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -15,18 +14,17 @@ from contextlib import suppress
 from typing import Any
 
 from tierfall.backends.peer.server import READ_BYTES_MAX
-from tierfall.backends.peer.wire import (
-    HANDSHAKE_S,
+from tierfall.backends.toolkit.base import BackendBase, Extent, WriterBase, WriterState
+from tierfall.backends.toolkit.keys import check_key, check_prefix
+from tierfall.backends.toolkit.views import flat
+from tierfall.core.ranks.wire import (
     LEAST_TIMEOUT_S,
     Connection,
     DamagedPayloadError,
     Head,
     WireError,
-    greet,
+    connect_as,
 )
-from tierfall.backends.toolkit.base import BackendBase, Extent, WriterBase, WriterState
-from tierfall.backends.toolkit.keys import check_key, check_prefix
-from tierfall.backends.toolkit.views import flat
 from tierfall.core.types.backend import Publish, StoredObject, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -77,7 +75,6 @@ class PeerBackend(BackendBase):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._closed = False
         _backends.add(self)
 
@@ -225,32 +222,22 @@ class PeerBackend(BackendBase):
         if self._closed:
             raise BackendError(f"{what}: the backend is closed")
         try:
-            sock = socket.create_connection(self._address, timeout=_left_s(deadline_s))
-            connection = Connection(sock, timeout_s=min(HANDSHAKE_S, _left_s(deadline_s)))
-        except OSError as error:
-            raise UnreachableError(f"{what}: {str(error) or type(error).__name__}") from error
-        try:
-            greet(
-                connection, self._secret, run=self._run, sender=self._sender, session=self._session
+            return connect_as(
+                self._sender,
+                self._address,
+                self._secret,
+                run=self._run,
+                session=self._session,
+                timeout_s=_left_s(deadline_s),
             )
-            self._open.add(connection)
         except AccessDeniedError as error:
-            connection.close()
             raise AccessDeniedError(f"{what}: {error}") from error
         except (OSError, WireError) as error:
-            connection.close()
-            raise UnreachableError(f"{what}: in the handshake: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            raise UnreachableError(f"{what}: {str(error) or type(error).__name__}") from error
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies of the parent's connections, those in use included. The child has a
-        session of its own, since the server tells writers apart by session and number."""
-        for connection in list(self._open):
-            with suppress(OSError):
-                os.close(connection.socket.detach())
+        """In a forked child: begin a session of its own, since the server tells writers apart by session and number.
+        Its copies of the parent's connections are closed already."""
         self._lock, self._idle, self._session = threading.Lock(), [], secrets.token_hex(16)
 
 

@@ -8,11 +8,8 @@ removed with the last connection of its process.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,22 +18,16 @@ from itertools import islice
 from typing import Any
 
 from tierfall.backends.peer.kept import MappedWriter
-from tierfall.backends.peer.wire import (
+from tierfall.core.ranks.serving import Server
+from tierfall.core.ranks.wire import (
     BUFFER_BYTES,
-    HANDSHAKE_S,
     Connection,
     DamagedPayloadError,
     Head,
     WireError,
-    admit,
 )
 from tierfall.core.types.backend import Backend, Publish, Writer
-from tierfall.core.types.errors import (
-    AccessDeniedError,
-    BackendError,
-    LostWriteError,
-    UnreachableError,
-)
+from tierfall.core.types.errors import BackendError, LostWriteError, UnreachableError
 
 logger = logging.getLogger("tierfall")
 
@@ -44,11 +35,6 @@ SCAN_PAGE = 1000
 """Objects in one answer to a scan."""
 READ_BYTES_MAX = 4 << 20
 CLOSE_S = 5.0
-UNAUTHENTICATED_MAX = 64
-"""Connections that may be in the handshake at once; one more is closed."""
-ACCEPT_PAUSE_S = 0.5
-
-_servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
@@ -80,8 +66,6 @@ class PeerServer:
         adopt: Callable[[str, Head], bool] = lambda sender, head: False,
         idle_s: float = 60.0,
     ) -> None:
-        self._secret = secret
-        self._run = run
         self._storage = storage
         self._folders = folders
         self._adopt = adopt
@@ -89,87 +73,17 @@ class PeerServer:
         self._lock = threading.Lock()
         self._stores: dict[str, Backend] = {}
         self._sessions: dict[tuple[str, str], _Session] = {}
-        self._connections: dict[Connection, threading.Thread] = {}
-        self._unauthenticated = 0
-        self._closed = False
-        self._socket = listener
-        self.port: int = self._socket.getsockname()[1]
-        _servers.add(self)
-        self._thread = threading.Thread(target=self._accept, name="tierfall-peers", daemon=True)
-        self._thread.start()
+        self._server = Server(
+            listener, secret=secret, run=run, serve=self._serve_sender, name="peers"
+        )
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop listening, and close every connection. Unpublished objects are removed, within CLOSE_S seconds of each
         call that the storage is in."""
-        with self._lock:
-            self._closed = True
-            connections = dict(self._connections)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for connection in connections:
-            connection.close()
-        self._thread.join()
-        for thread in connections.values():
-            thread.join(CLOSE_S)
+        self._server.close(CLOSE_S)
         for store in self._stores.values():
             store.close()
-
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    def _accept(self) -> None:
-        while not self._is_closed():
-            try:
-                accepted, address = self._socket.accept()
-                connection = Connection(accepted, timeout_s=HANDSHAKE_S)
-            except OSError:
-                if self._is_closed():
-                    return
-                logger.warning("peers: a connection could not be accepted", exc_info=True)
-                time.sleep(ACCEPT_PAUSE_S)  # out of descriptors, accept fails again at once
-                continue
-            if not self._start(connection, f"{address[0]}:{address[1]}"):
-                connection.close()
-
-    def _start(self, connection: Connection, place: str) -> bool:
-        """Serve a connection on a thread of its own; False where that is not possible now."""
-        thread = threading.Thread(
-            target=self._serve, args=(connection, place), name="tierfall-peer", daemon=True
-        )
-        with self._lock:
-            if self._closed or self._unauthenticated >= UNAUTHENTICATED_MAX:
-                return False
-            try:
-                thread.start()
-            except RuntimeError as error:  # the limit of threads
-                logger.warning("peers: the connection from %s is not served: %s", place, error)
-                return False
-            self._unauthenticated += 1
-            self._connections[connection] = thread  # here, so that ``close`` finds it
-        return True
-
-    def _serve(self, connection: Connection, place: str) -> None:
-        try:
-            sender, session = self._greet(connection, place)
-            if sender:
-                self._serve_sender(connection, sender, session)
-        except (OSError, WireError) as error:
-            logger.debug("peers: the connection from %s has ended: %s", place, error)
-        finally:
-            with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
-
-    def _greet(self, connection: Connection, place: str) -> tuple[str, str]:
-        try:
-            return admit(connection, self._secret, run=self._run)
-        except AccessDeniedError as error:
-            logger.warning("peers: the connection from %s is refused: %s", place, error)
-            return "", ""
-        finally:
-            with self._lock:
-                self._unauthenticated -= 1
 
     def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
         try:
@@ -360,15 +274,3 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, DamagedPayloadError):
         return UnreachableError.__name__
     return type(error).__name__ if isinstance(error, BackendError) else BackendError.__name__
-
-
-def _close_inherited() -> None:
-    """A forked child must not hold the connections of its parent open."""
-    for server in list(_servers):
-        for sock in (server._socket, *(each.socket for each in server._connections)):
-            with suppress(OSError):
-                os.close(sock.detach())
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

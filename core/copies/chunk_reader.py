@@ -11,11 +11,11 @@ import ctypes
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -222,29 +222,40 @@ def count_threads(
     return max(1, min(threads, chunks_max // each))
 
 
+class ImageFills(NamedTuple):
+    """One image, and what is filled from it; ``fills`` are in image order."""
+
+    reader: ChunkReader
+    manifest: Manifest
+    fills: Sequence[Fill]
+
+
 def read_fills(
-    reader: ChunkReader,
-    manifest: Manifest,
-    fills: Sequence[Fill],
+    parts: Mapping[int, ImageFills],
+    chunks: Sequence[tuple[int, int]],
     threads: int,
     pool: BufferPool,
     streams: Streams,
 ) -> None:
-    """Fill the targets of every fill. Raises the first failure once all threads have stopped.
+    """Fill the targets of every fill from ``chunks``, begun in this order, each given by the key of its image and its
+    number. Raises the first failure once all threads have stopped.
 
     When it returns or raises, no copy is in progress. Work queued on a target's device afterwards runs after the
     copies.
     """
-    writer = TargetWriter(fills)
-    copies = DeviceCopies(fills, pool, streams)
+    writers = {key: TargetWriter(part.fills) for key, part in parts.items()}
+    every = [fill for part in parts.values() for fill in part.fills]
+    copies = DeviceCopies(every, pool, streams)
 
-    def read(index: int) -> None:
-        low, high = manifest.chunk_range(index)
+    def read(number: int) -> None:
+        key, index = chunks[number]
+        part = parts[key]
+        low, high = part.manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
-            read_chunk_to_targets(reader, manifest, index, writer, copies, buffer)
+            read_chunk_to_targets(part.reader, part.manifest, index, writers[key], copies, buffer)
 
     try:
-        run_in_threads(threads, read, _chunks_of(manifest, fills))
+        run_in_threads(threads, read, range(len(chunks)))
     finally:
         copies.finish()
 
@@ -277,7 +288,8 @@ def read_chunk_to_targets(
     scatter(view, start, writer, copies, buffer)
 
 
-def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
+def chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
+    """Return the numbers of the chunks that fills need, ascending."""
     indexes: set[int] = set()
     for fill in fills:
         if fill.end > fill.start:

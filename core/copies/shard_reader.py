@@ -11,7 +11,9 @@ from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
+    ImageFills,
     ReadTally,
+    chunks_of,
     count_threads,
     read_fills,
 )
@@ -37,7 +39,6 @@ from tierfall.core.types.errors import (
     IntegrityError,
     NotSupportedError,
     TierfallError,
-    UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -46,10 +47,6 @@ PASSABLE = (IntegrityError, BackendError, NotSupportedError)
 ends a restore."""
 
 NOWHERE = "no tier that answered on this rank has it"
-NOT_SENT = (
-    "no tier that answered on this rank has it, but another rank's tier has: call torch.distributed.init_process_group "
-    "before tierfall.open, or pass process_group, so that ranks exchange bytes"
-)
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
 Regions = Mapping[tuple[CheckpointId, Shard], HostRegion]
@@ -85,9 +82,12 @@ class ShardReader:
         tally: ReadTally,
         ring: BufferRing | None,
         chunks_max: int | None,
+        *,
+        reader: ChunkReader | None = None,
     ) -> None:
+        """``reader`` reads the chunks, if it is given, from the ``images`` or otherwise."""
         self.manifest = manifest
-        self._reader = ChunkReader(images, manifest, tally)
+        self._reader = reader or ChunkReader(images, manifest, tally)
         self._own: BufferRing | None = None
         if ring is None:
             verifying, count = hash_threads(), None
@@ -112,7 +112,9 @@ class ShardReader:
         pool, streams = self._ring.pool, self._ring.streams
         on_device = any(not target.is_cpu for fill in fills for target in fill.targets)
         threads = max(self._threads, self._device_threads) if on_device else self._threads
-        read_fills(self._reader, self.manifest, fills, threads, pool, streams)
+        parts = {0: ImageFills(self._reader, self.manifest, fills)}
+        chunks = [(0, index) for index in chunks_of(self.manifest, fills)]
+        read_fills(parts, chunks, threads, pool, streams)
 
     def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
         """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it
@@ -151,13 +153,11 @@ def find_images(
     open_image: OpenImage,
     shard: Shard,
     tally: ReadTally,
-    *,
-    nowhere: str = NOWHERE,
 ) -> tuple[list[Image], Manifest]:
     """Open the copies of a shard on ``tiers`` with good records, fastest first; return them with their manifest.
 
-    Tiers whose commit record names only other shards are left out. If all are, ``nowhere`` is the reason of the error.
-    Raises IntegrityError if there is no good copy, and the error of a copy that could not be read, if there is one.
+    Tiers whose commit record names only other shards are left out. Raises IntegrityError if there is no good copy, and
+    the error of a copy that could not be read, if there is one.
     """
     images: list[Image] = []
     manifest: Manifest | None = None
@@ -193,11 +193,9 @@ def find_images(
             continue
         images.append(image)
     if manifest is None or not images:
-        if nowhere == NOT_SENT and not failures:
-            raise UnreachableError(f"this rank's part of {checkpoint.id}: {nowhere}")
         raise next((e for e in failures if not e.is_damage), None) or IntegrityError(
             f"no copy of {checkpoint.id} has good records: "
-            + ("; ".join(map(str, failures)) or nowhere)
+            + ("; ".join(map(str, failures)) or NOWHERE)
         )
     return images, manifest
 
@@ -207,8 +205,7 @@ class CheckpointReader:
     """Opens images on first use, and reads for this rank only.
 
     Stored chunks are read through ``ring``; without it through buffers of this reader, for at most ``chunks_max``
-    chunks, if given. ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have
-    been written to.
+    chunks, if given. ``touched``: targets may have been written to.
     """
 
     checkpoint: KnownCheckpoint
@@ -217,7 +214,6 @@ class CheckpointReader:
     tally: ReadTally
     ring: BufferRing | None = None
     chunks_max: int | None = None
-    nowhere: str = NOWHERE
     touched: bool = False
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
 
@@ -258,10 +254,8 @@ class CheckpointReader:
             with self.open(Shard(rank, world_size)) as reader:
                 reader.fill(image_fills)
 
-    def give_up(self, error: BaseException) -> TierfallError | None:
-        """Record that this rank has failed with ``error``; return the error that prevents telling the other ranks, or
-        None."""
-        return None
+    def close(self) -> None:
+        """End the reading of this checkpoint, on which all ranks have agreed."""
 
     def open(self, shard: Shard) -> ShardReader:
         """Open one rank's image for reading; raises as ``header`` does."""
@@ -272,11 +266,6 @@ class CheckpointReader:
         """Open the good copies of one rank's image; raises as ``find_images`` does."""
         if shard not in self._found:
             self._found[shard] = find_images(
-                self.checkpoint,
-                self.tiers,
-                self.open_image,
-                shard,
-                self.tally,
-                nowhere=self.nowhere,
+                self.checkpoint, self.tiers, self.open_image, shard, self.tally
             )
         return self._found[shard]

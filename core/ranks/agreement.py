@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from tierfall.core.ranks.message_tree import (
@@ -30,9 +31,13 @@ from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.core.types.text import format_ranks
 
 AGREE = "agree"
+LOOK_S = 1.0
+"""Seconds after which a wait looks again how long it may last."""
 ANSWER_S = 5.0
 """The other ranks wait this much longer than rank 0 does, for the error that names the ranks that did not come."""
 
+Timeout = float | Callable[[], float]
+"""Seconds that a call may take, or what returns them and may return others while the call waits."""
 M = TypeVar("M")
 D = TypeVar("D")
 
@@ -80,7 +85,7 @@ class Agreement:
         decide: Callable[[dict[int, M]], D],
         answer: type[D],
         *,
-        timeout_s: float | None = None,
+        timeout_s: Timeout | None = None,
         is_last: bool = False,
         leave: InterruptibleEvent | None = None,
     ) -> D:
@@ -94,13 +99,15 @@ class Agreement:
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
         error of its kind (RanksError if it is none of tierfall's).
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        given = self._timeout_s if timeout_s is None else timeout_s
+        timeout = given if callable(given) else partial(float, given)
         part = _RankCall(name=what, body=to_json(message)).to_json()
         if self._message_tree.topology.is_root:
             with self._next_call(what, part, leave) as (topic, event):
-                decision = self._decide(topic, what, type(message), decide, event, timeout_s)
+                decision = self._decide(topic, what, type(message), decide, event, timeout)
         else:
-            decision = self._ask(what, part, timeout_s + ANSWER_S, leave, withdraws=not is_last)
+            patience = lambda: timeout() + ANSWER_S  # noqa: E731 - as short as a value
+            decision = self._ask(what, part, patience, leave, withdraws=not is_last)
         return from_json(answer, decision, rank=0)
 
     @contextmanager
@@ -139,20 +146,20 @@ class Agreement:
         self,
         what: str,
         part: object,
-        timeout_s: float,
+        timeout: Callable[[], float],
         leave: InterruptibleEvent | None,
         *,
         withdraws: bool,
     ) -> object:
         """Contribute this rank's part, and return the decision of rank 0. The answer to an earlier call, which rank 0
         gave up without this rank or this rank gave up, is passed over: this call is the next one."""
-        ends_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         while True:
             with self._next_call(what, part, leave) as (topic, event):
                 try:
-                    if not self._wait(what, topic, event, max(0.0, ends_s - time.monotonic())):
+                    if not self._wait(what, topic, event, began_s, timeout):
                         raise RanksError(
-                            f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout_s:g} s: it did not "
+                            f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout():.6g} s: it did not "
                             f"call {what}, or is gone"
                         )
                 except BaseException:
@@ -167,7 +174,7 @@ class Agreement:
             if found.name == what:
                 return found.decision
 
-    def meet(self, what: str, *, timeout_s: float | None = None, is_last: bool = False) -> None:
+    def meet(self, what: str, *, timeout_s: Timeout | None = None, is_last: bool = False) -> None:
         """Wait until every rank has made this call; raises as ``agree`` does."""
         self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, is_last=is_last)
 
@@ -198,13 +205,27 @@ class Agreement:
         for event in list(self._events.values()):
             event.set()
 
-    def _wait(self, what: str, topic: Topic, event: InterruptibleEvent, timeout_s: float) -> bool:
+    def _wait(
+        self,
+        what: str,
+        topic: Topic,
+        event: InterruptibleEvent,
+        began_s: float,
+        timeout: Callable[[], float],
+    ) -> bool:
         """Wait for the event; return False at the timeout. After half of it rank 0 has the contributions of complete
         and incomplete nodes forwarded, so that it can name the ranks that are late."""
-        if not event.wait(timeout_s / 2):
+
+        def wait(part: float) -> bool:
+            while (left_s := began_s + part * timeout() - time.monotonic()) > LOOK_S:
+                if event.wait(LOOK_S):
+                    return True
+            return event.wait(max(0.0, left_s))
+
+        if not wait(0.5):
             if self._message_tree.topology.is_root:
                 self._message_tree.flush_partial(topic)
-            if not event.wait(timeout_s / 2):
+            if not wait(1.0):
                 return False
         if topic not in self._answers and topic not in self._gathered:
             of = f"{what}: rank {self._rank}: the other ranks"
@@ -220,15 +241,15 @@ class Agreement:
         kind: type[M],
         decide: Callable[[dict[int, M]], object],
         event: InterruptibleEvent,
-        timeout_s: float,
+        timeout: Callable[[], float],
     ) -> object:
         """Gather, decide and announce the decision; return its JSON form."""
         try:
-            if not self._wait(what, topic, event, timeout_s):
+            if not self._wait(what, topic, event, time.monotonic(), timeout):
                 late = self._message_tree.missing(topic)
                 if late or not event.wait(ANSWER_S):  # no rank is late: the last came just now
                     raise RanksError(
-                        f"{what}: {format_ranks(late)} did not call {what} within {timeout_s:g} s"
+                        f"{what}: {format_ranks(late)} did not call {what} within {timeout():.6g} s"
                     )
             bodies = self._gathered.pop(topic)
             calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}

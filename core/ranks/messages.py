@@ -8,11 +8,12 @@ each field against its type hint, so that no later code has to doubt what anothe
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache, partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from types import NoneType, UnionType
 from typing import Any, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -71,6 +72,28 @@ class ErrorMessage(Message):
     def error_of(self, rank: int) -> TierfallError:
         """Return a new error of the same kind whose text names the rank."""
         return error_class(self.kind, RanksError)(f"rank {rank}: {self.text}")
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRanges(Message):
+    """A set of whole numbers as ascending ranges: ``edges`` are start and end in turn; 0, 1, 2, 5 is (0, 3, 5, 6)."""
+
+    edges: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> NumberRanges:
+        ordered = sorted(set(numbers))
+        if not ordered:
+            return cls()
+        inner = [(a + 1, b) for a, b in pairwise(ordered) if b != a + 1]
+        return cls((ordered[0], *(n for edges in inner for n in edges), ordered[-1] + 1))
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in zip(self.edges[::2], self.edges[1::2], strict=True):
+            yield from range(start, end)
+
+    def __contains__(self, number: int) -> bool:
+        return bisect(self.edges, number) % 2 == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

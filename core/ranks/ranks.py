@@ -27,9 +27,16 @@ class Ranks:
     """See the module. ``alone`` returns the one rank of a run without others: the same interface; nothing is sent."""
 
     def __init__(
-        self, topology: Topology, transport: StoreTransport | None, *, timeout_s: float
+        self,
+        topology: Topology,
+        transport: StoreTransport | None,
+        *,
+        timeout_s: float,
+        secret: bytes = b"",
     ) -> None:
+        """``secret`` is what only the ranks of this start know."""
         self.topology = topology
+        self.secret = secret
         self._transport = transport
         self._lock = threading.Lock()
         self._listener: Callable[[RankMessage], None] | None = None
@@ -50,7 +57,8 @@ class Ranks:
     @classmethod
     def join(cls, place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
         """Meet the other ranks; see ``rendezvous.join``."""
-        return cls(*join(place, bootstrap, run=run, timeout_s=timeout_s), timeout_s=timeout_s)
+        topology, transport, secret = join(place, bootstrap, run=run, timeout_s=timeout_s)
+        return cls(topology, transport, timeout_s=timeout_s, secret=secret)
 
     @property
     def shard(self) -> Shard:

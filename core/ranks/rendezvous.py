@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -30,6 +30,7 @@ from tierfall.core.ranks.transport import (
     sleep_longer,
     wait_for_clients,
 )
+from tierfall.core.ranks.wire import SECRET_BYTES
 from tierfall.core.runtime.cores import core_mask
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.text import format_ranks
@@ -85,10 +86,12 @@ class _Registration(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Acceptance(Message):
-    """Rank 0's answer to all ranks: the node of each, and its cores; or the error that ends the start."""
+    """Rank 0's answer to all ranks: the node of each, and its cores, and the secret of this start; or the error that
+    ends it."""
 
     nodes: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
+    secret: str = field(default="", repr=False)
     error: str | None = None
 
 
@@ -96,10 +99,16 @@ def _encode(message: Message) -> str:
     return json.dumps(message.to_json())
 
 
-def join(
-    place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float
-) -> tuple[Topology, StoreTransport]:
-    """Meet the other ranks of this start; return their topology and the transport of this rank.
+class Joined(NamedTuple):
+    """The topology of this start, the transport of this rank, and what only the ranks of this start know."""
+
+    topology: Topology
+    transport: StoreTransport
+    secret: bytes
+
+
+def join(place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Joined:
+    """Meet the other ranks of this start.
 
     Raises RanksError. It names the ranks that did not register within ``timeout_s`` seconds, or whose settings differ.
     """
@@ -145,9 +154,7 @@ def connect(host: str, port: int) -> TCPStore:
         raise TimeoutError(f"what listens at {host}:{port} does not answer as a store") from None
 
 
-def _accept_ranks(
-    place: RankPlacement, bootstrap: Store, key: str, timeout_s: float
-) -> tuple[Topology, StoreTransport]:
+def _accept_ranks(place: RankPlacement, bootstrap: Store, key: str, timeout_s: float) -> Joined:
     """Serve a store, publish its address under ``key``, and wait for all ranks; for rank 0."""
     name = f"tierfall/{secrets.token_hex(8)}"
     server = _store(_LOCALHOST, 0, is_master=True)
@@ -173,13 +180,15 @@ def _accept_ranks(
         raise RanksError(problem)
     nodes = tuple(registered[rank].node for rank in range(place.world_size))
     cores = tuple(registered[rank].cores for rank in range(place.world_size))
-    server.set(_acceptance_key(name), _encode(_Acceptance(nodes=nodes, cores=cores)))
+    secret = secrets.token_bytes(SECRET_BYTES)
+    acceptance = _Acceptance(nodes=nodes, cores=cores, secret=secret.hex())
+    server.set(_acceptance_key(name), _encode(acceptance))
     topology = Topology.of(0, nodes, cores_of=cores)
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
     receiving = connect(_LOCALHOST, server.port)
     mailbox = Mailbox(server, receiving, name, ranks, server=0, clients=guests)
-    return topology, StoreTransport(0, (mailbox,))
+    return Joined(topology, StoreTransport(0, (mailbox,)), secret)
 
 
 def _wait_for_ranks(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
@@ -192,9 +201,7 @@ def _wait_for_ranks(server: TCPStore, name: str, waiting: list[int], deadline: f
     return waiting
 
 
-def _find_rank_0(
-    place: RankPlacement, bootstrap: Store, key: str, timeout_s: float
-) -> tuple[Topology, StoreTransport]:
+def _find_rank_0(place: RankPlacement, bootstrap: Store, key: str, timeout_s: float) -> Joined:
     """Try each address that is published under ``key`` until one accepts this rank."""
     deadline = time.monotonic() + timeout_s
     process = secrets.token_hex(8)
@@ -234,7 +241,7 @@ class _JoiningRank:
         self._is_accepted = False  # from then on, the published address is not read again
         self._has_given_up = False  # ends the thread that still waits for this store
 
-    def try_join(self) -> tuple[Topology, StoreTransport] | None:
+    def try_join(self) -> Joined | None:
         """Join; return None if no rank 0 of this start answers, or another address is published meanwhile.
 
         The published address is read repeatedly while a thread joins, because torch retries for a long time if a store
@@ -253,7 +260,7 @@ class _JoiningRank:
         finally:
             del entering  # an error's traceback refers to this frame, and so to the store
 
-    def _enter(self) -> tuple[Topology, StoreTransport] | None:
+    def _enter(self) -> Joined | None:
         key = _acceptance_key(self._name)
         try:
             store = connect(self.host, self.port)
@@ -272,7 +279,8 @@ class _JoiningRank:
         if answer.error is not None:
             raise RanksError(answer.error)
         topology = Topology.of(self._place.rank, answer.nodes, cores_of=answer.cores)
-        return topology, StoreTransport(topology.rank, self._mailboxes(topology, store))
+        transport = StoreTransport(topology.rank, self._mailboxes(topology, store))
+        return Joined(topology, transport, bytes.fromhex(answer.secret))
 
     def _wait_for(self, store: TCPStore, key: str) -> bool:
         """Wait until rank 0 has accepted all ranks; return False if ``try_join`` has given this address up."""

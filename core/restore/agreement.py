@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
@@ -17,12 +18,17 @@ from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.agreement import check_same_arguments
-from tierfall.core.ranks.messages import Message
+from tierfall.core.ranks.agreement import Timeout, check_same_arguments
+from tierfall.core.ranks.messages import Message, NumberRanges
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.assign import (
+    Holders,
+    RankGroup,
+    SeenImages,
+    group_needs,
+    merge_seen,
+)
 from tierfall.core.restore.candidates import RestoreRequest, choose, unread_text
-from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.exchange.messages import NumberRanges
 from tierfall.core.restore.inventory import (
     CopyMessage,
     Inventory,
@@ -30,7 +36,8 @@ from tierfall.core.restore.inventory import (
     describe,
     merge_ranks,
 )
-from tierfall.core.restore.restore import HALF_FILLED, RankFailure, Together
+from tierfall.core.restore.pulls import RankAddress
+from tierfall.core.restore.restore import HALF_FILLED, EndedError, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -120,43 +127,91 @@ def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckp
     return here if here.commit is not None else replace(here, commit=commit)
 
 
+# One candidate ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FillOutcome(Message):
-    """``failed`` is the error of a rank that failed. ``for_good``: no older checkpoint is to be tried; ``lost``:
-    another rank knows the reason."""
+class CandidateStep(Message):
+    """A rank's part in the next step of all ranks with a candidate: the images that it sees on each tier, by the tier's
+    number in the chain, and where it is asked for chunks; then the chunks that it needs, by image; last, neither: it
+    has filled its targets. Or it has ``failed``, at any step. ``for_good``: no older checkpoint is to be tried."""
 
     id: CheckpointId
-    failed: str | None
-    for_good: bool
-    lost: bool
+    seen: Mapping[int, NumberRanges] | None = None
+    address: RankAddress = field(default_factory=RankAddress)
+    needs: Mapping[int, NumberRanges] | None = None
+    failed: str | None = None
+    for_good: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FillDecision(Message):
-    failed: RankFailure | None
+class StepDecision(Message):
+    """What all ranks learn at a step. ``failed`` ends the candidate on all of them."""
+
+    failed: RankFailure | None = None
+    seen: tuple[SeenImages, ...] = ()
+    addresses: tuple[RankAddress, ...] = ()
+    groups: tuple[RankGroup, ...] = ()
 
 
-def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
-    """Return what ``fill_first`` exchanges outcomes by. ``timeout_s`` is how much longer than the fastest rank the
-    slowest may take to fill its targets."""
+def agree_on_step(
+    ranks: Ranks, step: CandidateStep, holders: Holders, *, timeout_s: Timeout | None
+) -> StepDecision:
+    """Take the next step with a candidate, on all ranks. ``holders`` are known after the first. Raises EndedError if
+    another rank has failed, also before this step."""
+    decide = partial(_decide_step, holders=holders)
+    decision = ranks.agree("restore: fill", step, decide, StepDecision, timeout_s=timeout_s)
+    if decision.failed is not None and step.failed is None:
+        raise EndedError(decision.failed)
+    return decision
 
-    def exchange_outcome(
+
+def make_barrier(ranks: Ranks, *, timeout: Callable[[], Timeout | None] = lambda: None) -> Together:
+    """Return what ``fill_first`` ends a candidate by, on all ranks. ``timeout`` begins the wait for the others: it
+    returns how much longer than the fastest rank the slowest may take to fill its targets."""
+
+    def end_candidate(
         checkpoint: KnownCheckpoint, error: BaseException | None
     ) -> RankFailure | None:
+        if isinstance(error, EndedError):
+            return error.failure
         text = str(error) if isinstance(error, TierfallError) else repr(error)
-        outcome = _FillOutcome(
+        step = CandidateStep(
             id=checkpoint.id,
             failed=None if error is None else text.removesuffix(HALF_FILLED),
             for_good=not isinstance(error, PASSABLE),
-            lost=isinstance(error, LostError),
         )
-        # A rank that has lost another one does not wait for it as long as for a slow one.
-        patience_s = None if isinstance(error, LostError) else timeout_s
-        return ranks.agree(
-            "restore: fill", outcome, _decisive_failure, _FillDecision, timeout_s=patience_s
-        ).failed
+        try:
+            return agree_on_step(ranks, step, {}, timeout_s=timeout()).failed
+        except EndedError as ended:
+            return ended.failure
 
-    return exchange_outcome
+    return end_candidate
+
+
+def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDecision:
+    """Decide for all ranks. The failure that all follow is the first that is for good, or else the first."""
+    others = [rank for rank, one in steps.items() if one.id != steps[0].id]
+    if others:
+        raise RanksError(
+            f"restore: {format_ranks(others)} filled {steps[others[0]].id} where rank 0 filled {steps[0].id}"
+        )
+    failed = [
+        RankFailure(rank=rank, message=one.failed, permanent=one.for_good)
+        for rank, one in steps.items()
+        if one.failed is not None
+    ]
+    if failed:
+        return StepDecision(failed=next((f for f in failed if f.permanent), failed[0]))
+    if all(one.seen is not None for one in steps.values()):
+        seen = {rank: one.seen for rank, one in steps.items() if one.seen is not None}
+        addresses = tuple(steps[rank].address for rank in sorted(steps))
+        return StepDecision(seen=merge_seen(seen), addresses=addresses)
+    needs = {rank: one.needs for rank, one in steps.items() if one.needs is not None}
+    return StepDecision(groups=group_needs(needs, holders))
+
+
+# All ranks, at the end -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,23 +288,6 @@ def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
     rank = next((rank for rank, one in outcomes.items() if one.failed is not None), 0)
     saved = any(one.saved for one in outcomes.values())
     return _FinishDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
-
-
-def _decisive_failure(outcomes: Mapping[int, _FillOutcome]) -> _FillDecision:
-    """Return the failure that all ranks follow: the first that is for good, or else the first. One that is ``lost``
-    counts only where no rank knows the reason."""
-    others = [rank for rank, one in outcomes.items() if one.id != outcomes[0].id]
-    if others:
-        raise RanksError(
-            f"restore: {format_ranks(others)} filled {outcomes[others[0]].id} where rank 0 filled {outcomes[0].id}"
-        )
-    failed = [
-        (one.lost, RankFailure(rank=rank, message=one.failed, permanent=one.for_good))
-        for rank, one in outcomes.items()
-        if one.failed is not None
-    ]
-    known = [failure for lost, failure in failed if not lost] or [failure for _, failure in failed]
-    return _FillDecision(failed=next((f for f in known if f.permanent), next(iter(known), None)))
 
 
 def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:

@@ -17,7 +17,6 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
-from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import MakePlan, ResizeRules, plan_reads_of_rank
 from tierfall.core.tensors.tensors import AddressRange, AddressRanges
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
@@ -64,9 +63,17 @@ class RankFailure:
     permanent: bool
 
 
+class EndedError(TierfallError):
+    """All ranks end this candidate, since another one has failed."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(f"rank {failure.rank}: {failure.message}")
+        self.failure = failure
+
+
 Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
-"""Exchanges with the other ranks what became of a checkpoint: given is this rank's error, or None; returned is the
-failure that all ranks follow, or None."""
+"""Agrees with the other ranks on the end of a checkpoint: given is this rank's error, or None; returned is the failure
+that all ranks follow, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +103,8 @@ def fill_first(
     choose_again: ChooseAgain | None = None,
 ) -> RestoreResult:
     """Fill the targets of a plan from the first of the ``chosen`` candidates that is good. However it ends, no copy
-    onto a device is in progress. ``make_reader`` opens a checkpoint on its tiers, fastest first.
+    onto a device is in progress. ``make_reader`` opens a checkpoint on its tiers, fastest first; its reader is closed
+    once all ranks agree on the end of that checkpoint.
 
     With several ranks, the candidates are the same on all. ``together`` is called once per candidate, however filling
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
@@ -116,7 +124,7 @@ def fill_first(
         plan: ReadPlan | None = None
         fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
         error: BaseException | None = None
-        unreported: TierfallError | None = None
+        is_cut_off = False
         tiers = _tiers(checkpoint, request, chosen.listings)
         parts = make_reader(checkpoint, tiers, chosen.open_image, tally)
         try:
@@ -124,13 +132,15 @@ def fill_first(
             _check_none_left(plan, written, progress)
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
-            unreported = parts.give_up(failure)
             progress.touched |= parts.touched
+            is_cut_off = isinstance(failure, RanksError)  # of an agreement: no other one is tried
             error = progress.classify(failure)
         progress.touched |= parts.touched
         try:
-            failure_elsewhere = progress.exchange_outcomes(together, error, unreported)
-            if error is not None and not isinstance(error, (*PASSABLE, LostError)):
+            failure_elsewhere = None
+            if not is_cut_off:
+                failure_elsewhere = progress.end_together(together, error)
+            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
                 raise error
             if failure_elsewhere is not None:
                 progress.follow(failure_elsewhere, error)
@@ -139,6 +149,7 @@ def fill_first(
             if plan is not None and parts.touched:
                 written |= {each: (name, checkpoint.id) for each, name in plan.in_place().items()}
         finally:
+            parts.close()
             del error  # its traceback holds this frame, and so the targets
         if choose_again is not None:
             request = replace(request, without=request.without | {checkpoint.id})
@@ -194,9 +205,9 @@ class _Progress:
 
     def classify(self, error: BaseException) -> BaseException:
         """Return the error itself if an older step may be tried (one of PASSABLE, which is damage unless the request
-        says otherwise), or if another rank knows the reason (LostError); else the error that the restore ends with."""
+        says otherwise), or if another rank has failed (EndedError); else the error that the restore ends with."""
         request = self.request
-        if isinstance(error, LostError):
+        if isinstance(error, EndedError):
             return error
         if not isinstance(error, PASSABLE):
             return self.final_error(error, self.what)
@@ -210,28 +221,21 @@ class _Progress:
             return _with_cause(RestoreError(f"{self.what}: {error}{self.half_filled}"), error)
         return error
 
-    def exchange_outcomes(
-        self,
-        together: Together | None,
-        error: BaseException | None,
-        unreported: TierfallError | None,
+    def end_together(
+        self, together: Together | None, error: BaseException | None
     ) -> RankFailure | None:
-        """Exchange outcomes with the other ranks. That they cannot be reached, or could not be before (``unreported``),
-        ends the restore, unless an error of this rank has ended it already."""
+        """Agree with the other ranks on the end of the checkpoint. That they cannot be reached ends the restore, unless
+        an error of this rank has ended it already."""
         if together is None:
             return None
         try:
-            if unreported is not None:
-                raise unreported
             return together(self.checkpoint, error)
         except BaseException as lost:
-            over = error is not None and not isinstance(error, (*PASSABLE, LostError))
+            over = error is not None and not isinstance(error, (*PASSABLE, EndedError))
             if over and isinstance(lost, Exception):
                 assert error is not None
                 error.add_note(f"the other ranks may not know of it: {lost}")
                 return None
-            if isinstance(error, LostError) and isinstance(lost, TierfallError):
-                lost = RanksError(f"{lost} ({error})")
             ended = self.final_error(lost, self.what)
             if ended is lost:
                 raise lost
@@ -244,7 +248,7 @@ class _Progress:
             self.tally.found_unread(self.checkpoint.id)  # perhaps damaged: the message does not say
         if failure_elsewhere.permanent:
             raise RestoreError(f"{self.what}: {text}{self.half_filled}")
-        if error is None or isinstance(error, LostError):
+        if error is None or isinstance(error, EndedError):
             self._log_fallback(text)
 
     def _log_fallback(self, reason: object) -> None:

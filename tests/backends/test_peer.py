@@ -16,11 +16,11 @@ from backend_places import get, put
 
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.peer import server as peer_server
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
-from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
+from tierfall.core.ranks import serving
+from tierfall.core.ranks.wire import SECRET_BYTES, Connection, greet
 from tierfall.core.types.backend import Backend, StoredObject, put_object
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -172,8 +172,8 @@ def test_what_is_no_handshake_ends_the_connection(serve: Serve, data: bytes) -> 
 def test_silent_connections_do_not_keep_ranks_out(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_server, "UNAUTHENTICATED_MAX", 3)
-    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(serving, "UNAUTHENTICATED_MAX", 3)
+    monkeypatch.setattr(serving, "HANDSHAKE_S", 0.2)
     server = serve()
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
     try:
@@ -185,7 +185,7 @@ def test_silent_connections_do_not_keep_ranks_out(
 
 def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that come one by one do not extend it."""
-    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(serving, "HANDSHAKE_S", 0.3)
     server = serve()
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port)) as slow, suppress(ConnectionError):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.server import _RequestHandler, _Session
-from tierfall.backends.peer.wire import Connection, Head, WireError
+from tierfall.core.ranks.wire import Connection, Head, WireError
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import BackendError, UnreachableError
 

@@ -15,9 +15,9 @@ from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion
-from tierfall.backends.peer.wire import Head
 from tierfall.core.copies import shard_reader
 from tierfall.core.format.commit_files import files_of
+from tierfall.core.ranks.wire import Head
 from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, TierfallError

@@ -28,7 +28,6 @@ from tierfall.core.load.plan import ReadPlan
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.candidates import RestoreRequest
-from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
@@ -71,12 +70,9 @@ class Checkpointer:
         run: str,
         fresh: bool = False,
         ranks: Ranks | None = None,
-        connect: Connect | None = None,
         command: str = "",
     ) -> None:
-        opened = OpenRun(
-            config, run=run, fresh=fresh, ranks=ranks, connect=connect, command=command
-        )
+        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, command=command)
         self._opened = opened
         self._config = opened.config
         self._session = opened.session

@@ -23,7 +23,6 @@ from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.chunk_reader import FoundDamage
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
 from tierfall.core.state.view import StateView
@@ -69,10 +68,9 @@ class OpenRun:
         run: str,
         fresh: bool = False,
         ranks: Ranks | None = None,
-        connect: Connect | None = None,
         command: str = "",
     ) -> None:
-        """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
+        """See ``tierfall.open``."""
         self.run = run
         self.pid = os.getpid()
         self.closed = False
@@ -135,7 +133,6 @@ class OpenRun:
                     config,
                     self.session,
                     self.lineage,
-                    connect=connect,
                     on_continued=self._on_continued,
                 )
                 self._saves_on = signal_hub.add_listener(

@@ -16,14 +16,13 @@ from typing import Any
 
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, CheckpointReader, OpenImage
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
-from tierfall.core.restore.exchange.exchange import Exchange
-from tierfall.core.restore.exchange.gloo import Connect
+from tierfall.core.restore.pulled_reader import Pulls
 from tierfall.core.restore.reshard import ResizeRules
-from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, fill_first
+from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
@@ -32,7 +31,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage, as_step
-from tierfall.setup.tiers import is_shared, patience_s, reported_tiers
+from tierfall.setup.tiers import patience_s, reported_tiers
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -51,17 +50,22 @@ class Restorer:
         session: Session,
         lineage: SavingLineage,
         *,
-        connect: Connect | None,
         on_continued: Callable[[int, str | None], None],
     ) -> None:
-        """``connect`` makes what ranks exchange bytes over; without it each rank reads for itself. ``on_continued`` is
-        called with the step that the lineage continues from, and why the next step is to be saved, if it is."""
+        """``on_continued`` is called with the step that the lineage continues from, and why the next step is to be
+        saved, if it is."""
         self._config = config
         self._session = session
         self._lineage = lineage
-        self._connect = connect
         self._on_continued = on_continued
         self.patience_s = patience_s(config)
+        self._pulls = Pulls(
+            ranks=session.ranks,
+            order=[tier.name for tier in config.chain],
+            max_wait_s=config.max_wait_s,
+            patience_s=self.patience_s,
+            interface=None if config.peers is None else config.peers.interface,
+        )
 
     @contextmanager
     def deletions_paused(self) -> Iterator[None]:
@@ -151,7 +155,7 @@ class Restorer:
                 shard=ranks.shard,
                 make_reader=self.reader,
                 resize=resize,
-                together=make_barrier(ranks, timeout_s=self.patience_s),
+                together=self.barrier(),
                 choose_again=choose_now,
             )
 
@@ -173,20 +177,15 @@ class Restorer:
         open_image: OpenImage,
         tally: ReadTally,
     ) -> CheckpointReader:
-        """Return a reader of a checkpoint's images; ranks that are connected exchange their bytes."""
-        session = self._session
-        ring, ranks = session.ring, session.ranks
-        if self._connect is None:
-            nowhere = NOT_SENT if ranks.many else NOWHERE
-            return CheckpointReader(checkpoint, tiers, open_image, tally, ring, nowhere=nowhere)
-        exchange = Exchange(
-            ranks=ranks,
-            connect=self._connect,
-            order=[tier.name for tier in self._config.chain],
-            shared=[tier.name for tier in self._config.stored if is_shared(tier)],
-            timeout_s=self.patience_s,
-        )
-        return exchange.reader(checkpoint, tiers, open_image, tally, ring)
+        """Return a reader of a checkpoint's images; several ranks share what they read."""
+        ring = self._session.ring
+        if not self._session.ranks.many:
+            return CheckpointReader(checkpoint, tiers, open_image, tally, ring)
+        return self._pulls.reader(checkpoint, tiers, open_image, tally, ring)
+
+    def barrier(self) -> Together:
+        """Return what all ranks end a candidate by."""
+        return make_barrier(self._session.ranks, timeout=self._pulls.timeout)
 
     def candidates(
         self,

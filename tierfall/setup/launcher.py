@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.rendezvous import RankPlacement, connect
-from tierfall.core.restore.exchange.gloo import Connect, GlooTransport
 from tierfall.core.types.errors import ConfigError, RanksError
 from tierfall.core.types.text import with_article
 
@@ -46,17 +44,6 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
         settings=_settings(config),
     )
     return Ranks.join(place, _bootstrap(), run=run, timeout_s=config.max_wait_s)
-
-
-def find_transport() -> Connect | None:
-    """Return what connects the ranks to exchange bytes at a restore: a gloo group of tierfall's own.
-
-    None where ``torch.distributed`` is not initialised.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return partial(GlooTransport, _bootstrap())
 
 
 def _rank_and_size(process_group: Any) -> tuple[int, int]:

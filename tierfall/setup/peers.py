@@ -29,7 +29,6 @@ import numpy as np
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
-from tierfall.backends.peer.wire import SECRET_BYTES, Head
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
@@ -45,6 +44,7 @@ from tierfall.core.ranks.addresses import address_towards, is_loopback, listen, 
 from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.ranks.wire import SECRET_BYTES, Head
 from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (

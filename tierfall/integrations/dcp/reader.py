@@ -17,6 +17,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,15 +50,13 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, BlockTarget, Builder
 from tierfall.core.load.choices import plain_value
-from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
-from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_images, plan_reads
-from tierfall.core.restore.restore import HALF_FILLED
+from tierfall.core.restore.restore import HALF_FILLED, EndedError, RankFailure
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import ConfigError, RanksError, RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -92,7 +91,6 @@ def open_checkpoint(
     listings, tally = run.session.list_now(), run.session.new_tally()
     candidates = run.restorer.candidates(listings, request, tally)
     ranks = run.session.ranks
-    exchange_failures = make_barrier(ranks, timeout_s=run.restorer.patience_s)
 
     left = list(candidates)
     while left:
@@ -101,22 +99,22 @@ def open_checkpoint(
         error: Exception | None = None
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [tier for tier in held if request.tier in (None, tier)]
-        # ranks exchange images if they can, as in Checkpointer.restore
         parts = run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
-        try:
-            opened = _open(run, parts, values_of)
-        except Exception as failure:
-            error = _error_to_raise(failure, checkpoint, request)
-            if isinstance(failure, PASSABLE) and not failure.is_damage:
-                tally.found_unread(checkpoint.id)
-            if (unsent := parts.give_up(failure)) is not None:
-                raise unsent from failure
-        failed = exchange_failures(checkpoint, error)
-        if error is not None and not isinstance(error, (*PASSABLE, LostError)):
-            raise error
-        if failed is None:
-            assert opened is not None
-            return opened
+        with ExitStack() as closing:
+            closing.callback(parts.close)
+            try:
+                opened = _open(run, parts, values_of)
+            except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
+                error = _error_to_raise(failure, checkpoint, request)
+                if isinstance(failure, PASSABLE) and not failure.is_damage:
+                    tally.found_unread(checkpoint.id)
+            failed = _end_together(run, checkpoint, error)
+            if error is not None and not isinstance(error, (*PASSABLE, EndedError)):
+                raise error
+            if opened is not None and failed is None:
+                closing.pop_all()
+                return opened
+        assert failed is not None
         reason = ranks.topology.name_rank(failed.rank, failed.message)
         if request.step is not None or failed.permanent:
             kind = RestoreError if failed.permanent else DamagedError
@@ -132,17 +130,26 @@ def open_checkpoint(
     )
 
 
-def hold(run: OpenRun, id: CheckpointId, *, owner: object) -> Callable[[], object]:
-    """Protect a checkpoint's copies on stored tiers from retention and eviction; return a function that ends this, as
-    the end of ``owner`` does."""
-    session = run.session
+def _end_together(
+    run: OpenRun, checkpoint: KnownCheckpoint, error: Exception | None
+) -> RankFailure | None:
+    """Agree with the other ranks on how reading ended; return the failure that all follow. If an agreement has failed
+    on this rank, no other one is tried."""
+    return None if isinstance(error, RanksError) else run.restorer.barrier()(checkpoint, error)
+
+
+def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[], object]:
+    """Protect a checkpoint's copies on stored tiers from retention and eviction, and read for other ranks; return a
+    function that ends this, as the end of ``owner`` does."""
+    session, id = run.session, opened.checkpoint.id
     session.call(lambda: session.coordinator.ledger.reading.update([id]))
-    release = weakref.finalize(owner, _release, session, id)
+    release = weakref.finalize(owner, _release, session, id, opened.parts)
     release.atexit = False
     return release
 
 
-def _release(session: Session, id: CheckpointId) -> None:
+def _release(session: Session, id: CheckpointId, parts: CheckpointReader) -> None:
+    parts.close()
     ledger = session.coordinator.ledger
 
     def end() -> None:
@@ -155,7 +162,7 @@ def _error_to_raise(
     error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest
 ) -> Exception:
     """Return the error that ends the load if a copy could not be read: it must not be skipped like a damaged one."""
-    if isinstance(error, LostError) or not isinstance(error, PASSABLE) or error.is_damage:
+    if not isinstance(error, PASSABLE) or error.is_damage:
         return error
     raised = RestoreError(unread_text(f"{request.operation} of {checkpoint.id}", error, request))
     raised.__cause__ = error
@@ -231,7 +238,7 @@ class TierReader(PlansUnchanged, StorageReader):
         try:
             with run.restorer.deletions_paused():
                 self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-                self._release = hold(run, self._opened.checkpoint.id, owner=self)
+                self._release = hold(run, self._opened, owner=self)
         except DamagedError:
             self._damaged = True
             raise
@@ -252,7 +259,7 @@ class TierReader(PlansUnchanged, StorageReader):
         try:
             self._read_on_all_ranks(lambda: reads.execute(plan))
         finally:
-            self._opened = None  # closes the exchange between ranks
+            self._opened = None
             self._release()
         done: Future[None] = Future()
         done.set_result(None)
@@ -276,13 +283,11 @@ class TierReader(PlansUnchanged, StorageReader):
         try:
             with run.restorer.deletions_paused():
                 read()
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
             error = _error_to_raise(failure, checkpoint, self._request())
-            if (unsent := opened.parts.give_up(failure)) is not None:
-                raise unsent from failure
-        failed = make_barrier(ranks, timeout_s=patience_s)(checkpoint, error)
+        failed = _end_together(run, checkpoint, error)
         self._damaged = failed is not None and not failed.permanent
-        if error is not None and not isinstance(error, LostError):
+        if error is not None and not isinstance(error, EndedError):
             if not (ranks.many and opened.parts.touched):
                 raise error
             raise RestoreError(f"{of}: {error}{HALF_FILLED}") from error

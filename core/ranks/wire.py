@@ -4,6 +4,8 @@ A message is a head, which is JSON, and a payload, which is bytes. The head's le
 its XXH3-128 digest. Both sides prove in a handshake that they know the run's secret, over two random numbers that are
 used once: a recorded handshake proves nothing. What follows is neither encrypted nor signed: the network of the nodes
 is trusted not to change bytes on purpose. Nothing is pickled.
+
+Between processes of one node a connection is a Unix socket, and a payload may be a file in memory that is handed over.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import secrets
+import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -37,8 +42,14 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 """Seconds of silence, seconds between the probes after that, and how many are not answered."""
 _LENGTHS = struct.Struct(">IQ")
 _DIGEST_BYTES = 16
+_FILE = b"F"
+"""The byte that a file is handed over with."""
 
 Head = dict[str, Any]
+Address = tuple[str, int] | str
+"""Host and port; on this node, the name of a Unix socket without a file."""
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class WireError(UnreachableError):
@@ -59,13 +70,14 @@ class Connection:
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
         self._deadline_s: float | None = time.monotonic() + timeout_s
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-        )  # a node that is lost says nothing
-        for option, value in _KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # a node that is lost says nothing
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = sock
+        _connections.add(self)
 
     def set_timeout(self, seconds: float | None) -> None:
         """Bound how long the other side may be silent; None: not at all."""
@@ -152,6 +164,27 @@ class Connection:
                 raise WireError("the other side has closed the connection")
             at += count
 
+    def send_file(self, head: Head, file: int) -> None:
+        """Send a message, and hand over an open file after it; only on a Unix socket."""
+        self.send(head)
+        socket.send_fds(self.socket, [_FILE], [file])
+
+    def receive_file(self) -> int:
+        """Return the open file that follows a message."""
+        try:
+            _, files, _, _ = socket.recv_fds(self.socket, len(_FILE), 1)
+        except OSError as error:
+            raise WireError(str(error) or type(error).__name__) from error
+        if len(files) != 1:
+            raise WireError("no file follows the message")
+        return files[0]
+
+    def is_readable(self, timeout_s: float) -> bool:
+        """Wait until something arrives, or the other side closes the connection; False after ``timeout_s``."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def close(self) -> None:
         """Close the connection; a thread that waits for it fails."""
         with suppress(OSError):  # the other side was faster
@@ -160,6 +193,36 @@ class Connection:
 
 
 # Handshake ---------------------------------------------------------------------------------------------
+
+
+def connect_as(
+    sender: str, address: Address, secret: bytes, *, run: str, session: str, timeout_s: float
+) -> Connection:
+    """Connect to what listens at an address, and ``greet`` it. Raises OSError, WireError, and AccessDeniedError."""
+    connection = Connection(
+        _dial(address, timeout_s), timeout_s=max(min(HANDSHAKE_S, timeout_s), LEAST_TIMEOUT_S)
+    )
+    try:
+        greet(connection, secret, run=run, sender=sender, session=session)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError | WireError) and not isinstance(error, AccessDeniedError):
+            raise WireError(f"in the handshake: {error}") from error
+        raise
+    return connection
+
+
+def _dial(address: Address, timeout_s: float) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address, timeout=timeout_s)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(f"\0{address}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def greet(connection: Connection, secret: bytes, *, run: str, sender: str, session: str) -> None:
@@ -217,3 +280,26 @@ def _proof(secret: bytes, side: str, transcript: bytes) -> str:
 def _is_proof(given: object, secret: bytes, side: str, transcript: bytes) -> bool:
     expected = _proof(secret, side, transcript)
     return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)
+
+
+def listen_on_node(name: str) -> socket.socket:
+    """Return a socket that processes of this node reach by ``name``, without a port or a file. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(f"\0{name}")
+        sock.listen(128)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _close_inherited() -> None:
+    """A forked child must not hold the connections of its parent open."""
+    for connection in list(_connections):
+        with suppress(OSError):
+            os.close(connection.socket.detach())
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

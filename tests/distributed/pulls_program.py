@@ -1,8 +1,9 @@
-"""What one rank does in tests of what ranks hand each other at a restore."""
+"""What one rank does in tests of what ranks pull from each other at a restore."""
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import shutil
 import time
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import tierfall
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
-from tierfall.core.restore.exchange.rounds import _RoundRunner
+from tierfall.core.restore.pulls import PullPlace
+from tierfall.tiers.stored import StoredTier
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 
@@ -68,7 +70,7 @@ def restore(
     mine: bool = False,
     **changes: Any,
 ) -> Any:
-    """Restore all tensors on each rank, or its own share; ``victim`` dies, or raises, in the exchange."""
+    """Restore all tensors on each rank, or its own share; ``victim`` dies, stops, or raises, while it reads."""
     if group != "none":
         dist.init_process_group("gloo")
     given = dist.new_group([*range(WORLD)]) if group == "given" else None
@@ -111,11 +113,71 @@ def _restore(
         }
 
 
+def save_large(folder: str, bytes: int, **changes: Any) -> Any:
+    """Save one tensor, on one rank."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        handle = ckpt.save(1, {"w": large(bytes), "rng": None})
+        ckpt.wait_captured()
+        handle.wait("pfs", timeout=120)
+
+
+def restore_from_slow(folder: str, bytes: int, bytes_per_s: float, **changes: Any) -> Any:
+    """Restore that tensor on all ranks from ``pfs``, whose reads by all processes take ``bytes_per_s`` together. The
+    ranks begin at the same time. Their targets are one memory, to which all of them write the same: as many tensors
+    would take the memory of a small machine."""
+    dist.init_process_group("gloo")
+    slow_down("pfs", Path(folder) / "next-read", bytes_per_s)
+    target = torch.from_file(f"{folder}/target", shared=True, size=bytes, dtype=torch.uint8)
+    try:
+        with tierfall.open(program.config(folder, **changes)) as ckpt:
+            dist.barrier()
+            began = time.monotonic()
+            report = ckpt.restore({"w": target, "rng": None})
+            seconds = time.monotonic() - began
+            assert report is not None
+            dist.barrier()
+            return {
+                "step": report.step,
+                "good": torch.equal(target, large(bytes)) if RANK == 0 else True,
+                "seconds": seconds,
+                "read": {s.tier: s.bytes for s in report.sources if s.rank is None},
+                "got": sum(s.bytes for s in report.sources if s.rank is not None),
+            }
+    finally:
+        dist.destroy_process_group()
+
+
+def large(bytes: int) -> torch.Tensor:
+    return torch.arange(bytes // 8).mul_(0x9E3779B97F4A7C15 - (1 << 64)).view(torch.uint8)
+
+
+def slow_down(tier: str, clock: Path, bytes_per_s: float) -> None:
+    """Let reads of a tier take turns between all processes: each begins when the ones before it have ended at that
+    rate. None is of the page cache."""
+    real = StoredTier.read_into
+
+    def read_into(self: StoredTier, *args: Any, **more: Any) -> None:
+        real(self, *args, **more)
+        if self.name != tier:
+            return
+        with clock.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            begins = max(time.monotonic(), float(file.read() or 0.0))
+            ends = begins + args[3].nbytes / bytes_per_s
+            file.truncate(0)
+            file.write(repr(ends))
+        time.sleep(max(0.0, ends - time.monotonic()))
+
+    StoredTier.read_into = read_into  # type: ignore[method-assign]
+    StoredTier.read_cached = lambda self, *args, **more: False  # type: ignore[method-assign]
+
+
 def _break(how: str) -> None:
     if how == "dies":
-        killing.at(_RoundRunner, "_send", 3, killing.kill_self)
+        killing.at(PullPlace, "_load", 3, killing.kill_self)
     if how == "stops":
-        killing.at(_RoundRunner, "_send", 3, killing.stop_self)
+        killing.at(PullPlace, "_load", 3, killing.stop_self)
     if how == "raises":
         killing.at(ChunkReader, "read_from", 3, _raise)
 

@@ -1,0 +1,237 @@
+"""Assignment: which rank reads a chunk for all ranks of a restore, and by which way it comes to each of them. Pure: the
+result is the same on all ranks.
+
+Ranks need chunks of images; ranks that need the same are one group. Every chunk that is needed is read once, by its
+*owner*: a rank that sees it on the fastest tier, if possible one that needs it, and of those the one with the least to
+read so far. Ranks of the owner's node get it from there. On each other node one rank, the *relay*, gets it from the
+owner for the ranks of its node.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tierfall.core.ranks.messages import Message, NumberRanges
+from tierfall.core.ranks.topology import Topology
+
+HEADER = 0
+"""The chunk that is an image's header."""
+NODES_TRIED = 4
+"""A chunk that one rank of each of so many nodes cannot read counts as unreadable: it is not read by each of a thousand
+ranks before."""
+
+Chunk = tuple[int, int]
+"""The rank that saved an image, and the number of a chunk in it."""
+Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
+"""For each image: tiers by their number in the chain, fastest first, each with the ranks that see it there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImages(Message):
+    """Images that several ranks see on a tier, which is given by its number in the chain."""
+
+    tier: int
+    images: NumberRanges
+    ranks: NumberRanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup(Message):
+    """Ranks that need the same chunks, by image."""
+
+    ranks: NumberRanges
+    chunks: Mapping[int, NumberRanges]
+
+
+class AssignedChunk(NamedTuple):
+    """A chunk that is the ``number``-th that its ``owner`` reads; needed by the groups of these numbers."""
+
+    owner: int
+    number: int
+    groups: tuple[int, ...]
+
+
+def name_of(chunk: Chunk) -> str:
+    """Return the name of a chunk in messages."""
+    image, index = chunk
+    what = "the header" if index == HEADER else f"chunk {index}"
+    return f"{what} of rank {image}'s image"
+
+
+def merge_seen(seen: Mapping[int, Mapping[int, NumberRanges]]) -> tuple[SeenImages, ...]:
+    """Group the ranks that see the same images on a tier; given is what each sees, by rank and tier."""
+    found: dict[tuple[int, NumberRanges], list[int]] = {}
+    for rank, tiers in seen.items():
+        for tier, images in tiers.items():
+            if images.edges:
+                found.setdefault((tier, images), []).append(rank)
+    return tuple(
+        SeenImages(tier=tier, images=images, ranks=NumberRanges.of(ranks))
+        for (tier, images), ranks in found.items()
+    )
+
+
+def holders_of(seen: Sequence[SeenImages]) -> Holders:
+    """Return which ranks see each image on each tier. Images that the same ranks see share their tuple."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for number, one in enumerate(seen):
+        for image in one.images:
+            found.setdefault(image, {}).setdefault(one.tier, []).append(number)
+    ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def ranks_of(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        if numbers not in ranks:
+            ranks[numbers] = tuple(sorted(r for n in numbers for r in seen[n].ranks))
+        return ranks[numbers]
+
+    return {
+        image: [(tier, ranks_of(tuple(numbers))) for tier, numbers in sorted(tiers.items())]
+        for image, tiers in found.items()
+    }
+
+
+def group_needs(
+    needs: Mapping[int, Mapping[int, NumberRanges]], holders: Holders
+) -> tuple[RankGroup, ...]:
+    """Group ranks by what they need; no groups where each needs only its own image, and sees it on the fastest tier
+    that any rank sees it on: then each reads for itself."""
+    if all(
+        chunks.keys() <= {rank} and all(rank in holders[i][0][1] for i in chunks if i in holders)
+        for rank, chunks in needs.items()
+    ):
+        return ()
+    found: dict[tuple[tuple[int, NumberRanges], ...], list[int]] = {}
+    for rank, chunks in needs.items():
+        if chunks:
+            found.setdefault(tuple(sorted(chunks.items())), []).append(rank)
+    return tuple(
+        RankGroup(ranks=NumberRanges.of(ranks), chunks=dict(chunks))
+        for chunks, ranks in found.items()
+    )
+
+
+# Owners ----------------------------------------------------------------------------------------------
+
+
+def assign(groups: Sequence[RankGroup], holders: Holders) -> dict[Chunk, AssignedChunk]:
+    """Choose the owner of each chunk that a group needs, image after image. A chunk that no rank sees has none."""
+    owners = _Owners(groups, holders)
+    items: dict[Chunk, AssignedChunk] = {}
+    for image in sorted({image for group in groups for image in group.chunks} & holders.keys()):
+        needing: dict[int, list[int]] = {}
+        for number, group in enumerate(groups):
+            for index in group.chunks.get(image, ()):
+                needing.setdefault(index, []).append(number)
+        for index, numbers in sorted(needing.items()):
+            items[image, index] = owners.choose(image, tuple(numbers))
+    return items
+
+
+class _Owners:
+    """The number of chunks that each rank has to read so far. Queues find the least busy of many ranks without a look
+    at all."""
+
+    def __init__(self, groups: Sequence[RankGroup], holders: Holders) -> None:
+        self._holders = holders
+        self._members = [frozenset(group.ranks) for group in groups]
+        self._count: dict[int, int] = {}
+        self._queues: dict[tuple[Sequence[int], tuple[int, ...]], list[tuple[int, int]]] = {}
+
+    def choose(self, image: int, needing: tuple[int, ...]) -> AssignedChunk:
+        able = self._holders[image][0][1]
+        queue = self._queues.get((able, needing))
+        if queue is None:
+            needs = [rank for rank in able if any(rank in self._members[g] for g in needing)]
+            queue = [(0, rank) for rank in needs or able]
+            heapq.heapify(queue)
+            self._queues[able, needing] = queue
+        while True:  # counts only rise: the first whose count is current is the least
+            count, rank = queue[0]
+            now = self._count.get(rank, 0)
+            if count == now:
+                self._count[rank] = now + 1
+                return AssignedChunk(rank, now, needing)
+            heapq.heapreplace(queue, (now, rank))
+
+
+def header_owner(holders: Holders, image: int) -> int | None:
+    """Return the owner of a header, which any rank may need: the rank that saved the image, if it sees it on the
+    fastest tier; None where no rank sees it."""
+    if image not in holders:
+        return None
+    ranks = holders[image][0][1]
+    return image if image in ranks else ranks[image % len(ranks)]
+
+
+def sources(
+    holders: Holders, image: int, owner: int | None, node_of: Mapping[int, int]
+) -> Iterator[int]:
+    """Yield the ranks that are asked for a chunk, one after the other, until one has it good: its owner, then one rank
+    of each other node that sees the image, fastest tier first. The same for all ranks that need the chunk."""
+    tried: set[int] = set()
+    if owner is not None:
+        yield owner
+        tried.add(node_of[owner])
+    for _, ranks in holders.get(image, ()):
+        first = 0 if owner is None else bisect(ranks, owner)
+        for rank in (*ranks[first:], *ranks[:first]):
+            if len(tried) == NODES_TRIED:
+                return
+            if node_of[rank] not in tried:
+                tried.add(node_of[rank])
+                yield rank
+
+
+# Ways ------------------------------------------------------------------------------------------------
+
+
+def relay_of(chunk: Chunk, needing: Sequence[int]) -> int:
+    """Return which of the ranks of a node that need a chunk gets it for the others from another node."""
+    image, index = chunk
+    return needing[(image + index) % len(needing)]
+
+
+def takers_of(
+    chunk: Chunk, item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
+) -> frozenset[int]:
+    """Return the ranks that get a chunk from this one, itself included if it needs it: from its owner, the ranks of its
+    node and the relays of others; from a relay, the ranks of its node; none from any other rank."""
+    rank = topology.rank
+    here = needing_on_node(item, groups, topology)
+    if rank != item.owner:
+        is_relay = item.owner not in topology.local_ranks and here and relay_of(chunk, here) == rank
+        return frozenset(here) if is_relay else frozenset()
+    needing = {other for number in item.groups for other in groups[number].ranks}
+    relays = []
+    for node, ranks in enumerate(topology.nodes):
+        there = [other for other in ranks if other in needing] if node != topology.node else []
+        relays += [relay_of(chunk, there)] if there else []
+    return frozenset((*here, *relays))
+
+
+def needing_on_node(
+    item: AssignedChunk, groups: Sequence[RankGroup], topology: Topology
+) -> list[int]:
+    """Return the ranks of this node that need a chunk, ascending."""
+    return [
+        rank
+        for rank in topology.local_ranks
+        if any(rank in groups[number].ranks for number in item.groups)
+    ]
+
+
+def pull_order(
+    chunks: Iterable[Chunk], items: Mapping[Chunk, AssignedChunk], rank: int, world_size: int
+) -> list[Chunk]:
+    """Return the order in which a rank takes chunks: first what each owner reads first, then what each reads second.
+    Each rank begins with the owner after it, so that not all of them begin with the same."""
+
+    def place(chunk: Chunk) -> tuple[int, int]:
+        item = items.get(chunk)
+        return (0, 0) if item is None else (item.number, (item.owner - rank) % world_size)
+
+    return sorted(chunks, key=place)

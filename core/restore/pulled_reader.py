@@ -1,0 +1,492 @@
+"""The reader of a checkpoint whose images the ranks of a restore share: what several ranks need is read once, and what
+only some can read comes from them.
+
+All ranks take the same steps (``CandidateStep``): each says which images it sees, then what it needs; all compute who
+reads it (``assign``), and each pulls what it needs. A chunk that the rank which was to read it does not send, or finds
+damaged, is read by this rank or another one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.copies.chunk_reader import (
+    BUFFER_BYTES,
+    BufferRing,
+    ChunkReader,
+    ImageFills,
+    ReadTally,
+    chunks_of,
+    read_fills,
+)
+from tierfall.core.copies.images import READ_THREADS, Image, check_digest
+from tierfall.core.copies.shard_reader import (
+    NOWHERE,
+    PASSABLE,
+    CheckpointReader,
+    OpenImage,
+    ShardReader,
+)
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.commit_files import ranks_with_image
+from tierfall.core.format.records import DIGEST_PREFIX, Manifest, parse_manifest
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.load.build import Fill
+from tierfall.core.ranks.agreement import Timeout
+from tierfall.core.ranks.messages import NumberRanges
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreement import CandidateStep, StepDecision, agree_on_step
+from tierfall.core.restore.assign import (
+    HEADER,
+    AssignedChunk,
+    Chunk,
+    Holders,
+    RankGroup,
+    assign,
+    header_owner,
+    holders_of,
+    name_of,
+    needing_on_node,
+    pull_order,
+    relay_of,
+    sources,
+    takers_of,
+)
+from tierfall.core.restore.pulls import (
+    ChunkMemory,
+    ChunkPool,
+    Load,
+    LoadedChunk,
+    NothingCameError,
+    PullConnections,
+    PullPlace,
+    wait_for,
+)
+from tierfall.core.runtime.threads import run_in_parallel
+from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
+from tierfall.core.types.values import Shard
+
+T = TypeVar("T")
+SILENT_IN_MAX_WAIT = 4
+"""A rank may be silent for this part of ``max_wait``, before what it was to read is read otherwise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pulls:
+    """How the ranks of a run share what they restore. ``order`` are the tiers of the chain, fastest first.
+    ``patience_s`` is how long a rank waits for a slower one; ``interface`` names the network between nodes."""
+
+    ranks: Ranks
+    order: Sequence[str]
+    max_wait_s: float
+    patience_s: float
+    interface: str | None = None
+    _last: PulledReader | None = None
+
+    def reader(
+        self,
+        checkpoint: KnownCheckpoint,
+        tiers: Sequence[str],
+        open_image: OpenImage,
+        tally: ReadTally,
+        ring: BufferRing | None = None,
+    ) -> CheckpointReader:
+        """Return the reader of one checkpoint, which all ranks try now."""
+        self._last = PulledReader(checkpoint, tiers, open_image, tally, ring, pulls=self)
+        return self._last
+
+    def timeout(self) -> Timeout:
+        """Begin to wait for the other ranks at a step with a checkpoint; return how long. As soon as one of them is
+        known to be gone, that is not longer than for any call."""
+        began_s = time.monotonic()
+
+        def seconds() -> float:
+            lost_s = None if self._last is None else self._last.lost_s()
+            if lost_s is None:
+                return self.patience_s
+            return min(self.patience_s, max(0.0, lost_s - began_s) + self.max_wait_s)
+
+        return seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class PulledReader(CheckpointReader):
+    """Reads a checkpoint together with the other ranks. ``close`` once all have agreed on its end: until then it reads
+    for them."""
+
+    pulls: Pulls
+    _pool: ChunkPool = field(init=False)
+    _place: PullPlace | None = None
+    _connections: PullConnections | None = None
+    _holders: Holders = field(default_factory=dict)
+    _groups: Sequence[RankGroup] = ()
+    _items: Mapping[Chunk, AssignedChunk] = field(default_factory=dict)
+    _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
+    _opened: dict[int, tuple[list[Image], Manifest] | BaseException] = field(default_factory=dict)
+    _node_of: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._pool = ChunkPool(patience_s=self._silence_s)
+        nodes = enumerate(self.pulls.ranks.topology.nodes)
+        self._node_of = {rank: node for node, ranks in nodes for rank in ranks}
+
+    def lost_s(self) -> float | None:
+        """Return since when, on the monotonic clock, a rank is known to be gone; None if none is."""
+        return None if self._connections is None else self._connections.lost_s()
+
+    # What plans ask for ------------------------------------------------------------------------------
+
+    def header(self, shard: Shard) -> ImageHeader:
+        return self._headers([shard.rank])[shard.rank]
+
+    def headers(self, world_size: int) -> dict[int, ImageHeader]:
+        return self._headers(range(world_size))
+
+    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
+        wanted = [rank for rank in sorted(ranks) if rank < world_size]
+        self._headers(wanted)
+        return {rank: self._known[rank][0] for rank in wanted}
+
+    def _headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
+        if self._connections is None:
+            self._meet()
+        missing = [image for image in images if image not in self._known]
+        self._known.update(
+            zip(
+                missing,
+                run_in_parallel(self._read_header, missing, parallel=READ_THREADS),
+                strict=True,
+            )
+        )
+        return {image: self._known[image][1] for image in images}
+
+    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+        needs = {i: chunks_of(self._known[i][0], those) for i, those in fills.items() if those}
+        step = CandidateStep(
+            id=self.checkpoint.id,
+            needs={i: NumberRanges.of(indexes) for i, indexes in needs.items() if indexes},
+        )
+        self._groups = self._agree(step).groups
+        self._items = assign(self._groups, self._holders)
+        self.touched = True
+        if not self._groups:  # each rank reads its own image alone
+            self.fill_here(fills, world_size)
+            return
+        ahead = threading.Thread(
+            target=self._read_ahead, args=(self._expect(),), name="tierfall-pulls", daemon=True
+        )
+        ahead.start()
+        self._fill_chunks(fills, needs)
+
+    def open(self, shard: Shard) -> ShardReader:
+        images, manifest = self.find(shard)
+        reader = _SharedChunks(self, shard.rank, images, manifest)
+        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max, reader=reader)
+
+    def close(self) -> None:
+        self._pool.close()
+        if self._connections is not None:
+            self._connections.close()
+        if self._place is not None:
+            self._place.close()
+
+    # Steps of all ranks ------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Learn what each rank sees, and where it is asked for chunks."""
+        pulls, commit = self.pulls, self.checkpoint.commit
+        assert commit is not None, "the ranks have agreed on its record"
+        attempt_id = commit.lineage.attempt_id
+        secret, topology = pulls.ranks.secret, pulls.ranks.topology
+        self._place = PullPlace(
+            topology,
+            secret=secret,
+            attempt_id=attempt_id,
+            interface=pulls.interface,
+            silence_s=self._silence_s,
+            provide=self._provide,
+            taken=self._pool.taken,
+        )
+        step = CandidateStep(id=self.checkpoint.id, seen=self._seen(), address=self._place.address)
+        met = self._agree(step)
+        self._holders = holders_of(met.seen)
+        self._connections = PullConnections(
+            topology,
+            dict(enumerate(met.addresses)),
+            secret=secret,
+            attempt_id=attempt_id,
+            silence_s=self._silence_s,
+        )
+
+    def _agree(self, step: CandidateStep) -> StepDecision:
+        pulls = self.pulls
+        return agree_on_step(pulls.ranks, step, self._holders, timeout_s=pulls.timeout())
+
+    def _seen(self) -> dict[int, NumberRanges]:
+        """Return the images that the records of each tier name here, by the tier's number in the chain."""
+        world_size = self.world_size(self.pulls.ranks.shard.world_size)
+        commits = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
+        return {
+            self.pulls.order.index(tier): NumberRanges.of(ranks_with_image(commit, world_size))
+            for tier, commit in commits.items()
+            if commit is not None
+        }
+
+    @property
+    def _silence_s(self) -> float:
+        return self.pulls.max_wait_s / SILENT_IN_MAX_WAIT
+
+    # What this rank reads for others -----------------------------------------------------------------
+
+    def _expect(self) -> list[Chunk]:
+        """Have the pool keep each chunk that other ranks get from this one until they have it; return those that this
+        rank reads, in their order."""
+        topology, mine = self.pulls.ranks.topology, []
+        for chunk, item in self._items.items():
+            takers = takers_of(chunk, item, self._groups, topology)
+            if takers - {topology.rank}:
+                self._pool.expect((chunk, item.owner), takers)
+                mine += [chunk] if item.owner == topology.rank else []
+        return mine
+
+    def _read_ahead(self, chunks: Sequence[Chunk]) -> None:
+        """Read what others will ask for, as far as the pool has room."""
+        reading: deque[futures.Future[LoadedChunk]] = deque()
+        size = max(manifest.chunk_bytes for manifest, _ in self._known.values())
+        for chunk in chunks:
+            if len(reading) == READ_THREADS:
+                futures.wait([reading.popleft()])
+            if not self._pool.wait_for_room(size):
+                return
+            reading.append(self._provide(chunk, self._rank, ""))
+
+    def _provide(self, chunk: Chunk, source: int, digest: str) -> futures.Future[LoadedChunk]:
+        """Return a chunk that other ranks ask for: this rank reads it, or pulls it from the rank that does."""
+        load: Load = partial(self._load_here, chunk)
+        if source != self._rank:
+            assert self._connections is not None, "its answer is that this rank has met the others"
+            load = partial(self._connections.pull, source, chunk, source, digest)
+        return self._pool.load((chunk, source), load)
+
+    def _load_here(self, chunk: Chunk) -> LoadedChunk:
+        image, index = chunk
+        images, manifest = self._find_once(image)
+        reader = ChunkReader(images, manifest, self.tally)
+        low, high = manifest.chunk_range(index)
+        memory = ChunkMemory.allocate(high - low)
+        view, tier = reader.read_from(index, memory.view)
+        encoded = manifest.encode() if index == HEADER else b""
+        if (
+            encoded or view.obj is not memory.view.obj
+        ):  # an image in memory, or a read was abandoned
+            memory = ChunkMemory.allocate(len(encoded) + len(view))
+            memory.view[: len(encoded)] = encoded
+            copy_view(memory.view[len(encoded) :], view)
+        return LoadedChunk(
+            view=memory.view,
+            tier=self.pulls.order.index(tier),
+            digest="" if encoded else manifest.digests[index],
+            first=len(encoded),
+            memory=memory,
+        )
+
+    def _find_once(self, image: int) -> tuple[list[Image], Manifest]:
+        """Open an image that this rank sees; threads share it. Raises what the first call raised."""
+        shard = Shard(image, self.world_size(self.pulls.ranks.shard.world_size))
+        with self._lock:
+            if image not in self._opened:
+                try:
+                    self._opened[image] = self.find(shard)
+                except PASSABLE as error:
+                    self._opened[image] = error
+            found = self._opened[image]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    # What this rank needs ----------------------------------------------------------------------------
+
+    def _fill_chunks(
+        self, fills: Mapping[int, Sequence[Fill]], needs: Mapping[int, Sequence[int]]
+    ) -> None:
+        parts = {image: self._part(image, those) for image, those in fills.items()}
+        largest = max((part.manifest.chunk_bytes for part in parts.values()), default=1)
+        ring = self.ring or BufferRing(largest)
+        threads = max(1, min(2 * READ_THREADS, ring.count, 2 * BUFFER_BYTES // largest))
+        wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
+        shard = self.pulls.ranks.shard
+        order = pull_order(wanted, self._items, shard.rank, shard.world_size)
+        try:
+            read_fills(parts, order, threads, ring.pool, ring.streams)
+        finally:
+            if self.ring is None:
+                ring.release()
+
+    def _part(self, image: int, fills: Sequence[Fill]) -> ImageFills:
+        manifest = self._known[image][0]
+        try:
+            images, _ = self._find_once(image) if self._sees(image) else ([], manifest)
+        except PASSABLE:  # other ranks have it
+            images = []
+        return ImageFills(_SharedChunks(self, image, images, manifest), manifest, fills)
+
+    def _read_header(self, image: int) -> tuple[Manifest, ImageHeader]:
+        chunk = (image, HEADER)
+
+        def parsed(loaded: LoadedChunk, place: str) -> tuple[Manifest, ImageHeader]:
+            what = f"{place}: manifest of rank {image}'s image"
+            manifest = parse_manifest(bytes(loaded.view[: loaded.first]), what=what)
+            view, lineage = loaded.view[loaded.first :], manifest.lineage
+            if (lineage.checkpoint, manifest.shard.rank) != (self.checkpoint.id, image):
+                raise IntegrityError(f"{what}: it is that of another image")
+            check_digest(place, manifest, HEADER, chunk_digest(view))
+            what = f"checkpoint {lineage.checkpoint}"
+            return manifest, read_header(view, image_bytes=manifest.image_bytes, what=what)
+
+        owner = header_owner(self._holders, image)
+        return self.first_good(
+            chunk, owner, lambda source: parsed(self.take(chunk, source, ""), f"rank {source}")
+        )
+
+    def first_good(self, chunk: Chunk, owner: int | None, get: Callable[[int], T]) -> T:
+        """Return what ``get`` gets of the first rank that has a chunk good, its owner first. If one sends nothing, or
+        could not look, this rank reads the chunk itself, if it sees the image.
+
+        Raises IntegrityError if the chunk is damaged wherever a rank looked for it, UnreachableError if one could not
+        look.
+        """
+        image, _ = chunk
+        others = sources(self._holders, image, owner, self._node_of)
+        failures: dict[int, TierfallError] = {}
+        source = next(others, None)
+        while source is not None:
+            try:
+                return get(source)
+            except PASSABLE as error:
+                failures[source] = error
+            reads_itself = not is_damage(failures[source]) and self._sees(image)
+            left = (self._rank, *others) if reads_itself else others
+            source = next((rank for rank in left if rank not in failures), None)
+        reasons = "; ".join(f"rank {r}: {e}" for r, e in failures.items()) or NOWHERE
+        kind = IntegrityError if all(map(is_damage, failures.values())) else UnreachableError
+        raise kind(f"no rank can read {name_of(chunk)}: {reasons}")
+
+    def owner_of(self, chunk: Chunk) -> int | None:
+        """Return the rank that reads a chunk: this one, if no other needs anything."""
+        item = self._items.get(chunk)
+        return item.owner if item is not None else None if self._groups else self._rank
+
+    def is_shared(self, chunk: Chunk, source: int) -> bool:
+        """Return whether other ranks get a chunk from this one."""
+        return chunk[1] == HEADER or self._pool.is_expected((chunk, source))
+
+    def hop_to(self, chunk: Chunk, source: int) -> int:
+        """Return which rank this one asks for a chunk of ``source``: the source, if it is on this node; else the relay
+        of this node, which may be this rank itself."""
+        topology = self.pulls.ranks.topology
+        if source in topology.local_ranks:
+            return source
+        item, needing = self._items.get(chunk), list(topology.local_ranks)
+        if item is not None:
+            needing = needing_on_node(item, self._groups, topology)
+        assert self._connections is not None
+        silent = self._connections.silent
+        return relay_of(chunk, [rank for rank in needing if rank not in silent] or [self._rank])
+
+    def take(
+        self, chunk: Chunk, source: int, digest: str, buffer: memoryview | None = None
+    ) -> LoadedChunk:
+        """Get a chunk of ``source``: from the pool, if other ranks get it from this one, else from the rank that has it
+        for this one. What comes from another node to this rank alone is received into ``buffer``, if given."""
+        assert self._connections is not None
+        hop = self.hop_to(chunk, source)
+        if hop not in (self._rank, source):
+            try:
+                return self._received(source, self._connections.pull(hop, chunk, source, digest))
+            except NothingCameError:
+                hop = source  # another relay, or none
+        if hop == self._rank and self.is_shared(chunk, source):
+            loaded = wait_for(self._provide(chunk, source, digest))
+            self._pool.taken((chunk, source), self._rank)
+            return loaded if source == self._rank else self._received(source, loaded)
+        if source == self._rank:
+            return self._load_here(chunk)
+        return self._received(source, self._connections.pull(source, chunk, source, digest, buffer))
+
+    def _received(self, source: int, loaded: LoadedChunk) -> LoadedChunk:
+        self.tally.add_received(self.pulls.order[loaded.tier], source, len(loaded.view))
+        return loaded
+
+    def _sees(self, image: int) -> bool:
+        return any(self._rank in ranks for _, ranks in self._holders.get(image, ()))
+
+    @property
+    def _rank(self) -> int:
+        return self.pulls.ranks.shard.rank
+
+
+class _SharedChunks(ChunkReader):
+    """Reads verified chunks of one image, whichever rank has them."""
+
+    def __init__(
+        self, of: PulledReader, image: int, images: Sequence[Image], manifest: Manifest
+    ) -> None:
+        """``images`` are the copies that this rank sees."""
+        super().__init__(images, manifest, of.tally)
+        self._of, self._image = of, image
+
+    def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
+        of, chunk = self._of, (self._image, index)
+        digest = self._manifest.digests[index]
+
+        def get(source: int) -> tuple[memoryview, str]:
+            if source == of.pulls.ranks.shard.rank and not of.is_shared(chunk, source):
+                return ChunkReader.read_from(self, index, buffer)
+            loaded = of.take(chunk, source, digest, buffer)
+            check_digest(f"rank {source}", self._manifest, index, chunk_digest(loaded.view))
+            return loaded.view, of.pulls.order[loaded.tier]
+
+        return of.first_good(chunk, of.owner_of(chunk), get)
+
+    def fill_from_page_cache(
+        self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
+    ) -> bool:
+        """As for a copy in the page cache: a chunk in memory of another process of this node, or in the pool, is
+        brought into its targets piece by piece. Another one has to be read otherwise."""
+        of, chunk = self._of, (self._image, index)
+        owner, rank = of.owner_of(chunk), of.pulls.ranks.shard.rank
+        if owner is None:
+            return False
+        if not of.is_shared(chunk, owner):
+            if owner == rank:
+                return ChunkReader.fill_from_page_cache(self, index, pieces)
+            if of.hop_to(chunk, owner) == rank:
+                return False
+        digest, start = xxhash.xxh3_128(), 0
+        try:
+            view = of.take(chunk, owner, self._manifest.digests[index]).view
+            for piece in pieces(digest):
+                copy_view(piece, view[start : start + len(piece)])
+                start += len(piece)
+            what = f"rank {owner}"
+            check_digest(what, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
+        except PASSABLE:  # the following read reports it
+            return False
+        return True
+
+
+def copy_view(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without holding the interpreter's lock."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

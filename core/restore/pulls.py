@@ -1,0 +1,458 @@
+"""Pulls: how ranks that restore a checkpoint get chunks from each other.
+
+A pull names the attempt, the image, the chunk with its digest, and its *source*: the rank that reads it from its tiers.
+Whoever is asked loads the chunk once, keeps it in a bounded pool until all ranks that were assigned it have taken it,
+and says every second that it still loads. Within a node no port is opened and a chunk is handed over as a file in
+memory. A pull from which nothing comes is an error like that of a tier that does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.ranks.addresses import listen, own_address
+from tierfall.core.ranks.messages import ErrorMessage, Message
+from tierfall.core.ranks.serving import Server
+from tierfall.core.ranks.topology import Topology
+from tierfall.core.ranks.wire import (
+    Connection,
+    DamagedPayloadError,
+    Head,
+    WireError,
+    connect_as,
+    listen_on_node,
+)
+from tierfall.core.restore.assign import Chunk, name_of
+from tierfall.core.runtime.threads import WAKE_S, InterruptedWaitError, interrupt_of_thread
+from tierfall.core.types.errors import UnreachableError, error_class
+
+logger = logging.getLogger("tierfall")
+
+POOL_BYTES = 64 << 20
+"""Of the chunks that a rank keeps for others."""
+POOL_CHUNKS_MIN = 3
+"""So many it keeps, however large they are."""
+ALIVE_S = 1.0
+CLOSE_S = 1.0
+
+
+class NothingCameError(UnreachableError):
+    """A rank that was asked for a chunk has not sent it: nothing is known of the chunk."""
+
+
+# Chunks in memory ------------------------------------------------------------------------------------
+
+
+class ChunkMemory:
+    """Memory that other processes of this node may map. It lasts as long as one of them does."""
+
+    def __init__(self, file: int, size: int) -> None:
+        """``file`` is an open file of that memory, which this object owns."""
+        self.file = file
+        self.view = memoryview(mmap.mmap(file, size))
+
+    @classmethod
+    def allocate(cls, size: int) -> ChunkMemory:
+        file = os.memfd_create("tierfall-chunk")
+        os.ftruncate(file, size)
+        return cls(file, size)
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedChunk:
+    """A verified chunk, and the tier that it was read from, by its number in the chain. Before a header is its
+    manifest, of ``first`` bytes. ``memory`` is None where it cannot be handed over."""
+
+    view: memoryview
+    tier: int
+    digest: str = ""
+    first: int = 0
+    memory: ChunkMemory | None = None
+
+
+Load = Callable[[], LoadedChunk]
+Key = tuple[Chunk, int]
+"""A chunk, and the rank that reads it."""
+
+
+class ChunkPool:
+    """The chunks that a rank keeps for others: each is loaded once, on a thread of its own, and kept until all ranks
+    that are expected have taken it. If the pool is full, the one goes that was used least recently, and is loaded again
+    if it is asked for."""
+
+    def __init__(self, *, patience_s: float) -> None:
+        """``patience_s``: how long ``wait_for_room`` waits for a rank to take anything."""
+        self._patience_s: float = patience_s
+        self._changed = threading.Condition()
+        self._chunks: OrderedDict[Key, futures.Future[LoadedChunk]] = OrderedDict()
+        self._expected: dict[Key, frozenset[int]] = {}
+        self._taken: dict[Key, set[int]] = {}
+        self._taken_s = time.monotonic()
+        self._closed = False
+
+    def expect(self, key: Key, ranks: frozenset[int]) -> None:
+        """Keep a chunk until ``ranks`` have taken it; some of them may have done so already."""
+        self._expected[key] = ranks
+
+    def is_expected(self, key: Key) -> bool:
+        """Return whether any ranks are expected to take a chunk, or were."""
+        return key in self._expected
+
+    def load(self, key: Key, load: Load) -> futures.Future[LoadedChunk]:
+        """Return a chunk, which ``load`` loads if nobody has asked for it before. An error is kept, too."""
+        with self._changed:
+            found = self._chunks.get(key)
+            if found is not None:
+                self._chunks.move_to_end(key)
+                return found
+            future = self._chunks[key] = futures.Future()
+        run = partial(self._run, future, load)
+        try:
+            threading.Thread(target=run, name="tierfall-pulls-load", daemon=True).start()
+        except RuntimeError:  # at the limit of threads
+            run()
+        return future
+
+    def taken(self, key: Key, rank: int) -> None:
+        """Record that a rank has a chunk."""
+        with self._changed:
+            self._taken_s = time.monotonic()
+            self._taken.setdefault(key, set()).add(rank)
+            if key in self._expected and not self._is_awaited(key):
+                self._chunks.pop(key, None)
+            self._changed.notify_all()
+
+    def wait_for_room(self, size: int) -> bool:
+        """Wait until a chunk of ``size`` bytes fits beside what is kept and loaded; False once the pool is closed.
+        Nobody waits for ranks that take nothing: they may be gone."""
+        with self._changed:
+            self._taken_s = max(self._taken_s, time.monotonic() - self._patience_s / 2)
+            while not self._closed and not self._has_room(size):
+                if time.monotonic() - self._taken_s > self._patience_s:
+                    self._patience_s = 0.0  # from now on
+                    break
+                self._changed.wait(ALIVE_S)
+            return not self._closed
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._chunks.clear()
+            self._changed.notify_all()
+
+    def _run(self, future: futures.Future[LoadedChunk], load: Load) -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the chunk
+            future.set_exception(error)
+        with self._changed:
+            while len(kept := self._kept()) > POOL_CHUNKS_MIN and sum(kept.values()) > POOL_BYTES:
+                del self._chunks[next(iter(kept))]
+
+    def _kept(self) -> dict[Key, int]:
+        """Return the bytes of the chunks that are loaded, least recently used first."""
+        return {
+            key: len(future.result().view)
+            for key, future in self._chunks.items()
+            if future.done() and future.exception() is None
+        }
+
+    def _is_awaited(self, key: Key) -> bool:
+        return not self._expected.get(key, frozenset()) <= self._taken.get(key, set())
+
+    def _has_room(self, size: int) -> bool:
+        awaited = [bytes for key, bytes in self._kept().items() if self._is_awaited(key)]
+        loading = sum(not future.done() for future in self._chunks.values())
+        used = sum(awaited) + loading * size
+        return len(awaited) + loading < POOL_CHUNKS_MIN or used + size <= POOL_BYTES
+
+
+# Between ranks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAddress(Message):
+    """Where a rank is asked for chunks: by ``name`` on its node, by ``host`` and ``port`` from others; nothing of it is
+    given if it is not asked so."""
+
+    name: str = ""
+    host: str = ""
+    port: int = 0
+
+
+class PullPlace:
+    """Where a rank is asked for chunks of a checkpoint, from its construction until ``close``. ``provide`` returns the
+    chunk that a rank asks for, by its source; ``taken`` is called with each that a rank got.
+
+    With several nodes it listens on a port, on the network that ``interface`` names; with several ranks on this node,
+    by a name on the node.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        secret: bytes,
+        attempt_id: str,
+        interface: str | None,
+        silence_s: float,
+        provide: Callable[[Chunk, int, str], futures.Future[LoadedChunk]],
+        taken: Callable[[Key, int], None],
+    ) -> None:
+        self._attempt_id, self._silence_s = attempt_id, silence_s
+        self._provide, self._taken = provide, taken
+        self._servers: list[Server] = []
+        self.address = RankAddress()
+        name = f"tierfall-{secrets.token_hex(8)}"
+        with suppress(OSError), ExitStack() as undo:
+            undo.callback(self.close)
+            serve = partial(Server, secret=secret, run=attempt_id, serve=self._serve, name="pulls")
+            host, port = "", 0
+            if len(topology.nodes) > 1:
+                host = _host(interface)
+                self._servers.append(serve(listen(host if interface else "")))
+                port = self._servers[-1].port
+            if len(topology.local_ranks) > 1:
+                self._servers.append(serve(listen_on_node(name)))
+            self.address = RankAddress(name=name, host=host, port=port)
+            undo.pop_all()
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close(CLOSE_S)
+        self._servers.clear()
+
+    def _serve(self, connection: Connection, sender: str, session: str) -> None:
+        while True:
+            connection.set_timeout(None)
+            head, length = connection.receive()
+            if length:
+                raise WireError("a pull comes with bytes")
+            connection.set_timeout(self._silence_s)
+            try:
+                chunk, source = (int(head["image"]), int(head["chunk"])), int(head["source"])
+                loaded = self._load(connection, chunk, source, head)
+            except WireError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the other rank must know
+                found = ErrorMessage.of(error)
+                connection.send({"error": found.kind, "text": found.text})
+                continue
+            answer = {"tier": loaded.tier, "first": loaded.first, "bytes": len(loaded.view)}
+            if connection.socket.family == socket.AF_UNIX and loaded.memory is not None:
+                connection.send_file(answer, loaded.memory.file)
+            else:
+                connection.send(answer, loaded.view)
+            self._taken((chunk, source), int(sender))
+
+    def _load(self, connection: Connection, chunk: Chunk, source: int, head: Head) -> LoadedChunk:
+        if head.get("attempt_id") != self._attempt_id:
+            raise UnreachableError("it restores another checkpoint")
+        future = self._provide(chunk, source, str(head["digest"]))
+        while not futures.wait([future], ALIVE_S).done:
+            connection.send({"loads": True})
+        loaded = future.result()
+        if head["digest"] not in ("", loaded.digest):
+            raise UnreachableError(f"{name_of(chunk)} is of another snapshot here")
+        return loaded
+
+
+def _host(interface: str | None) -> str:
+    """Return the address of this node for others. A node whose own name leads to itself alone, as 127.0.1.1 in
+    /etc/hosts, is found by the name that the launcher has given to the others."""
+    host = own_address(interface)
+    return os.environ.get("MASTER_ADDR", host) if host.startswith("127.") else host
+
+
+class PullConnections:
+    """The connections of a rank to those that it asks. Threads share it. A rank that has not answered once is not asked
+    again: it is in ``silent``."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        addresses: Mapping[int, RankAddress],
+        *,
+        secret: bytes,
+        attempt_id: str,
+        silence_s: float,
+    ) -> None:
+        """``silence_s``: how long a rank that is asked may send nothing."""
+        self.silent: set[int] = set()
+        self._topology, self._addresses = topology, addresses
+        self._secret, self._attempt_id, self._silence_s = secret, attempt_id, silence_s
+        self._session = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Connection]] = {}
+        self._open: set[Connection] = set()
+        self._reached: set[int] = set()
+        """Nodes of which a rank has answered."""
+        self._lost_s: float | None = None
+        self._closed = False
+
+    def pull(
+        self,
+        hop: int,
+        chunk: Chunk,
+        source: int,
+        digest: str,
+        buffer: memoryview | None = None,
+    ) -> LoadedChunk:
+        """Get a chunk of ``source`` from the rank ``hop``. What another node sends is received into ``buffer``; without
+        one, into memory that can be handed over. Raises NothingCameError, or the error of that rank."""
+        if hop in self.silent or self._closed:
+            raise NothingCameError(f"rank {hop} is not asked any more")
+        connection: Connection | None = None
+        try:
+            connection = self._connect(hop)
+            answer, length = self._ask(connection, chunk, source, digest)
+            memory: ChunkMemory | None = None
+            if "error" in answer:
+                view = memoryview(b"")
+            elif not length:
+                memory = ChunkMemory(connection.receive_file(), int(answer["bytes"]))
+                view = memory.view
+            else:
+                if buffer is None or len(buffer) < length:
+                    memory = ChunkMemory.allocate(length)
+                    buffer = memory.view
+                view = buffer[:length]
+                connection.fill(view)
+        except DamagedPayloadError as error:
+            self._give_back(hop, connection)
+            raise NothingCameError(f"rank {hop}: {error}") from error
+        except (OSError, WireError, ValueError, KeyError) as error:
+            self._note_silent(hop, connection, error)
+            raise NothingCameError(f"rank {hop} sends nothing: {error}") from error
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give_back(hop, connection)
+        if "error" in answer:
+            kind = error_class(str(answer["error"]), UnreachableError)
+            text = str(answer.get("text"))
+            raise kind(text) if issubclass(kind, PASSABLE) else UnreachableError(text)
+        return LoadedChunk(
+            view=view,
+            tier=int(answer["tier"]),
+            digest=digest,
+            first=int(answer["first"]),
+            memory=memory,
+        )
+
+    def lost_s(self) -> float | None:
+        """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection, or refuses
+        one though its node is reached. None if none is."""
+        with self._lock:
+            idle = (connection for those in self._idle.values() for connection in those)
+            if self._lost_s is None and any(connection.is_readable(0) for connection in idle):
+                self._lost_s = time.monotonic()
+            return self._lost_s
+
+    def close(self) -> None:
+        """Close all connections; pulls in progress fail."""
+        with self._lock:
+            self._closed = True
+            connections, self._open = self._open, set()
+            self._idle.clear()
+        for connection in connections:
+            connection.close()
+
+    def _ask(
+        self, connection: Connection, chunk: Chunk, source: int, digest: str
+    ) -> tuple[Head, int]:
+        image, index = chunk
+        request: dict[str, Any] = {"attempt_id": self._attempt_id, "image": image, "chunk": index}
+        connection.send(request | {"digest": digest, "source": source})
+        while True:
+            until_s = time.monotonic() + self._silence_s
+            while not connection.is_readable(WAKE_S):
+                check_interrupt()
+                if time.monotonic() >= until_s:
+                    raise TimeoutError(f"it was silent for {self._silence_s:g} s")
+            answer, length = connection.receive()
+            if "loads" not in answer:
+                return answer, length
+            check_interrupt()
+
+    def _connect(self, hop: int) -> Connection:
+        with self._lock:
+            if idle := self._idle.setdefault(hop, []):
+                return idle.pop()
+        known = self._addresses[hop]
+        connection = connect_as(
+            str(self._topology.rank),
+            known.name if hop in self._topology.local_ranks else (known.host, known.port),
+            self._secret,
+            run=self._attempt_id,
+            session=self._session,
+            timeout_s=self._silence_s,
+        )
+        connection.set_timeout(self._silence_s)
+        with self._lock:
+            self._open.add(connection)
+            self._reached.add(self._node_of(hop))
+        return connection
+
+    def _node_of(self, rank: int) -> int:
+        return next(n for n, ranks in enumerate(self._topology.nodes) if rank in ranks)
+
+    def _give_back(self, hop: int, connection: Connection | None) -> None:
+        with self._lock:
+            if connection in self._open:
+                assert connection is not None
+                self._idle[hop].append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: Connection | None) -> None:
+        if connection is not None:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _note_silent(self, hop: int, connection: Connection | None, error: Exception) -> None:
+        self._drop(connection)
+        is_slow = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+        with self._lock:
+            is_first = not self.silent and not self._closed
+            self.silent.add(hop)
+            is_refused = isinstance(error, ConnectionRefusedError)
+            if not is_slow if connection else is_refused and self._node_of(hop) in self._reached:
+                self._lost_s = self._lost_s or time.monotonic()
+        if is_first:
+            logger.warning(
+                "restore: rank %d does not send what it is asked for: %s. Other ranks read what it was to read",
+                hop, str(error) or type(error).__name__,
+            )  # fmt: skip
+
+
+def check_interrupt() -> None:
+    """Raise InterruptedWaitError if the thread that waits for this one was interrupted."""
+    event = interrupt_of_thread()
+    if event is not None and event.is_set():
+        raise InterruptedWaitError
+
+
+def wait_for(future: futures.Future[LoadedChunk]) -> LoadedChunk:
+    """Return a chunk once it is loaded; raises its error."""
+    while not futures.wait([future], WAKE_S).done:
+        check_interrupt()
+    return future.result()

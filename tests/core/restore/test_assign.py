@@ -1,0 +1,155 @@
+"""Assignment of reads: each chunk that is needed is read once, by a rank that sees it on the fastest tier, in equal
+shares; and it comes to each node once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierfall.core.ranks.messages import NumberRanges
+from tierfall.core.ranks.topology import Topology
+from tierfall.core.restore.assign import (
+    NODES_TRIED,
+    RankGroup,
+    assign,
+    header_owner,
+    needing_on_node,
+    pull_order,
+    relay_of,
+    sources,
+    takers_of,
+)
+
+
+def group(*ranks: int, **needs: tuple[int, ...]) -> RankGroup:
+    """``group(0, 1, i3=(1, 2))``: ranks 0 and 1 need chunks 1 and 2 of rank 3's image."""
+    chunks = {int(i[1:]): NumberRanges.of(indexes) for i, indexes in needs.items()}
+    return RankGroup(ranks=NumberRanges.of(ranks), chunks=chunks)
+
+
+def test_the_owner_is_asked_first_and_then_a_rank_of_each_node_that_sees_the_image() -> None:
+    node_of = {rank: rank // 2 for rank in range(12)}
+    holders = {0: [(1, (2, 3)), (2, tuple(range(12)))], 1: [(1, (5,))]}
+    asked = [*sources(holders, 0, 3, node_of)]
+    assert asked[0] == 3
+    assert len({node_of[rank] for rank in asked}) == len(asked) == NODES_TRIED
+    assert [*sources(holders, 1, 5, node_of)] == [5]
+    assert [*sources(holders, 7, None, node_of)] == []
+
+
+def test_a_header_is_read_by_the_rank_that_saved_it_if_no_other_sees_it_faster() -> None:
+    holders = {0: [(1, (0, 1))], 1: [(1, (0, 2)), (2, (1,))]}
+    assert header_owner(holders, 0) == 0
+    assert header_owner(holders, 1) in (0, 2)
+    assert header_owner(holders, 2) is None
+
+
+def test_what_no_rank_sees_has_no_owner() -> None:
+    assert assign([group(0, i0=(1,))], {}) == {}
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_what_all_need_is_read_in_equal_shares(ranks: int) -> None:
+    holders = {image: [(1, tuple(range(ranks)))] for image in range(3)}
+    every = group(*range(ranks), i0=(*range(1, 17),), i1=(1, 2), i2=(*range(1, 15),))
+    read = Counter(item.owner for item in assign([every], holders).values())
+    assert {*read.values()} == {32 // ranks}
+
+
+@st.composite
+def jobs(draw: Any) -> tuple[list[int], list[RankGroup], dict[int, Any]]:
+    """The node of each rank, what groups need, and who sees which image where."""
+    count, images = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    nodes = [draw(st.integers(0, 2)) for _ in range(count)]
+    ranks = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(
+        lambda x: tuple(sorted(x))
+    )
+    member_of = draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
+    groups = []
+    for number in sorted(set(member_of)):
+        chunks = {
+            image: NumberRanges.of(draw(st.lists(st.integers(1, 9), min_size=1, unique=True)))
+            for image in draw(st.lists(st.integers(0, images - 1), unique=True))
+        }
+        members = NumberRanges.of(rank for rank in range(count) if member_of[rank] == number)
+        groups.append(RankGroup(ranks=members, chunks=chunks))
+    holders = {}
+    for image in range(images):
+        tiers = draw(st.lists(st.tuples(st.integers(0, 2), ranks), min_size=1, max_size=3))
+        holders[image] = sorted(dict(tiers).items())
+    return nodes, groups, holders
+
+
+def needs_of(groups: list[RankGroup], rank: int) -> set[tuple[int, int]]:
+    return {
+        (image, index)
+        for one in groups
+        if rank in one.ranks
+        for image, chunks in one.chunks.items()
+        for index in chunks
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs())
+def test_every_chunk_that_is_needed_has_one_owner_that_sees_it_on_the_fastest_tier(
+    job: Any,
+) -> None:
+    nodes, groups, holders = job
+    items = assign(groups, holders)
+    assert items.keys() == set().union(*(needs_of(groups, rank) for rank in range(len(nodes))))
+    for chunk, item in items.items():
+        fastest = holders[chunk[0]][0][1]
+        needing = {r for r in range(len(nodes)) if chunk in needs_of(groups, r)}
+        assert item.owner in fastest
+        assert item.owner in needing or not needing & set(fastest)
+    for owner in range(len(nodes)):
+        numbers = [item.number for item in items.values() if item.owner == owner]
+        assert sorted(numbers) == [*range(len(numbers))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs())
+def test_each_rank_that_needs_a_chunk_takes_it_from_one_other_and_each_node_gets_it_once(
+    job: Any,
+) -> None:
+    nodes, groups, holders = job
+    views = [Topology.of(rank, nodes) for rank in range(len(nodes))]
+    items = assign(groups, holders)
+    for chunk, item in items.items():
+        needing = {r for r in range(len(nodes)) if chunk in needs_of(groups, r)}
+        given = {r: takers_of(chunk, item, groups, views[r]) for r in range(len(nodes))}
+        for rank in needing:
+            here = needing_on_node(item, groups, views[rank])
+            same_node = item.owner in views[rank].local_ranks
+            from_whom = item.owner if same_node else relay_of(chunk, here)
+            assert rank in given[from_whom]
+            assert from_whom == item.owner or from_whom in given[item.owner]
+        crossing = [nodes[r] for r in given[item.owner] if nodes[r] != nodes[item.owner]]
+        assert len(crossing) == len(set(crossing)), "each byte crosses to a node once"
+        assert set().union(*given.values()) == needing, "nobody else is sent it"
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs(), order=st.randoms())
+def test_all_ranks_come_to_the_same_and_take_in_the_order_of_reading(job: Any, order: Any) -> None:
+    nodes, groups, holders = job
+    shuffled = list(holders.items())
+    order.shuffle(shuffled)
+    again = [
+        RankGroup(ranks=g.ranks, chunks=dict(reversed(list(g.chunks.items())))) for g in groups
+    ]
+    items = assign(groups, holders)
+    assert assign(again, dict(shuffled)) == items
+    for rank in range(len(nodes)):
+        taken = pull_order(needs_of(groups, rank), items, rank, len(nodes))
+        numbers = [items[chunk].number for chunk in taken]
+        assert numbers == sorted(numbers)
+        for _, same in itertools.groupby(taken, key=lambda chunk: items[chunk].number):
+            owners = [items[chunk].owner for chunk in same]
+            assert len(owners) == len(set(owners)), "not all begin with the same"
