@@ -244,5 +244,5 @@ def test_what_only_another_ranks_node_has_is_no_reason_to_restore_an_older_step(
         for rank, report in enumerate(restore_all(both, states)):
             assert report.step == 3
             assert torch.equal(states[rank]["w"], torch.full((4,), 3.0))
-            assert {(source.tier, source.rank) for source in report.sources} == {("nvme", 1 - rank)}
+            assert ("nvme", 1 - rank) in {(source.tier, source.rank) for source in report.sources}
         close_all(both)

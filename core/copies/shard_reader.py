@@ -3,6 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -215,7 +216,8 @@ class CheckpointReader:
     ring: BufferRing | None = None
     chunks_max: int | None = None
     touched: bool = False
-    _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
+    _found: dict[Shard, tuple[list[Image], Manifest] | TierfallError] = field(default_factory=dict)
+    _locks: dict[Shard, threading.Lock] = field(default_factory=dict)
 
     def world_size(self, ours: int) -> int:
         """Return the number of ranks that saved the checkpoint; ``ours`` where that is unknown."""
@@ -263,9 +265,15 @@ class CheckpointReader:
         return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max)
 
     def find(self, shard: Shard) -> tuple[list[Image], Manifest]:
-        """Open the good copies of one rank's image; raises as ``find_images`` does."""
-        if shard not in self._found:
-            self._found[shard] = find_images(
-                self.checkpoint, self.tiers, self.open_image, shard, self.tally
-            )
-        return self._found[shard]
+        """Open the good copies of one rank's image; raises what ``find_images`` raised at the first call."""
+        with self._locks.setdefault(shard, threading.Lock()):
+            if shard not in self._found:
+                where = (self.checkpoint, self.tiers, self.open_image)
+                try:
+                    self._found[shard] = find_images(*where, shard, self.tally)
+                except PASSABLE as error:
+                    self._found[shard] = error
+            found = self._found[shard]
+        if isinstance(found, TierfallError):
+            raise found
+        return found

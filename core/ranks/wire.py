@@ -185,6 +185,10 @@ class Connection:
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
+    @property
+    def is_closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def close(self) -> None:
         """Close the connection; a thread that waits for it fails."""
         with suppress(OSError):  # the other side was faster

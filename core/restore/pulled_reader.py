@@ -28,6 +28,7 @@ from tierfall.core.copies.chunk_reader import (
     ImageFills,
     ReadTally,
     chunks_of,
+    digest_pieces,
     read_fills,
 )
 from tierfall.core.copies.images import READ_THREADS, Image, check_digest
@@ -64,7 +65,6 @@ from tierfall.core.restore.assign import (
     takers_of,
 )
 from tierfall.core.restore.pulls import (
-    ChunkMemory,
     ChunkPool,
     Load,
     LoadedChunk,
@@ -73,11 +73,14 @@ from tierfall.core.restore.pulls import (
     PullPlace,
     wait_for,
 )
-from tierfall.core.runtime.threads import run_in_parallel
+from tierfall.core.runtime.buffers import allocate
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
 from tierfall.core.types.values import Shard
 
 T = TypeVar("T")
+Pieces = Callable[[xxhash.xxh3_128], Iterable[memoryview]]
+"""Yields the views to fill with a chunk, and adds them to the digest."""
 SILENT_IN_MAX_WAIT = 4
 """A rank may be silent for this part of ``max_wait``, before what it was to read is read otherwise."""
 
@@ -106,6 +109,10 @@ class Pulls:
         self._last = PulledReader(checkpoint, tiers, open_image, tally, ring, pulls=self)
         return self._last
 
+    def end(self) -> None:
+        """Forget the reader: all ranks have agreed on the end of its checkpoint."""
+        self._last = None
+
     def timeout(self) -> Timeout:
         """Begin to wait for the other ranks at a step with a checkpoint; return how long. As soon as one of them is
         known to be gone, that is not longer than for any call."""
@@ -133,9 +140,9 @@ class PulledReader(CheckpointReader):
     _groups: Sequence[RankGroup] = ()
     _items: Mapping[Chunk, AssignedChunk] = field(default_factory=dict)
     _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
-    _opened: dict[int, tuple[list[Image], Manifest] | BaseException] = field(default_factory=dict)
     _node_of: dict[int, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _met: threading.Event = field(default_factory=threading.Event)
+    _reading: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(READ_THREADS))
 
     def __post_init__(self) -> None:
         self._pool = ChunkPool(patience_s=self._silence_s)
@@ -163,13 +170,7 @@ class PulledReader(CheckpointReader):
         if self._connections is None:
             self._meet()
         missing = [image for image in images if image not in self._known]
-        self._known.update(
-            zip(
-                missing,
-                run_in_parallel(self._read_header, missing, parallel=READ_THREADS),
-                strict=True,
-            )
-        )
+        run_in_threads(min(READ_THREADS, len(missing)), self._read_header, missing)
         return {image: self._known[image][1] for image in images}
 
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
@@ -181,14 +182,11 @@ class PulledReader(CheckpointReader):
         self._groups = self._agree(step).groups
         self._items = assign(self._groups, self._holders)
         self.touched = True
-        if not self._groups:  # each rank reads its own image alone
+        if self._groups:
+            threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True).start()
+            self._fill_chunks(fills, needs)
+        else:
             self.fill_here(fills, world_size)
-            return
-        ahead = threading.Thread(
-            target=self._read_ahead, args=(self._expect(),), name="tierfall-pulls", daemon=True
-        )
-        ahead.start()
-        self._fill_chunks(fills, needs)
 
     def open(self, shard: Shard) -> ShardReader:
         images, manifest = self.find(shard)
@@ -196,6 +194,7 @@ class PulledReader(CheckpointReader):
         return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max, reader=reader)
 
     def close(self) -> None:
+        self.pulls.end()
         self._pool.close()
         if self._connections is not None:
             self._connections.close()
@@ -224,11 +223,12 @@ class PulledReader(CheckpointReader):
         self._holders = holders_of(met.seen)
         self._connections = PullConnections(
             topology,
-            dict(enumerate(met.addresses)),
+            met.addresses,
             secret=secret,
             attempt_id=attempt_id,
             silence_s=self._silence_s,
         )
+        self._met.set()
 
     def _agree(self, step: CandidateStep) -> StepDecision:
         pulls = self.pulls
@@ -276,45 +276,37 @@ class PulledReader(CheckpointReader):
         """Return a chunk that other ranks ask for: this rank reads it, or pulls it from the rank that does."""
         load: Load = partial(self._load_here, chunk)
         if source != self._rank:
-            assert self._connections is not None, "its answer is that this rank has met the others"
-            load = partial(self._connections.pull, source, chunk, source, digest)
+            load = partial(self._relay, chunk, source, digest)
         return self._pool.load((chunk, source), load)
+
+    def _relay(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
+        if not self._met.wait(self._silence_s) or self._connections is None:
+            raise NothingCameError(f"rank {self._rank} has not met the others")
+        return self._kept(self._connections.pull(source, chunk, source, digest))
 
     def _load_here(self, chunk: Chunk) -> LoadedChunk:
         image, index = chunk
-        images, manifest = self._find_once(image)
-        reader = ChunkReader(images, manifest, self.tally)
-        low, high = manifest.chunk_range(index)
-        memory = ChunkMemory.allocate(high - low)
-        view, tier = reader.read_from(index, memory.view)
-        encoded = manifest.encode() if index == HEADER else b""
-        if (
-            encoded or view.obj is not memory.view.obj
-        ):  # an image in memory, or a read was abandoned
-            memory = ChunkMemory.allocate(len(encoded) + len(view))
-            memory.view[: len(encoded)] = encoded
-            copy_view(memory.view[len(encoded) :], view)
-        return LoadedChunk(
-            view=memory.view,
+        with self._reading:
+            images, manifest = self.find_image(image)
+            low, high = manifest.chunk_range(index)
+            reader = ChunkReader(images, manifest, self.tally)
+            view, tier = reader.read_from(index, allocate(high - low))
+        manifest_bytes = manifest.encode() if index == HEADER else b""
+        loaded = LoadedChunk(
+            view=memoryview(manifest_bytes + view) if manifest_bytes else view,
             tier=self.pulls.order.index(tier),
-            digest="" if encoded else manifest.digests[index],
-            first=len(encoded),
-            memory=memory,
+            digest="" if manifest_bytes else manifest.digests[index],
+            first=len(manifest_bytes),
         )
+        return self._kept(loaded)
 
-    def _find_once(self, image: int) -> tuple[list[Image], Manifest]:
-        """Open an image that this rank sees; threads share it. Raises what the first call raised."""
-        shard = Shard(image, self.world_size(self.pulls.ranks.shard.world_size))
-        with self._lock:
-            if image not in self._opened:
-                try:
-                    self._opened[image] = self.find(shard)
-                except PASSABLE as error:
-                    self._opened[image] = error
-            found = self._opened[image]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+    def _kept(self, loaded: LoadedChunk) -> LoadedChunk:
+        """Return a chunk in memory that the other ranks of this node can map, if there are any."""
+        return loaded.shared() if len(self.pulls.ranks.topology.local_ranks) > 1 else loaded
+
+    def find_image(self, image: int) -> tuple[list[Image], Manifest]:
+        """Open the good copies of an image that this rank sees; raises as ``find`` does."""
+        return self.find(Shard(image, self.world_size(self.pulls.ranks.shard.world_size)))
 
     # What this rank needs ----------------------------------------------------------------------------
 
@@ -337,12 +329,12 @@ class PulledReader(CheckpointReader):
     def _part(self, image: int, fills: Sequence[Fill]) -> ImageFills:
         manifest = self._known[image][0]
         try:
-            images, _ = self._find_once(image) if self._sees(image) else ([], manifest)
+            images, _ = self.find_image(image) if self._sees(image) else ([], manifest)
         except PASSABLE:  # other ranks have it
             images = []
         return ImageFills(_SharedChunks(self, image, images, manifest), manifest, fills)
 
-    def _read_header(self, image: int) -> tuple[Manifest, ImageHeader]:
+    def _read_header(self, image: int) -> None:
         chunk = (image, HEADER)
 
         def parsed(loaded: LoadedChunk, place: str) -> tuple[Manifest, ImageHeader]:
@@ -356,7 +348,7 @@ class PulledReader(CheckpointReader):
             return manifest, read_header(view, image_bytes=manifest.image_bytes, what=what)
 
         owner = header_owner(self._holders, image)
-        return self.first_good(
+        self._known[image] = self.first_good(
             chunk, owner, lambda source: parsed(self.take(chunk, source, ""), f"rank {source}")
         )
 
@@ -388,11 +380,11 @@ class PulledReader(CheckpointReader):
         item = self._items.get(chunk)
         return item.owner if item is not None else None if self._groups else self._rank
 
-    def is_shared(self, chunk: Chunk, source: int) -> bool:
-        """Return whether other ranks get a chunk from this one."""
-        return chunk[1] == HEADER or self._pool.is_expected((chunk, source))
+    def reads_alone(self, chunk: Chunk, source: int | None) -> bool:
+        """Return whether this rank reads a chunk, and no other one gets it from here."""
+        return source == self._rank and not self._pool.is_expected((chunk, self._rank))
 
-    def hop_to(self, chunk: Chunk, source: int) -> int:
+    def _hop_to(self, chunk: Chunk, source: int) -> int:
         """Return which rank this one asks for a chunk of ``source``: the source, if it is on this node; else the relay
         of this node, which may be this rank itself."""
         topology = self.pulls.ranks.topology
@@ -405,25 +397,22 @@ class PulledReader(CheckpointReader):
         silent = self._connections.silent
         return relay_of(chunk, [rank for rank in needing if rank not in silent] or [self._rank])
 
-    def take(
-        self, chunk: Chunk, source: int, digest: str, buffer: memoryview | None = None
-    ) -> LoadedChunk:
+    def take(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
         """Get a chunk of ``source``: from the pool, if other ranks get it from this one, else from the rank that has it
-        for this one. What comes from another node to this rank alone is received into ``buffer``, if given."""
+        for this one."""
         assert self._connections is not None
-        hop = self.hop_to(chunk, source)
+        hop = self._hop_to(chunk, source)
         if hop not in (self._rank, source):
             try:
                 return self._received(source, self._connections.pull(hop, chunk, source, digest))
             except NothingCameError:
-                hop = source  # another relay, or none
-        if hop == self._rank and self.is_shared(chunk, source):
+                hop = source  # the relay did not send it
+        if hop == self._rank and (chunk[1] == HEADER or self._pool.is_expected((chunk, source))):
             loaded = wait_for(self._provide(chunk, source, digest))
             self._pool.taken((chunk, source), self._rank)
-            return loaded if source == self._rank else self._received(source, loaded)
-        if source == self._rank:
-            return self._load_here(chunk)
-        return self._received(source, self._connections.pull(source, chunk, source, digest, buffer))
+        else:
+            loaded = self._connections.pull(source, chunk, source, digest)
+        return loaded if source == self._rank else self._received(source, loaded)
 
     def _received(self, source: int, loaded: LoadedChunk) -> LoadedChunk:
         self.tally.add_received(self.pulls.order[loaded.tier], source, len(loaded.view))
@@ -449,44 +438,40 @@ class _SharedChunks(ChunkReader):
 
     def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
         of, chunk = self._of, (self._image, index)
-        digest = self._manifest.digests[index]
+        low, high = self._manifest.chunk_range(index)
+        view = buffer[: high - low]
 
         def get(source: int) -> tuple[memoryview, str]:
-            if source == of.pulls.ranks.shard.rank and not of.is_shared(chunk, source):
-                return ChunkReader.read_from(self, index, buffer)
-            loaded = of.take(chunk, source, digest, buffer)
-            check_digest(f"rank {source}", self._manifest, index, chunk_digest(loaded.view))
-            return loaded.view, of.pulls.order[loaded.tier]
+            if not of.reads_alone(chunk, source):
+                return view, self._fill_from(source, index, partial(digest_pieces, view))
+            of.find_image(self._image)  # raises, if it could not be opened
+            return ChunkReader.read_from(self, index, buffer)
 
         return of.first_good(chunk, of.owner_of(chunk), get)
 
-    def fill_from_page_cache(
-        self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
-    ) -> bool:
-        """As for a copy in the page cache: a chunk in memory of another process of this node, or in the pool, is
-        brought into its targets piece by piece. Another one has to be read otherwise."""
-        of, chunk = self._of, (self._image, index)
-        owner, rank = of.owner_of(chunk), of.pulls.ranks.shard.rank
+    def fill_from_page_cache(self, index: int, pieces: Pieces) -> bool:
+        """As from the page cache, fill targets from memory that this rank shares with others."""
+        chunk = (self._image, index)
+        owner = self._of.owner_of(chunk)
         if owner is None:
             return False
-        if not of.is_shared(chunk, owner):
-            if owner == rank:
-                return ChunkReader.fill_from_page_cache(self, index, pieces)
-            if of.hop_to(chunk, owner) == rank:
-                return False
-        digest, start = xxhash.xxh3_128(), 0
+        if self._of.reads_alone(chunk, owner):
+            return ChunkReader.fill_from_page_cache(self, index, pieces)
         try:
-            view = of.take(chunk, owner, self._manifest.digests[index]).view
-            for piece in pieces(digest):
-                copy_view(piece, view[start : start + len(piece)])
-                start += len(piece)
-            what = f"rank {owner}"
-            check_digest(what, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
+            self._fill_from(owner, index, pieces)
         except PASSABLE:  # the following read reports it
             return False
         return True
 
-
-def copy_view(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without holding the interpreter's lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    def _fill_from(self, source: int, index: int, pieces: Pieces) -> str:
+        """Bring a chunk of ``source`` into its targets, piece by piece, and verify it; return its tier."""
+        wanted = self._manifest.digests[index]
+        loaded = self._of.take((self._image, index), source, wanted)
+        digest, start = xxhash.xxh3_128(), 0
+        for piece in pieces(digest):
+            part = loaded.view[start : start + len(piece)]
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(part, np.uint8))
+            start += len(piece)
+        found = DIGEST_PREFIX + digest.hexdigest()
+        check_digest(f"rank {source}", self._manifest, index, found)
+        return self._of.pulls.order[loaded.tier]

@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,13 @@ from tierfall.core.ranks.serving import Server
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.ranks.wire import (
     Connection,
-    DamagedPayloadError,
     Head,
     WireError,
     connect_as,
     listen_on_node,
 )
 from tierfall.core.restore.assign import Chunk, name_of
+from tierfall.core.runtime.buffers import allocate
 from tierfall.core.runtime.threads import WAKE_S, InterruptedWaitError, interrupt_of_thread
 from tierfall.core.types.errors import UnreachableError, error_class
 
@@ -66,10 +66,12 @@ class ChunkMemory:
         self.view = memoryview(mmap.mmap(file, size))
 
     @classmethod
-    def allocate(cls, size: int) -> ChunkMemory:
-        file = os.memfd_create("tierfall-chunk")
-        os.ftruncate(file, size)
-        return cls(file, size)
+    def holding(cls, view: memoryview) -> ChunkMemory:
+        """Return new memory that holds these bytes. They are written: to fill a mapping takes twice as long."""
+        file, done = os.memfd_create("tierfall-chunk"), 0
+        while done < len(view):
+            done += os.write(file, view[done:])
+        return cls(file, done)
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -78,13 +80,18 @@ class ChunkMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedChunk:
     """A verified chunk, and the tier that it was read from, by its number in the chain. Before a header is its
-    manifest, of ``first`` bytes. ``memory`` is None where it cannot be handed over."""
+    manifest, of ``first`` bytes. ``memory`` is None unless it can be handed over."""
 
     view: memoryview
     tier: int
     digest: str = ""
     first: int = 0
     memory: ChunkMemory | None = None
+
+    def shared(self) -> LoadedChunk:
+        """Return the chunk in memory that can be handed over."""
+        memory = ChunkMemory.holding(self.view)
+        return replace(self, view=memory.view, memory=memory)
 
 
 Load = Callable[[], LoadedChunk]
@@ -288,78 +295,54 @@ class PullConnections:
     def __init__(
         self,
         topology: Topology,
-        addresses: Mapping[int, RankAddress],
+        addresses: Sequence[RankAddress],
         *,
         secret: bytes,
         attempt_id: str,
         silence_s: float,
     ) -> None:
-        """``silence_s``: how long a rank that is asked may send nothing."""
+        """``addresses`` are those of all ranks; ``silence_s`` is how long one that is asked may send nothing."""
         self.silent: set[int] = set()
         self._topology, self._addresses = topology, addresses
         self._secret, self._attempt_id, self._silence_s = secret, attempt_id, silence_s
         self._session = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._idle: dict[int, list[Connection]] = {}
-        self._open: set[Connection] = set()
-        self._reached: set[int] = set()
-        """Nodes of which a rank has answered."""
         self._lost_s: float | None = None
         self._closed = False
 
-    def pull(
-        self,
-        hop: int,
-        chunk: Chunk,
-        source: int,
-        digest: str,
-        buffer: memoryview | None = None,
-    ) -> LoadedChunk:
-        """Get a chunk of ``source`` from the rank ``hop``. What another node sends is received into ``buffer``; without
-        one, into memory that can be handed over. Raises NothingCameError, or the error of that rank."""
-        if hop in self.silent or self._closed:
+    def pull(self, hop: int, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
+        """Get a chunk of ``source`` from the rank ``hop``. Raises NothingCameError, or the error of that rank."""
+        if hop in self.silent:
             raise NothingCameError(f"rank {hop} is not asked any more")
         connection: Connection | None = None
+        memory: ChunkMemory | None = None
         try:
-            connection = self._connect(hop)
+            connection = self._take(hop)
             answer, length = self._ask(connection, chunk, source, digest)
-            memory: ChunkMemory | None = None
-            if "error" in answer:
-                view = memoryview(b"")
-            elif not length:
+            if length:
+                connection.fill(view := allocate(length))
+            elif "error" not in answer:
                 memory = ChunkMemory(connection.receive_file(), int(answer["bytes"]))
                 view = memory.view
-            else:
-                if buffer is None or len(buffer) < length:
-                    memory = ChunkMemory.allocate(length)
-                    buffer = memory.view
-                view = buffer[:length]
-                connection.fill(view)
-        except DamagedPayloadError as error:
-            self._give_back(hop, connection)
-            raise NothingCameError(f"rank {hop}: {error}") from error
-        except (OSError, WireError, ValueError, KeyError) as error:
-            self._note_silent(hop, connection, error)
+        except (OSError, UnreachableError, ValueError, KeyError) as error:
+            self._note_silent(hop, error)
             raise NothingCameError(f"rank {hop} sends nothing: {error}") from error
-        except BaseException:
-            self._drop(connection)
+        except BaseException:  # interrupted: an answer may be on its way
+            if connection is not None:
+                connection.close()
             raise
-        self._give_back(hop, connection)
+        finally:
+            self._keep(hop, connection)
         if "error" in answer:
-            kind = error_class(str(answer["error"]), UnreachableError)
-            text = str(answer.get("text"))
+            kind, text = error_class(str(answer["error"]), UnreachableError), str(answer["text"])
             raise kind(text) if issubclass(kind, PASSABLE) else UnreachableError(text)
-        return LoadedChunk(
-            view=view,
-            tier=int(answer["tier"]),
-            digest=digest,
-            first=int(answer["first"]),
-            memory=memory,
-        )
+        tier, first = int(answer["tier"]), int(answer["first"])
+        return LoadedChunk(view=view, tier=tier, digest=digest, first=first, memory=memory)
 
     def lost_s(self) -> float | None:
-        """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection, or refuses
-        one though its node is reached. None if none is."""
+        """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection. None if
+        none is."""
         with self._lock:
             idle = (connection for those in self._idle.values() for connection in those)
             if self._lost_s is None and any(connection.is_readable(0) for connection in idle):
@@ -367,13 +350,13 @@ class PullConnections:
             return self._lost_s
 
     def close(self) -> None:
-        """Close all connections; pulls in progress fail."""
+        """Close all connections; no pull may begin any more."""
         with self._lock:
             self._closed = True
-            connections, self._open = self._open, set()
-            self._idle.clear()
-        for connection in connections:
-            connection.close()
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
 
     def _ask(
         self, connection: Connection, chunk: Chunk, source: int, digest: str
@@ -390,11 +373,11 @@ class PullConnections:
             answer, length = connection.receive()
             if "loads" not in answer:
                 return answer, length
-            check_interrupt()
 
-    def _connect(self, hop: int) -> Connection:
+    def _take(self, hop: int) -> Connection:
+        """Return an idle connection to a rank, or a new one."""
         with self._lock:
-            if idle := self._idle.setdefault(hop, []):
+            if idle := self._idle.get(hop):
                 return idle.pop()
         known = self._addresses[hop]
         connection = connect_as(
@@ -406,37 +389,22 @@ class PullConnections:
             timeout_s=self._silence_s,
         )
         connection.set_timeout(self._silence_s)
-        with self._lock:
-            self._open.add(connection)
-            self._reached.add(self._node_of(hop))
         return connection
 
-    def _node_of(self, rank: int) -> int:
-        return next(n for n, ranks in enumerate(self._topology.nodes) if rank in ranks)
-
-    def _give_back(self, hop: int, connection: Connection | None) -> None:
+    def _keep(self, hop: int, connection: Connection | None) -> None:
+        """Keep a connection for the next pull; that to a rank which is silent shows whether it is gone."""
+        if connection is None or connection.is_closed:
+            return
         with self._lock:
-            if connection in self._open:
-                assert connection is not None
-                self._idle[hop].append(connection)
+            if not self._closed:
+                self._idle.setdefault(hop, []).append(connection)
                 return
-        self._drop(connection)
+        connection.close()
 
-    def _drop(self, connection: Connection | None) -> None:
-        if connection is not None:
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
-
-    def _note_silent(self, hop: int, connection: Connection | None, error: Exception) -> None:
-        self._drop(connection)
-        is_slow = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+    def _note_silent(self, hop: int, error: Exception) -> None:
         with self._lock:
             is_first = not self.silent and not self._closed
             self.silent.add(hop)
-            is_refused = isinstance(error, ConnectionRefusedError)
-            if not is_slow if connection else is_refused and self._node_of(hop) in self._reached:
-                self._lost_s = self._lost_s or time.monotonic()
         if is_first:
             logger.warning(
                 "restore: rank %d does not send what it is asked for: %s. Other ranks read what it was to read",

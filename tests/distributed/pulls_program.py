@@ -128,6 +128,7 @@ def restore_from_slow(folder: str, bytes: int, bytes_per_s: float, **changes: An
     dist.init_process_group("gloo")
     slow_down("pfs", Path(folder) / "next-read", bytes_per_s)
     target = torch.from_file(f"{folder}/target", shared=True, size=bytes, dtype=torch.uint8)
+    target.zero_()  # a training has touched its memory
     try:
         with tierfall.open(program.config(folder, **changes)) as ckpt:
             dist.barrier()
