@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from tierfall.core.ranks.message_tree import (
@@ -32,12 +31,10 @@ from tierfall.core.types.text import format_ranks
 
 AGREE = "agree"
 LOOK_S = 1.0
-"""Seconds after which a wait looks again how long it may last."""
+"""Seconds after which a wait looks again whether a rank is gone."""
 ANSWER_S = 5.0
 """The other ranks wait this much longer than rank 0 does, for the error that names the ranks that did not come."""
 
-Timeout = float | Callable[[], float]
-"""Seconds that a call may take, or what returns them and may return others while the call waits."""
 M = TypeVar("M")
 D = TypeVar("D")
 
@@ -77,6 +74,8 @@ class Agreement:
         self._gathered: dict[Topic, Bodies] = {}
         self._answers: dict[Topic, _Answer] = {}
         self.lost: BaseException | None = None
+        self.gone_s: Callable[[], float | None] = lambda: None
+        """Returns since when, on the monotonic clock, a rank is known to be gone; None if none is."""
 
     def agree(
         self,
@@ -85,11 +84,13 @@ class Agreement:
         decide: Callable[[dict[int, M]], D],
         answer: type[D],
         *,
-        timeout_s: Timeout | None = None,
+        timeout_s: float | None = None,
         is_last: bool = False,
         leave: InterruptibleEvent | None = None,
     ) -> D:
         """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
+
+        ``timeout_s`` is that of ``__init__`` if it is None, or once a rank is known to be gone.
 
         ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
         ``is_last``: a rank that gives this up makes no other call, and its message counts. Once ``leave`` is set, this
@@ -99,15 +100,13 @@ class Agreement:
         call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
         error of its kind (RanksError if it is none of tierfall's).
         """
-        given = self._timeout_s if timeout_s is None else timeout_s
-        timeout = given if callable(given) else partial(float, given)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         part = _RankCall(name=what, body=to_json(message)).to_json()
         if self._message_tree.topology.is_root:
             with self._next_call(what, part, leave) as (topic, event):
-                decision = self._decide(topic, what, type(message), decide, event, timeout)
+                decision = self._decide(topic, what, type(message), decide, event, timeout_s)
         else:
-            patience = lambda: timeout() + ANSWER_S  # noqa: E731 - as short as a value
-            decision = self._ask(what, part, patience, leave, withdraws=not is_last)
+            decision = self._ask(what, part, timeout_s, leave, withdraws=not is_last)
         return from_json(answer, decision, rank=0)
 
     @contextmanager
@@ -146,7 +145,7 @@ class Agreement:
         self,
         what: str,
         part: object,
-        timeout: Callable[[], float],
+        timeout_s: float,
         leave: InterruptibleEvent | None,
         *,
         withdraws: bool,
@@ -157,9 +156,10 @@ class Agreement:
         while True:
             with self._next_call(what, part, leave) as (topic, event):
                 try:
-                    if not self._wait(what, topic, event, began_s, timeout):
+                    if not self._wait(what, topic, event, began_s, timeout_s):
+                        bound_s = self._bound_s(began_s, timeout_s)
                         raise RanksError(
-                            f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout():.6g} s: it did not "
+                            f"{what}: rank {self._rank}: rank 0 gave no answer within {bound_s:.6g} s: it did not "
                             f"call {what}, or is gone"
                         )
                 except BaseException:
@@ -174,7 +174,7 @@ class Agreement:
             if found.name == what:
                 return found.decision
 
-    def meet(self, what: str, *, timeout_s: Timeout | None = None, is_last: bool = False) -> None:
+    def meet(self, what: str, *, timeout_s: float | None = None, is_last: bool = False) -> None:
         """Wait until every rank has made this call; raises as ``agree`` does."""
         self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s, is_last=is_last)
 
@@ -205,22 +205,31 @@ class Agreement:
         for event in list(self._events.values()):
             event.set()
 
+    def _bound_s(self, began_s: float, timeout_s: float) -> float:
+        """Return how long a call that began then may wait."""
+        gone_s = self.gone_s()
+        if gone_s is not None:
+            timeout_s = min(timeout_s, max(0.0, gone_s - began_s) + self._timeout_s)
+        return timeout_s if self._message_tree.topology.is_root else timeout_s + ANSWER_S
+
     def _wait(
         self,
         what: str,
         topic: Topic,
         event: InterruptibleEvent,
         began_s: float,
-        timeout: Callable[[], float],
+        timeout_s: float,
     ) -> bool:
         """Wait for the event; return False at the timeout. After half of it rank 0 has the contributions of complete
         and incomplete nodes forwarded, so that it can name the ranks that are late."""
 
         def wait(part: float) -> bool:
-            while (left_s := began_s + part * timeout() - time.monotonic()) > LOOK_S:
-                if event.wait(LOOK_S):
-                    return True
-            return event.wait(max(0.0, left_s))
+            def left_s() -> float:
+                return began_s + part * self._bound_s(began_s, timeout_s) - time.monotonic()
+
+            while left_s() > 0.0 and not event.is_set:
+                event.wait(min(LOOK_S, left_s()))
+            return event.is_set
 
         if not wait(0.5):
             if self._message_tree.topology.is_root:
@@ -241,15 +250,17 @@ class Agreement:
         kind: type[M],
         decide: Callable[[dict[int, M]], object],
         event: InterruptibleEvent,
-        timeout: Callable[[], float],
+        timeout_s: float,
     ) -> object:
         """Gather, decide and announce the decision; return its JSON form."""
         try:
-            if not self._wait(what, topic, event, time.monotonic(), timeout):
+            began_s = time.monotonic()
+            if not self._wait(what, topic, event, began_s, timeout_s):
                 late = self._message_tree.missing(topic)
                 if late or not event.wait(ANSWER_S):  # no rank is late: the last came just now
                     raise RanksError(
-                        f"{what}: {format_ranks(late)} did not call {what} within {timeout():.6g} s"
+                        f"{what}: {format_ranks(late)} did not call {what} within "
+                        f"{self._bound_s(began_s, timeout_s):.6g} s"
                     )
             bodies = self._gathered.pop(topic)
             calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}

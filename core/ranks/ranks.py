@@ -73,6 +73,11 @@ class Ranks:
     def many(self) -> bool:
         return self.topology.world_size > 1
 
+    def watch(self, gone_s: Callable[[], float | None]) -> None:
+        """Have calls of all ranks ask ``gone_s`` since when, on the monotonic clock, a rank is known to be gone: they
+        do not wait for a slow one then."""
+        self._agreement.gone_s = gone_s
+
     def check(self) -> None:
         """Raise RanksError where the other ranks cannot be reached any more."""
         if self._agreement.lost is not None:

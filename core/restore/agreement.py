@@ -18,7 +18,7 @@ from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.ranks.agreement import Timeout, check_same_arguments
+from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message, NumberRanges
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.assign import (
@@ -155,7 +155,7 @@ class StepDecision(Message):
 
 
 def agree_on_step(
-    ranks: Ranks, step: CandidateStep, holders: Holders, *, timeout_s: Timeout | None
+    ranks: Ranks, step: CandidateStep, holders: Holders, *, timeout_s: float | None
 ) -> StepDecision:
     """Take the next step with a candidate, on all ranks. ``holders`` are known after the first. Raises EndedError if
     another rank has failed, also before this step."""
@@ -166,9 +166,9 @@ def agree_on_step(
     return decision
 
 
-def make_barrier(ranks: Ranks, *, timeout: Callable[[], Timeout | None] = lambda: None) -> Together:
-    """Return what ``fill_first`` ends a candidate by, on all ranks. ``timeout`` begins the wait for the others: it
-    returns how much longer than the fastest rank the slowest may take to fill its targets."""
+def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
+    """Return what ``fill_first`` ends a candidate by, on all ranks. ``timeout_s`` is how much longer than the fastest
+    rank the slowest may take to fill its targets."""
 
     def end_candidate(
         checkpoint: KnownCheckpoint, error: BaseException | None
@@ -182,7 +182,7 @@ def make_barrier(ranks: Ranks, *, timeout: Callable[[], Timeout | None] = lambda
             for_good=not isinstance(error, PASSABLE),
         )
         try:
-            return agree_on_step(ranks, step, {}, timeout_s=timeout()).failed
+            return agree_on_step(ranks, step, {}, timeout_s=timeout_s).failed
         except EndedError as ended:
             return ended.failure
 

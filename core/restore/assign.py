@@ -158,26 +158,18 @@ class _Owners:
             heapq.heapreplace(queue, (now, rank))
 
 
-def header_owner(holders: Holders, image: int) -> int | None:
-    """Return the owner of a header, which any rank may need: the rank that saved the image, if it sees it on the
-    fastest tier; None where no rank sees it."""
-    if image not in holders:
-        return None
-    ranks = holders[image][0][1]
-    return image if image in ranks else ranks[image % len(ranks)]
-
-
 def sources(
     holders: Holders, image: int, owner: int | None, node_of: Mapping[int, int]
 ) -> Iterator[int]:
     """Yield the ranks that are asked for a chunk, one after the other, until one has it good: its owner, then one rank
-    of each other node that sees the image, fastest tier first. The same for all ranks that need the chunk."""
+    of each other node that sees the image, fastest tier first. The same for all ranks that need the chunk. A header has
+    no owner: the rank that saved the image is the first, if all see it alike."""
     tried: set[int] = set()
     if owner is not None:
         yield owner
         tried.add(node_of[owner])
     for _, ranks in holders.get(image, ()):
-        first = 0 if owner is None else bisect(ranks, owner)
+        first = image % len(ranks) if owner is None else bisect(ranks, owner)
         for rank in (*ranks[first:], *ranks[:first]):
             if len(tried) == NODES_TRIED:
                 return

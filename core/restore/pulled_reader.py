@@ -9,12 +9,12 @@ damaged, is read by this rank or another one.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +26,6 @@ from tierfall.core.copies.chunk_reader import (
     BufferRing,
     ChunkReader,
     ImageFills,
-    ReadTally,
     chunks_of,
     digest_pieces,
     read_fills,
@@ -36,41 +35,23 @@ from tierfall.core.copies.shard_reader import (
     NOWHERE,
     PASSABLE,
     CheckpointReader,
-    OpenImage,
     ShardReader,
 )
-from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
-from tierfall.core.ranks.agreement import Timeout
 from tierfall.core.ranks.messages import NumberRanges
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore import assign
 from tierfall.core.restore.agreement import CandidateStep, StepDecision, agree_on_step
-from tierfall.core.restore.assign import (
-    HEADER,
-    AssignedChunk,
-    Chunk,
-    Holders,
-    RankGroup,
-    assign,
-    header_owner,
-    holders_of,
-    name_of,
-    needing_on_node,
-    pull_order,
-    relay_of,
-    sources,
-    takers_of,
-)
+from tierfall.core.restore.assign import HEADER, Chunk
 from tierfall.core.restore.pulls import (
     ChunkPool,
     Load,
     LoadedChunk,
     NothingCameError,
-    PullConnections,
-    PullPlace,
+    PullNetwork,
     wait_for,
 )
 from tierfall.core.runtime.buffers import allocate
@@ -86,72 +67,32 @@ SILENT_IN_MAX_WAIT = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Pulls:
-    """How the ranks of a run share what they restore. ``order`` are the tiers of the chain, fastest first.
-    ``patience_s`` is how long a rank waits for a slower one; ``interface`` names the network between nodes."""
+class PulledReader(CheckpointReader):
+    """Reads a checkpoint together with the other ranks, which all try it now. ``close`` once all have agreed on its
+    end: until then it reads for them.
+
+    ``order`` are the tiers of the chain, fastest first; ``patience_s`` is how long a rank waits for a slower one;
+    ``interface`` names the network between nodes.
+    """
 
     ranks: Ranks
     order: Sequence[str]
     max_wait_s: float
     patience_s: float
     interface: str | None = None
-    _last: PulledReader | None = None
-
-    def reader(
-        self,
-        checkpoint: KnownCheckpoint,
-        tiers: Sequence[str],
-        open_image: OpenImage,
-        tally: ReadTally,
-        ring: BufferRing | None = None,
-    ) -> CheckpointReader:
-        """Return the reader of one checkpoint, which all ranks try now."""
-        self._last = PulledReader(checkpoint, tiers, open_image, tally, ring, pulls=self)
-        return self._last
-
-    def end(self) -> None:
-        """Forget the reader: all ranks have agreed on the end of its checkpoint."""
-        self._last = None
-
-    def timeout(self) -> Timeout:
-        """Begin to wait for the other ranks at a step with a checkpoint; return how long. As soon as one of them is
-        known to be gone, that is not longer than for any call."""
-        began_s = time.monotonic()
-
-        def seconds() -> float:
-            lost_s = None if self._last is None else self._last.lost_s()
-            if lost_s is None:
-                return self.patience_s
-            return min(self.patience_s, max(0.0, lost_s - began_s) + self.max_wait_s)
-
-        return seconds
-
-
-@dataclass(slots=True, kw_only=True)
-class PulledReader(CheckpointReader):
-    """Reads a checkpoint together with the other ranks. ``close`` once all have agreed on its end: until then it reads
-    for them."""
-
-    pulls: Pulls
     _pool: ChunkPool = field(init=False)
-    _place: PullPlace | None = None
-    _connections: PullConnections | None = None
-    _holders: Holders = field(default_factory=dict)
-    _groups: Sequence[RankGroup] = ()
-    _items: Mapping[Chunk, AssignedChunk] = field(default_factory=dict)
+    _network: PullNetwork | None = None
+    _holders: assign.Holders = field(default_factory=dict)
+    _groups: Sequence[assign.RankGroup] = ()
+    _items: Mapping[Chunk, assign.AssignedChunk] = field(default_factory=dict)
     _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
     _node_of: dict[int, int] = field(default_factory=dict)
-    _met: threading.Event = field(default_factory=threading.Event)
     _reading: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(READ_THREADS))
 
     def __post_init__(self) -> None:
         self._pool = ChunkPool(patience_s=self._silence_s)
-        nodes = enumerate(self.pulls.ranks.topology.nodes)
+        nodes = enumerate(self.ranks.topology.nodes)
         self._node_of = {rank: node for node, ranks in nodes for rank in ranks}
-
-    def lost_s(self) -> float | None:
-        """Return since when, on the monotonic clock, a rank is known to be gone; None if none is."""
-        return None if self._connections is None else self._connections.lost_s()
 
     # What plans ask for ------------------------------------------------------------------------------
 
@@ -167,7 +108,7 @@ class PulledReader(CheckpointReader):
         return {rank: self._known[rank][0] for rank in wanted}
 
     def _headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
-        if self._connections is None:
+        if self._network is None:
             self._meet()
         missing = [image for image in images if image not in self._known]
         run_in_threads(min(READ_THREADS, len(missing)), self._read_header, missing)
@@ -180,7 +121,7 @@ class PulledReader(CheckpointReader):
             needs={i: NumberRanges.of(indexes) for i, indexes in needs.items() if indexes},
         )
         self._groups = self._agree(step).groups
-        self._items = assign(self._groups, self._holders)
+        self._items = assign.assign(self._groups, self._holders)
         self.touched = True
         if self._groups:
             threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True).start()
@@ -194,68 +135,57 @@ class PulledReader(CheckpointReader):
         return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max, reader=reader)
 
     def close(self) -> None:
-        self.pulls.end()
+        self.ranks.watch(lambda: None)
         self._pool.close()
-        if self._connections is not None:
-            self._connections.close()
-        if self._place is not None:
-            self._place.close()
+        if self._network is not None:
+            self._network.close()
 
     # Steps of all ranks ------------------------------------------------------------------------------
 
     def _meet(self) -> None:
         """Learn what each rank sees, and where it is asked for chunks."""
-        pulls, commit = self.pulls, self.checkpoint.commit
+        commit = self.checkpoint.commit
         assert commit is not None, "the ranks have agreed on its record"
-        attempt_id = commit.lineage.attempt_id
-        secret, topology = pulls.ranks.secret, pulls.ranks.topology
-        self._place = PullPlace(
-            topology,
-            secret=secret,
-            attempt_id=attempt_id,
-            interface=pulls.interface,
+        self._network = PullNetwork(
+            self.ranks.topology,
+            secret=self.ranks.secret,
+            attempt_id=commit.lineage.attempt_id,
+            interface=self.interface,
             silence_s=self._silence_s,
             provide=self._provide,
             taken=self._pool.taken,
         )
-        step = CandidateStep(id=self.checkpoint.id, seen=self._seen(), address=self._place.address)
-        met = self._agree(step)
-        self._holders = holders_of(met.seen)
-        self._connections = PullConnections(
-            topology,
-            met.addresses,
-            secret=secret,
-            attempt_id=attempt_id,
-            silence_s=self._silence_s,
-        )
-        self._met.set()
+        address = self._network.address
+        met = self._agree(CandidateStep(id=self.checkpoint.id, seen=self._seen(), address=address))
+        self._holders = assign.holders_of(met.seen)
+        self._network.meet(met.addresses)
+        self.ranks.watch(self._network.lost_s)
 
     def _agree(self, step: CandidateStep) -> StepDecision:
-        pulls = self.pulls
-        return agree_on_step(pulls.ranks, step, self._holders, timeout_s=pulls.timeout())
+        return agree_on_step(self.ranks, step, self._holders, timeout_s=self.patience_s)
 
     def _seen(self) -> dict[int, NumberRanges]:
         """Return the images that the records of each tier name here, by the tier's number in the chain."""
-        world_size = self.world_size(self.pulls.ranks.shard.world_size)
+        world_size = self.world_size(self.ranks.shard.world_size)
         commits = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
         return {
-            self.pulls.order.index(tier): NumberRanges.of(ranks_with_image(commit, world_size))
+            self.order.index(tier): NumberRanges.of(ranks_with_image(commit, world_size))
             for tier, commit in commits.items()
             if commit is not None
         }
 
     @property
     def _silence_s(self) -> float:
-        return self.pulls.max_wait_s / SILENT_IN_MAX_WAIT
+        return self.max_wait_s / SILENT_IN_MAX_WAIT
 
     # What this rank reads for others -----------------------------------------------------------------
 
     def _expect(self) -> list[Chunk]:
         """Have the pool keep each chunk that other ranks get from this one until they have it; return those that this
         rank reads, in their order."""
-        topology, mine = self.pulls.ranks.topology, []
+        topology, mine = self.ranks.topology, []
         for chunk, item in self._items.items():
-            takers = takers_of(chunk, item, self._groups, topology)
+            takers = assign.takers_of(chunk, item, self._groups, topology)
             if takers - {topology.rank}:
                 self._pool.expect((chunk, item.owner), takers)
                 mine += [chunk] if item.owner == topology.rank else []
@@ -280,9 +210,8 @@ class PulledReader(CheckpointReader):
         return self._pool.load((chunk, source), load)
 
     def _relay(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
-        if not self._met.wait(self._silence_s) or self._connections is None:
-            raise NothingCameError(f"rank {self._rank} has not met the others")
-        return self._kept(self._connections.pull(source, chunk, source, digest))
+        assert self._network is not None, "it has passed on the request"
+        return self._kept(self._network.pull(source, chunk, source, digest))
 
     def _load_here(self, chunk: Chunk) -> LoadedChunk:
         image, index = chunk
@@ -294,7 +223,7 @@ class PulledReader(CheckpointReader):
         manifest_bytes = manifest.encode() if index == HEADER else b""
         loaded = LoadedChunk(
             view=memoryview(manifest_bytes + view) if manifest_bytes else view,
-            tier=self.pulls.order.index(tier),
+            tier=self.order.index(tier),
             digest="" if manifest_bytes else manifest.digests[index],
             first=len(manifest_bytes),
         )
@@ -302,11 +231,11 @@ class PulledReader(CheckpointReader):
 
     def _kept(self, loaded: LoadedChunk) -> LoadedChunk:
         """Return a chunk in memory that the other ranks of this node can map, if there are any."""
-        return loaded.shared() if len(self.pulls.ranks.topology.local_ranks) > 1 else loaded
+        return loaded.shared() if len(self.ranks.topology.local_ranks) > 1 else loaded
 
     def find_image(self, image: int) -> tuple[list[Image], Manifest]:
         """Open the good copies of an image that this rank sees; raises as ``find`` does."""
-        return self.find(Shard(image, self.world_size(self.pulls.ranks.shard.world_size)))
+        return self.find(Shard(image, self.world_size(self.ranks.shard.world_size)))
 
     # What this rank needs ----------------------------------------------------------------------------
 
@@ -318,8 +247,8 @@ class PulledReader(CheckpointReader):
         ring = self.ring or BufferRing(largest)
         threads = max(1, min(2 * READ_THREADS, ring.count, 2 * BUFFER_BYTES // largest))
         wanted = ((image, index) for image, indexes in needs.items() for index in indexes)
-        shard = self.pulls.ranks.shard
-        order = pull_order(wanted, self._items, shard.rank, shard.world_size)
+        shard = self.ranks.shard
+        order = assign.pull_order(wanted, self._items, shard.rank, shard.world_size)
         try:
             read_fills(parts, order, threads, ring.pool, ring.streams)
         finally:
@@ -347,33 +276,32 @@ class PulledReader(CheckpointReader):
             what = f"checkpoint {lineage.checkpoint}"
             return manifest, read_header(view, image_bytes=manifest.image_bytes, what=what)
 
-        owner = header_owner(self._holders, image)
         self._known[image] = self.first_good(
-            chunk, owner, lambda source: parsed(self.take(chunk, source, ""), f"rank {source}")
+            chunk, None, lambda source: parsed(self.take(chunk, source, ""), f"rank {source}")
         )
 
     def first_good(self, chunk: Chunk, owner: int | None, get: Callable[[int], T]) -> T:
-        """Return what ``get`` gets of the first rank that has a chunk good, its owner first. If one sends nothing, or
-        could not look, this rank reads the chunk itself, if it sees the image.
+        """Return what ``get`` gets of the first rank that has a chunk good, its owner first, if it has one. If a rank
+        sends nothing, or could not look, this one reads the chunk itself, if it sees the image.
 
         Raises IntegrityError if the chunk is damaged wherever a rank looked for it, UnreachableError if one could not
         look.
         """
         image, _ = chunk
-        others = sources(self._holders, image, owner, self._node_of)
+        left: Iterator[int] = assign.sources(self._holders, image, owner, self._node_of)
         failures: dict[int, TierfallError] = {}
-        source = next(others, None)
+        source = next(left, None)
         while source is not None:
             try:
                 return get(source)
             except PASSABLE as error:
                 failures[source] = error
-            reads_itself = not is_damage(failures[source]) and self._sees(image)
-            left = (self._rank, *others) if reads_itself else others
+            if not is_damage(failures[source]) and self._sees(image):
+                left = chain([self._rank], left)
             source = next((rank for rank in left if rank not in failures), None)
         reasons = "; ".join(f"rank {r}: {e}" for r, e in failures.items()) or NOWHERE
         kind = IntegrityError if all(map(is_damage, failures.values())) else UnreachableError
-        raise kind(f"no rank can read {name_of(chunk)}: {reasons}")
+        raise kind(f"no rank can read {assign.name_of(chunk)}: {reasons}")
 
     def owner_of(self, chunk: Chunk) -> int | None:
         """Return the rank that reads a chunk: this one, if no other needs anything."""
@@ -387,35 +315,37 @@ class PulledReader(CheckpointReader):
     def _hop_to(self, chunk: Chunk, source: int) -> int:
         """Return which rank this one asks for a chunk of ``source``: the source, if it is on this node; else the relay
         of this node, which may be this rank itself."""
-        topology = self.pulls.ranks.topology
+        topology = self.ranks.topology
         if source in topology.local_ranks:
             return source
         item, needing = self._items.get(chunk), list(topology.local_ranks)
         if item is not None:
-            needing = needing_on_node(item, self._groups, topology)
-        assert self._connections is not None
-        silent = self._connections.silent
-        return relay_of(chunk, [rank for rank in needing if rank not in silent] or [self._rank])
+            needing = assign.needing_on_node(item, self._groups, topology)
+        assert self._network is not None
+        silent = self._network.silent
+        return assign.relay_of(
+            chunk, [rank for rank in needing if rank not in silent] or [self._rank]
+        )
 
     def take(self, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
         """Get a chunk of ``source``: from the pool, if other ranks get it from this one, else from the rank that has it
         for this one."""
-        assert self._connections is not None
+        assert self._network is not None
         hop = self._hop_to(chunk, source)
         if hop not in (self._rank, source):
             try:
-                return self._received(source, self._connections.pull(hop, chunk, source, digest))
+                return self._received(source, self._network.pull(hop, chunk, source, digest))
             except NothingCameError:
                 hop = source  # the relay did not send it
         if hop == self._rank and (chunk[1] == HEADER or self._pool.is_expected((chunk, source))):
             loaded = wait_for(self._provide(chunk, source, digest))
             self._pool.taken((chunk, source), self._rank)
         else:
-            loaded = self._connections.pull(source, chunk, source, digest)
+            loaded = self._network.pull(source, chunk, source, digest)
         return loaded if source == self._rank else self._received(source, loaded)
 
     def _received(self, source: int, loaded: LoadedChunk) -> LoadedChunk:
-        self.tally.add_received(self.pulls.order[loaded.tier], source, len(loaded.view))
+        self.tally.add_received(self.order[loaded.tier], source, len(loaded.view))
         return loaded
 
     def _sees(self, image: int) -> bool:
@@ -423,7 +353,7 @@ class PulledReader(CheckpointReader):
 
     @property
     def _rank(self) -> int:
-        return self.pulls.ranks.shard.rank
+        return self.ranks.shard.rank
 
 
 class _SharedChunks(ChunkReader):
@@ -456,7 +386,7 @@ class _SharedChunks(ChunkReader):
         if owner is None:
             return False
         if self._of.reads_alone(chunk, owner):
-            return ChunkReader.fill_from_page_cache(self, index, pieces)
+            return bool(self._images) and ChunkReader.fill_from_page_cache(self, index, pieces)
         try:
             self._fill_from(owner, index, pieces)
         except PASSABLE:  # the following read reports it
@@ -474,4 +404,4 @@ class _SharedChunks(ChunkReader):
             start += len(piece)
         found = DIGEST_PREFIX + digest.hexdigest()
         check_digest(f"rank {source}", self._manifest, index, found)
-        return self._of.pulls.order[loaded.tier]
+        return self._of.order[loaded.tier]

@@ -18,13 +18,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.ranks.addresses import listen, own_address
+from tierfall.core.ranks.addresses import is_loopback, listen, own_address
 from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.ranks.serving import Server
 from tierfall.core.ranks.topology import Topology
@@ -204,12 +204,14 @@ class RankAddress(Message):
     port: int = 0
 
 
-class PullPlace:
-    """Where a rank is asked for chunks of a checkpoint, from its construction until ``close``. ``provide`` returns the
-    chunk that a rank asks for, by its source; ``taken`` is called with each that a rank got.
+class PullNetwork:
+    """The connections of a rank with the others that restore the same checkpoint, from its construction until
+    ``close``: it is asked for chunks at ``address``, and asks others once it has met them. Threads share it. A rank
+    that has not answered once is not asked again: it is in ``silent``.
 
     With several nodes it listens on a port, on the network that ``interface`` names; with several ranks on this node,
-    by a name on the node.
+    by a name on the node. ``provide`` returns the chunk that another rank asks for, by its source; ``taken`` is called
+    once that rank has it. A rank may say nothing for ``silence_s``.
     """
 
     def __init__(
@@ -223,28 +225,59 @@ class PullPlace:
         provide: Callable[[Chunk, int, str], futures.Future[LoadedChunk]],
         taken: Callable[[Key, int], None],
     ) -> None:
-        self._attempt_id, self._silence_s = attempt_id, silence_s
-        self._provide, self._taken = provide, taken
-        self._servers: list[Server] = []
         self.address = RankAddress()
-        name = f"tierfall-{secrets.token_hex(8)}"
-        with suppress(OSError), ExitStack() as undo:
-            undo.callback(self.close)
-            serve = partial(Server, secret=secret, run=attempt_id, serve=self._serve, name="pulls")
-            host, port = "", 0
-            if len(topology.nodes) > 1:
-                host = _host(interface)
-                self._servers.append(serve(listen(host if interface else "")))
-                port = self._servers[-1].port
-            if len(topology.local_ranks) > 1:
-                self._servers.append(serve(listen_on_node(name)))
-            self.address = RankAddress(name=name, host=host, port=port)
-            undo.pop_all()
+        self.silent: set[int] = set()
+        self._topology, self._secret, self._attempt_id = topology, secret, attempt_id
+        self._silence_s, self._provide, self._taken = silence_s, provide, taken
+        self._session = secrets.token_hex(8)
+        self._met = threading.Event()
+        self._addresses: Sequence[RankAddress] = ()
+        self._lock = threading.Lock()
+        self._servers: list[Server] = []
+        self._idle: dict[int, list[Connection]] = {}
+        self._lost_s: float | None = None
+        self._closed = False
+        with suppress(OSError):  # it is not asked, then
+            self.address = self._listen(interface)
+
+    def _listen(self, interface: str | None) -> RankAddress:
+        name, host, port = f"tierfall-{self._session}", "", 0
+        serve = partial(
+            Server, secret=self._secret, run=self._attempt_id, serve=self._serve, name="pulls"
+        )
+        if len(self._topology.nodes) > 1:
+            host = _host(interface)
+            self._servers.append(serve(listen(host if interface else "")))
+            port = self._servers[-1].port
+        if len(self._topology.local_ranks) > 1:
+            self._servers.append(serve(listen_on_node(name)))
+        return RankAddress(name=name, host=host, port=port)
+
+    def meet(self, addresses: Sequence[RankAddress]) -> None:
+        """Learn the addresses of all ranks."""
+        self._addresses = addresses
+        self._met.set()
+
+    def lost_s(self) -> float | None:
+        """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection. None if
+        none is."""
+        with self._lock:
+            idle = (connection for those in self._idle.values() for connection in those)
+            if self._lost_s is None and any(connection.is_readable(0) for connection in idle):
+                self._lost_s = time.monotonic()
+            return self._lost_s
 
     def close(self) -> None:
+        """Close all connections; no pull may begin any more."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, {}
+        for connection in (each for those in idle.values() for each in those):
+            connection.close()
         for server in self._servers:
             server.close(CLOSE_S)
-        self._servers.clear()
+
+    # What others ask for -----------------------------------------------------------------------------
 
     def _serve(self, connection: Connection, sender: str, session: str) -> None:
         while True:
@@ -280,41 +313,12 @@ class PullPlace:
             raise UnreachableError(f"{name_of(chunk)} is of another snapshot here")
         return loaded
 
-
-def _host(interface: str | None) -> str:
-    """Return the address of this node for others. A node whose own name leads to itself alone, as 127.0.1.1 in
-    /etc/hosts, is found by the name that the launcher has given to the others."""
-    host = own_address(interface)
-    return os.environ.get("MASTER_ADDR", host) if host.startswith("127.") else host
-
-
-class PullConnections:
-    """The connections of a rank to those that it asks. Threads share it. A rank that has not answered once is not asked
-    again: it is in ``silent``."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        addresses: Sequence[RankAddress],
-        *,
-        secret: bytes,
-        attempt_id: str,
-        silence_s: float,
-    ) -> None:
-        """``addresses`` are those of all ranks; ``silence_s`` is how long one that is asked may send nothing."""
-        self.silent: set[int] = set()
-        self._topology, self._addresses = topology, addresses
-        self._secret, self._attempt_id, self._silence_s = secret, attempt_id, silence_s
-        self._session = secrets.token_hex(8)
-        self._lock = threading.Lock()
-        self._idle: dict[int, list[Connection]] = {}
-        self._lost_s: float | None = None
-        self._closed = False
+    # What this rank asks for -------------------------------------------------------------------------
 
     def pull(self, hop: int, chunk: Chunk, source: int, digest: str) -> LoadedChunk:
         """Get a chunk of ``source`` from the rank ``hop``. Raises NothingCameError, or the error of that rank."""
-        if hop in self.silent:
-            raise NothingCameError(f"rank {hop} is not asked any more")
+        if hop in self.silent or not self._met.wait(self._silence_s):
+            raise NothingCameError(f"rank {hop} is not asked")
         connection: Connection | None = None
         memory: ChunkMemory | None = None
         try:
@@ -339,24 +343,6 @@ class PullConnections:
             raise kind(text) if issubclass(kind, PASSABLE) else UnreachableError(text)
         tier, first = int(answer["tier"]), int(answer["first"])
         return LoadedChunk(view=view, tier=tier, digest=digest, first=first, memory=memory)
-
-    def lost_s(self) -> float | None:
-        """Return since when, on the monotonic clock, a rank is known to be gone: it has closed a connection. None if
-        none is."""
-        with self._lock:
-            idle = (connection for those in self._idle.values() for connection in those)
-            if self._lost_s is None and any(connection.is_readable(0) for connection in idle):
-                self._lost_s = time.monotonic()
-            return self._lost_s
-
-    def close(self) -> None:
-        """Close all connections; no pull may begin any more."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
 
     def _ask(
         self, connection: Connection, chunk: Chunk, source: int, digest: str
@@ -424,3 +410,10 @@ def wait_for(future: futures.Future[LoadedChunk]) -> LoadedChunk:
     while not futures.wait([future], WAKE_S).done:
         check_interrupt()
     return future.result()
+
+
+def _host(interface: str | None) -> str:
+    """Return the address of this node for others. A node whose own name leads to itself alone, as 127.0.1.1 in
+    /etc/hosts, is found by the name that the launcher has given to the others."""
+    host = own_address(interface)
+    return os.environ.get("MASTER_ADDR", host) if is_loopback(host) else host

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tierfall
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
-from tierfall.core.restore.pulls import PullPlace
+from tierfall.core.restore.pulls import PullNetwork
 from tierfall.tiers.stored import StoredTier
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
@@ -176,9 +176,9 @@ def slow_down(tier: str, clock: Path, bytes_per_s: float) -> None:
 
 def _break(how: str) -> None:
     if how == "dies":
-        killing.at(PullPlace, "_load", 3, killing.kill_self)
+        killing.at(PullNetwork, "_load", 3, killing.kill_self)
     if how == "stops":
-        killing.at(PullPlace, "_load", 3, killing.stop_self)
+        killing.at(PullNetwork, "_load", 3, killing.stop_self)
     if how == "raises":
         killing.at(ChunkReader, "read_from", 3, _raise)
 

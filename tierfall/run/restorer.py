@@ -20,7 +20,7 @@ from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
-from tierfall.core.restore.pulled_reader import Pulls
+from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
 from tierfall.core.runtime.bounded_calls import BoundedCalls
@@ -59,13 +59,6 @@ class Restorer:
         self._lineage = lineage
         self._on_continued = on_continued
         self.patience_s = patience_s(config)
-        self._pulls = Pulls(
-            ranks=session.ranks,
-            order=[tier.name for tier in config.chain],
-            max_wait_s=config.max_wait_s,
-            patience_s=self.patience_s,
-            interface=None if config.peers is None else config.peers.interface,
-        )
 
     @contextmanager
     def deletions_paused(self) -> Iterator[None]:
@@ -181,11 +174,23 @@ class Restorer:
         ring = self._session.ring
         if not self._session.ranks.many:
             return CheckpointReader(checkpoint, tiers, open_image, tally, ring)
-        return self._pulls.reader(checkpoint, tiers, open_image, tally, ring)
+        config = self._config
+        return PulledReader(
+            checkpoint,
+            tiers,
+            open_image,
+            tally,
+            ring,
+            ranks=self._session.ranks,
+            order=[tier.name for tier in config.chain],
+            max_wait_s=config.max_wait_s,
+            patience_s=self.patience_s,
+            interface=None if config.peers is None else config.peers.interface,
+        )
 
     def barrier(self) -> Together:
         """Return what all ranks end a candidate by."""
-        return make_barrier(self._session.ranks, timeout=self._pulls.timeout)
+        return make_barrier(self._session.ranks, timeout_s=self.patience_s)
 
     def candidates(
         self,

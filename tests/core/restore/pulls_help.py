@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from restore_help import DictImage, Made
@@ -15,7 +16,7 @@ from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest
-from tierfall.core.restore.pulled_reader import Pulls
+from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.restore import Choice, RestoreResult, fill_first
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
@@ -75,8 +76,12 @@ class Peer:
             return real(what, *args, **more)
 
         self.ranks.agree = count  # type: ignore[method-assign, assignment]
-        pulls = Pulls(
-            ranks=self.ranks, order=ORDER, max_wait_s=self.max_wait_s, patience_s=PATIENCE_S
+        make_reader = partial(
+            PulledReader,
+            ranks=self.ranks,
+            order=ORDER,
+            max_wait_s=self.max_wait_s,
+            patience_s=PATIENCE_S,
         )
         restored = fill_first(
             Choice(
@@ -88,8 +93,8 @@ class Peer:
             self.tally,
             make_plan=self.make_plan,
             shard=self.ranks.shard,
-            together=make_barrier(self.ranks, timeout=pulls.timeout),
-            make_reader=pulls.reader,
+            together=make_barrier(self.ranks, timeout_s=PATIENCE_S),
+            make_reader=make_reader,
         )
         restored.plan.finish()
         return restored

@@ -17,7 +17,6 @@ from tierfall.core.restore.assign import (
     NODES_TRIED,
     RankGroup,
     assign,
-    header_owner,
     needing_on_node,
     pull_order,
     relay_of,
@@ -42,11 +41,12 @@ def test_the_owner_is_asked_first_and_then_a_rank_of_each_node_that_sees_the_ima
     assert [*sources(holders, 7, None, node_of)] == []
 
 
-def test_a_header_is_read_by_the_rank_that_saved_it_if_no_other_sees_it_faster() -> None:
-    holders = {0: [(1, (0, 1))], 1: [(1, (0, 2)), (2, (1,))]}
-    assert header_owner(holders, 0) == 0
-    assert header_owner(holders, 1) in (0, 2)
-    assert header_owner(holders, 2) is None
+def test_headers_are_read_by_those_who_saved_them_and_see_them_fastest() -> None:
+    node_of = {0: 0, 1: 0, 2: 1, 3: 1}
+    shared = {image: [(2, (0, 1, 2, 3))] for image in range(4)}
+    assert [next(sources(shared, image, None, node_of)) for image in range(4)] == [0, 1, 2, 3]
+    faster = {**shared, 1: [(1, (2, 3)), *shared[1]]}
+    assert next(sources(faster, 1, None, node_of)) in (2, 3)
 
 
 def test_what_no_rank_sees_has_no_owner() -> None:

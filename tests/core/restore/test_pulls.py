@@ -1,16 +1,19 @@
-"""Replicas are read once and sent on; what one rank alone can read, it sends; no rank waits without end."""
+"""What several ranks need is read once, what one alone can read comes from there, and a failed pull costs a read."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from pulls_help import Job, part
-from restore_help import DictImage, flip
+from restore_help import DictImage, flip, start_of
 from several_help import network, on_all
 
+from tierfall.core.ranks.wire import Connection
+from tierfall.core.restore import pulls
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -167,3 +170,99 @@ def test_images_of_another_number_of_ranks_are_read_once(job: Job) -> None:
     data = len(parts[0].image) - parts[0].manifest.data_start
     assert sum(peer.read() for peer in job.peers) <= data + 2 * header_bytes(job)
     assert job.peers[0].images["store", CheckpointId(5, 1), Shard(0, 2)].reads
+
+
+def test_what_the_owner_cannot_read_the_others_read_themselves(job: Job) -> None:
+    """One rank's mount is gone; it gets its part, too."""
+    copies = put_shares(job, 5)
+    for (_, _, number), image in copies.items():
+        if number == 1:
+            starts = {start_of(image, chunk) for chunk in range(1, 6)}
+            image.errors = dict.fromkeys(starts, UnreachableError("the mount is gone"))
+    want_all(job)
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+    assert hold(job, 5)
+    assert job.peers[1].read() <= RANKS * header_bytes(job), "it has read no chunk"
+
+
+@pytest.mark.parametrize("bytes", [1, 20_000])
+def test_a_full_pool_costs_reads_and_nothing_else(
+    job: Job, monkeypatch: pytest.MonkeyPatch, bytes: int
+) -> None:
+    monkeypatch.setattr(pulls, "POOL_BYTES", bytes)
+    monkeypatch.setattr(pulls, "POOL_CHUNKS_MIN", 1)
+    put_shares(job, 5)
+    want_all(job)
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+    assert hold(job, 5)
+
+
+def test_each_byte_crosses_to_a_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on each of three nodes: in a node bytes go through memory."""
+    sent: list[int] = []
+    send = Connection.send
+
+    def count(connection: Connection, head: Any, payload: memoryview | None = None) -> None:
+        assert payload is None or connection.socket.family != socket.AF_UNIX
+        sent.append(0 if payload is None else payload.nbytes)
+        send(connection, head, payload)
+
+    monkeypatch.setattr(Connection, "send", count)
+    with network("aabbcc") as joined:
+        job = Job.of(joined)
+        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
+        made = part(5, 0, 1, whole)
+        for peer in job.peers:
+            peer.put("store", made)
+        want_all(job)
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+    data = len(made.image) - made.manifest.data_start
+    headers = 2 * (made.manifest.data_start + len(made.manifest.encode()))
+    assert sum(sent) == 2 * data + headers
+
+
+def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen(address: str = "") -> socket.socket:
+        raise AssertionError("a port")
+
+    monkeypatch.setattr(pulls, "listen", listen)
+    with network("aaaa") as joined:
+        job = Job.of(joined)
+        put_shares(job, 5)
+        want_all(job)
+        restored(job)
+        assert hold(job, 5)
+        assert all(peer.tally.received for peer in job.peers)
+
+
+def test_who_can_reach_no_other_rank_reads_everything_itself_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with network("ab") as joined:
+        job = Job.of(joined, max_wait_s=2.0)
+        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
+        for peer in job.peers:
+            peer.put("store", part(5, 0, 1, whole))
+        want_all(job)
+        job.peers[1].ranks.secret = b"another"
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+        assert all(not peer.tally.received for peer in job.peers)
+    said = [r.getMessage() for r in caplog.records if "does not send" in r.getMessage()]
+    assert len(said) == 2, "each rank of the other"
+
+
+def test_the_next_node_is_asked_after_this_rank_has_failed_too() -> None:
+    """The mounts of two nodes are gone, and the third one has the bytes."""
+    with network("abc") as joined:
+        job = Job.of(joined)
+        made = part(5, 0, 1, {"w0": share(5, 0)["w0"]})
+        for number, peer in enumerate(job.peers):
+            (image,) = peer.put("store", made)
+            starts = {start_of(image, chunk) for chunk in range(1, 6)}
+            if number != 2:
+                image.errors = dict.fromkeys(starts, UnreachableError("the mount is gone"))
+            peer.state = {"w0": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
