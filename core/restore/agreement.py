@@ -203,12 +203,14 @@ def _decide_step(steps: Mapping[int, CandidateStep], holders: Holders) -> StepDe
     ]
     if failed:
         return StepDecision(failed=next((f for f in failed if f.permanent), failed[0]))
-    if all(one.seen is not None for one in steps.values()):
-        seen = {rank: one.seen for rank, one in steps.items() if one.seen is not None}
-        addresses = tuple(steps[rank].address for rank in sorted(steps))
-        return StepDecision(seen=merge_seen(seen), addresses=addresses)
+    seen = {rank: one.seen for rank, one in steps.items() if one.seen is not None}
     needs = {rank: one.needs for rank, one in steps.items() if one.needs is not None}
-    return StepDecision(groups=group_needs(needs, holders))
+    if {len(seen), len(needs)} - {0, len(steps)}:
+        raise RanksError(f"restore of {steps[0].id}: the ranks are at different steps with it")
+    addresses = tuple(steps[rank].address for rank in sorted(seen))
+    return StepDecision(
+        seen=merge_seen(seen), addresses=addresses, groups=group_needs(needs, holders)
+    )
 
 
 # All ranks, at the end -------------------------------------------------------------------------------

@@ -89,8 +89,12 @@ class LoadedChunk:
     memory: ChunkMemory | None = None
 
     def shared(self) -> LoadedChunk:
-        """Return the chunk in memory that can be handed over."""
-        memory = ChunkMemory.holding(self.view)
+        """Return the chunk in memory that can be handed over; as it is, to be sent, where there is no such memory."""
+        try:
+            memory = ChunkMemory.holding(self.view)
+        except (OSError, AttributeError) as error:  # some builds of Python do not have the call
+            logger.debug("restore: a chunk is sent to other ranks of this node: %s", error)
+            return self
         return replace(self, view=memory.view, memory=memory)
 
 
@@ -111,7 +115,7 @@ class ChunkPool:
         self._chunks: OrderedDict[Key, futures.Future[LoadedChunk]] = OrderedDict()
         self._expected: dict[Key, frozenset[int]] = {}
         self._taken: dict[Key, set[int]] = {}
-        self._taken_s = time.monotonic()
+        self._taken_s = 0.0
         self._closed = False
 
     def expect(self, key: Key, ranks: frozenset[int]) -> None:
@@ -149,10 +153,10 @@ class ChunkPool:
     def wait_for_room(self, size: int) -> bool:
         """Wait until a chunk of ``size`` bytes fits beside what is kept and loaded; False once the pool is closed.
         Nobody waits for ranks that take nothing: they may be gone."""
+        began_s = time.monotonic()
         with self._changed:
-            self._taken_s = max(self._taken_s, time.monotonic() - self._patience_s / 2)
             while not self._closed and not self._has_room(size):
-                if time.monotonic() - self._taken_s > self._patience_s:
+                if time.monotonic() - max(began_s, self._taken_s) > self._patience_s:
                     self._patience_s = 0.0  # from now on
                     break
                 self._changed.wait(ALIVE_S)
@@ -236,6 +240,8 @@ class PullNetwork:
         self._servers: list[Server] = []
         self._idle: dict[int, list[Connection]] = {}
         self._lost_s: float | None = None
+        self._reaches = False
+        """Whether a rank of another node has answered."""
         self._closed = False
         with suppress(OSError):  # it is not asked, then
             self.address = self._listen(interface)
@@ -375,6 +381,7 @@ class PullNetwork:
             timeout_s=self._silence_s,
         )
         connection.set_timeout(self._silence_s)
+        self._reaches |= hop not in self._topology.local_ranks
         return connection
 
     def _keep(self, hop: int, connection: Connection | None) -> None:
@@ -391,6 +398,12 @@ class PullNetwork:
         with self._lock:
             is_first = not self.silent and not self._closed
             self.silent.add(hop)
+            here = self._topology.local_ranks
+            if isinstance(error, TimeoutError) and not (self._reaches or hop in here):
+                # the network lets nothing through: not each rank of it is waited for
+                self.silent.update(
+                    rank for rank in range(self._topology.world_size) if rank not in here
+                )
         if is_first:
             logger.warning(
                 "restore: rank %d does not send what it is asked for: %s. Other ranks read what it was to read",

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from tierfall.core.ranks.addresses import address_towards, is_loopback, listen, 
 from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.wire import SECRET_BYTES, Head
+from tierfall.core.ranks.wire import Head
 from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (
@@ -124,7 +124,7 @@ class PeerMemory:
         self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
         self._node, self._local_index = topology.node, ranks.local_index
         self._shard = ranks.shard
-        self._secret = bytes.fromhex(meeting.secret)
+        self._secret = ranks.secret
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
         ]
@@ -328,9 +328,7 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
         if address.error:
             raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
-    return PeerMeeting(
-        addresses=addresses, secret=secrets.token_hex(SECRET_BYTES), start=secrets.token_hex(8)
-    )
+    return PeerMeeting(addresses=addresses, start=secrets.token_hex(8))
 
 
 def _memory_id(folder: Path) -> str:
@@ -369,11 +367,9 @@ class PeerAddress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMeeting(Message):
-    """The addresses of all ranks, by rank, the secret that only ranks of this start know, and what names the start in
-    the folders of what its nodes send."""
+    """The addresses of all ranks, by rank, and what names the start in the folders of what its nodes send."""
 
     addresses: tuple[PeerAddress, ...]
-    secret: str = field(repr=False)
     start: str
 
 

@@ -45,7 +45,7 @@ def test_all_ranks_learn_who_sees_which_image_on_which_tier() -> None:
 
 
 def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
-    own = [needing(i0=[1, 2]), needing(i1=[1, 2]), needing(i2=[1]), FILLED]
+    own = [needing(i0=[1, 2]), needing(i1=[1, 2]), needing(i2=[1]), needing()]
     assert decided(own, ALL_SEE_ALL).groups == ()
 
 
@@ -66,7 +66,7 @@ def test_an_image_of_another_rank_or_a_faster_copy_there_is_assigned(
 
 def test_ranks_that_need_the_same_are_named_once() -> None:
     same = needing(i0=range(1, 100), i1=[1, 3])
-    (group,) = decided([same, same, same, FILLED], ALL_SEE_ALL).groups
+    (group,) = decided([same, same, same, needing()], ALL_SEE_ALL).groups
     assert [*group.ranks] == [0, 1, 2]
     assert {image: [*chunks] for image, chunks in group.chunks.items()} == {
         0: [*range(1, 100)],
@@ -89,3 +89,9 @@ def test_ranks_with_other_candidates_are_named() -> None:
     other = CandidateStep(id=CheckpointId(4, 1))
     with pytest.raises(RanksError, match="rank 1 filled 4@1 where rank 0 filled 5@1"):
         decided([FILLED, other])
+
+
+def test_ranks_at_different_steps_are_refused() -> None:
+    for step in (seeing({2: [0]}), FILLED):
+        with pytest.raises(RanksError, match="at different steps"):
+            decided([needing(i0=[1]), step])

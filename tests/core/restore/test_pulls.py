@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -234,6 +235,46 @@ def test_ranks_of_one_node_open_no_port(monkeypatch: pytest.MonkeyPatch) -> None
         restored(job)
         assert hold(job, 5)
         assert all(peer.tally.received for peer in job.peers)
+
+
+@pytest.mark.parametrize("missing", [AttributeError("memfd_create"), OSError("no memory")])
+def test_where_no_memory_can_be_handed_over_chunks_are_sent(
+    monkeypatch: pytest.MonkeyPatch, missing: Exception
+) -> None:
+    def fail(view: memoryview) -> pulls.ChunkMemory:
+        raise missing
+
+    monkeypatch.setattr(pulls.ChunkMemory, "holding", fail)
+    with network("aab") as joined:
+        job = Job.of(joined)
+        put_shares(job, 5)
+        want_all(job)
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+        assert all(peer.tally.received for peer in job.peers)
+
+
+def test_a_network_that_lets_nothing_through_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[object] = []
+
+    def connect_as(sender: str, address: object, *args: Any, **more: Any) -> Connection:
+        tried.append(address)
+        time.sleep(0.3)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(pulls, "connect_as", connect_as)
+    with network("abcdefghijklmnop") as joined:
+        job = Job.of(joined)
+        whole = {f"w{rank}": share(5, rank)[f"w{rank}"] for rank in range(RANKS)}
+        made = part(5, 0, 1, whole)
+        for peer in job.peers:
+            peer.put("store", made)
+        want_all(job)
+        assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
+        assert hold(job, 5)
+    assert len(tried) < 2 * len(job.peers)
 
 
 def test_who_can_reach_no_other_rank_reads_everything_itself_and_says_so_once(
