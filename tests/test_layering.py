@@ -74,7 +74,7 @@ LINES = {
     ("core/runtime",): 2_249,
     ("core/ranks",): 2_312,
     ("core/capture", "core/sampling"): 3_940,
-    ("core/restore", "core/load", "core/copies"): 7_411,
+    ("core/restore", "core/load", "core/copies"): 7_409,
     ("core/compression",): 373,
     ("core/scheduler",): 8_983,
     ("policies",): 2_162,

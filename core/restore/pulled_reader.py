@@ -54,7 +54,7 @@ from tierfall.core.restore.pulls import (
     PullNetwork,
     wait_for,
 )
-from tierfall.core.runtime.buffers import allocate
+from tierfall.core.runtime.buffers import allocate, is_being_filled
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError, is_damage
 from tierfall.core.types.values import Shard
@@ -149,7 +149,7 @@ class PulledReader(CheckpointReader):
         self._network = PullNetwork(
             self.ranks.topology,
             secret=self.ranks.secret,
-            attempt_id=commit.lineage.attempt_id,
+            checkpoint=f"{self.checkpoint.id} of attempt {commit.lineage.attempt_id}",
             interface=self.interface,
             silence_s=self._silence_s,
             provide=self._provide,
@@ -369,13 +369,14 @@ class _SharedChunks(ChunkReader):
     def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
         of, chunk = self._of, (self._image, index)
         low, high = self._manifest.chunk_range(index)
-        view = buffer[: high - low]
 
         def get(source: int) -> tuple[memoryview, str]:
-            if not of.reads_alone(chunk, source):
-                return view, self._fill_from(source, index, partial(digest_pieces, view))
-            of.find_image(self._image)  # raises, if it could not be opened
-            return ChunkReader.read_from(self, index, buffer)
+            if of.reads_alone(chunk, source):
+                of.find_image(self._image)  # raises, if it could not be opened
+                return ChunkReader.read_from(self, index, buffer)
+            is_free = not is_being_filled(buffer)  # by a read of this rank that was given up
+            view = (buffer if is_free else allocate(high - low))[: high - low]
+            return view, self._fill_from(source, index, partial(digest_pieces, view))
 
         return of.first_good(chunk, of.owner_of(chunk), get)
 

@@ -1,9 +1,10 @@
 """Pulls: how ranks that restore a checkpoint get chunks from each other.
 
-A pull names the attempt, the image, the chunk with its digest, and its *source*: the rank that reads it from its tiers.
-Whoever is asked loads the chunk once, keeps it in a bounded pool until all ranks that were assigned it have taken it,
-and says every second that it still loads. Within a node no port is opened and a chunk is handed over as a file in
-memory. A pull from which nothing comes is an error like that of a tier that does not answer.
+A pull names the image, the chunk with its digest, and its *source*: the rank that reads it from its tiers; its
+connection is of one checkpoint of one attempt. Whoever is asked loads the chunk once, keeps it in a bounded pool until
+all ranks that were assigned it have taken it, and says every second that it still loads. Within a node no port is
+opened, and a chunk is handed over as a file in memory. A pull from which nothing comes is an error like that of a tier
+that does not answer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.ranks.addresses import is_loopback, listen, own_address
@@ -209,7 +209,7 @@ class RankAddress(Message):
 
 
 class PullNetwork:
-    """The connections of a rank with the others that restore the same checkpoint, from its construction until
+    """The connections of a rank with the others that restore the same ``checkpoint``, from its construction until
     ``close``: it is asked for chunks at ``address``, and asks others once it has met them. Threads share it. A rank
     that has not answered once is not asked again: it is in ``silent``.
 
@@ -223,7 +223,7 @@ class PullNetwork:
         topology: Topology,
         *,
         secret: bytes,
-        attempt_id: str,
+        checkpoint: str,
         interface: str | None,
         silence_s: float,
         provide: Callable[[Chunk, int, str], futures.Future[LoadedChunk]],
@@ -231,7 +231,7 @@ class PullNetwork:
     ) -> None:
         self.address = RankAddress()
         self.silent: set[int] = set()
-        self._topology, self._secret, self._attempt_id = topology, secret, attempt_id
+        self._topology, self._secret, self._checkpoint = topology, secret, checkpoint
         self._silence_s, self._provide, self._taken = silence_s, provide, taken
         self._session = secrets.token_hex(8)
         self._met = threading.Event()
@@ -249,7 +249,7 @@ class PullNetwork:
     def _listen(self, interface: str | None) -> RankAddress:
         name, host, port = f"tierfall-{self._session}", "", 0
         serve = partial(
-            Server, secret=self._secret, run=self._attempt_id, serve=self._serve, name="pulls"
+            Server, secret=self._secret, run=self._checkpoint, serve=self._serve, name="pulls"
         )
         if len(self._topology.nodes) > 1:
             host = _host(interface)
@@ -309,8 +309,6 @@ class PullNetwork:
             self._taken((chunk, source), int(sender))
 
     def _load(self, connection: Connection, chunk: Chunk, source: int, head: Head) -> LoadedChunk:
-        if head.get("attempt_id") != self._attempt_id:
-            raise UnreachableError("it restores another checkpoint")
         future = self._provide(chunk, source, str(head["digest"]))
         while not futures.wait([future], ALIVE_S).done:
             connection.send({"loads": True})
@@ -354,8 +352,7 @@ class PullNetwork:
         self, connection: Connection, chunk: Chunk, source: int, digest: str
     ) -> tuple[Head, int]:
         image, index = chunk
-        request: dict[str, Any] = {"attempt_id": self._attempt_id, "image": image, "chunk": index}
-        connection.send(request | {"digest": digest, "source": source})
+        connection.send({"image": image, "chunk": index, "digest": digest, "source": source})
         while True:
             until_s = time.monotonic() + self._silence_s
             while not connection.is_readable(WAKE_S):
@@ -376,7 +373,7 @@ class PullNetwork:
             str(self._topology.rank),
             known.name if hop in self._topology.local_ranks else (known.host, known.port),
             self._secret,
-            run=self._attempt_id,
+            run=self._checkpoint,
             session=self._session,
             timeout_s=self._silence_s,
         )
