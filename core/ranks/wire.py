@@ -172,7 +172,8 @@ class Connection:
     def receive_file(self) -> int:
         """Return the open file that follows a message."""
         try:
-            _, files, _, _ = socket.recv_fds(self.socket, len(_FILE), 1)
+            flags = socket.MSG_CMSG_CLOEXEC
+            _, files, _, _ = socket.recv_fds(self.socket, len(_FILE), 1, flags)
         except OSError as error:
             raise WireError(str(error) or type(error).__name__) from error
         if len(files) != 1:

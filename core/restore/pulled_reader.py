@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -124,7 +125,9 @@ class PulledReader(CheckpointReader):
         self._items = assign.assign(self._groups, self._holders)
         self.touched = True
         if self._groups:
-            threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True).start()
+            ahead = threading.Thread(target=self._read_ahead, args=(self._expect(),), daemon=True)
+            with suppress(RuntimeError):  # at the limit of threads: chunks are read when asked for
+                ahead.start()
             self._fill_chunks(fills, needs)
         else:
             self.fill_here(fills, world_size)

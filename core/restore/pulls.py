@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -243,8 +242,10 @@ class PullNetwork:
         self._reaches = False
         """Whether a rank of another node has answered."""
         self._closed = False
-        with suppress(OSError):  # it is not asked, then
+        try:
             self.address = self._listen(interface)
+        except (OSError, RuntimeError) as error:  # out of descriptors, or threads
+            logger.warning("restore: other ranks cannot ask this one for chunks: %s", error)
 
     def _listen(self, interface: str | None) -> RankAddress:
         name, host, port = f"tierfall-{self._session}", "", 0
