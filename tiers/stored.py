@@ -25,7 +25,7 @@ from tierfall.core.format.records import (
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, delete_all
+from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -180,6 +180,17 @@ class StoredTier(TierCatalog):
             pieces=pieces,
             part_bytes_min=self.backend.traits.part_bytes_min,
             write_record=lambda data: self._documents.replace(record, data),
+        )
+
+    def resume_shard(
+        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+    ) -> ImageUpload:
+        """Begin a shard's image as ``create_shard`` does; a raw one continues what a dead process has left of it."""
+        if self.is_packed:
+            return self.create_shard(checkpoint, shard, cut, pieces)
+        key = self._key(checkpoint, keys.shard_name(shard))
+        return RawImageWriter(
+            self.backend.create(key, length=cut.image_bytes, publish=Publish.RESUME)
         )
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:

@@ -107,7 +107,7 @@ class FsspecClient(ObjectClient):
             try:
                 self._system.pipe_file(key, bytes(data), mode=mode)
             except FileExistsError:
-                if publish is Publish.REPLACE:
+                if publish is not Publish.IF_ABSENT:
                     raise
                 raise KeyExistsError(f"{what}: the key is taken") from None
 

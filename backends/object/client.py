@@ -8,7 +8,7 @@ methods may be called from several threads at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from tierfall.core.types.backend import Publish, StoredObject
@@ -104,6 +104,10 @@ class ObjectClient(ABC):
     def put_part(self, key: str, upload: str, number: int, view: memoryview, what: str) -> str:
         """Send one part (numbered from 1); return its etag."""
         raise NotImplementedError
+
+    def parts(self, key: str, upload: str, what: str) -> Mapping[int, tuple[str, int]]:
+        """Return the parts of an upload that the store has: by number, etag and bytes; none by default."""
+        return {}
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
         """Make the object visible. ``parts`` are number and etag, by number. Raises UploadGoneError where the store

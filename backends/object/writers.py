@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from hashlib import md5
 
 from tierfall.backends.object.client import ObjectClient, Stream
 from tierfall.backends.toolkit.base import Coverage, Extent, WriterBase, WriterState
@@ -129,6 +130,9 @@ class MultipartWriter(ObjectWriterBase):
         super().__init__(client, active, key, extent=extent, publish=publish)
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
+        self._there: Mapping[int, tuple[str, int]] = {}
+        """Parts that a dead process has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
+        rule; where it is not, they are sent again."""
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
 
     def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
@@ -168,7 +172,11 @@ class MultipartWriter(ObjectWriterBase):
         what = self._what(f"write part {number} of")
         try:
             upload = self._begun()
-            part.etag = self._client.put_part(self._full_key, upload, number, data, what)
+            etag, size_bytes = self._there.get(number, ("", -1))
+            if size_bytes == data.nbytes and etag.strip('"') == _md5(data):
+                part.etag = etag
+            else:
+                part.etag = self._client.put_part(self._full_key, upload, number, data, what)
         except BackendError as error:
             if not error.retryable:
                 self.abort()
@@ -189,7 +197,7 @@ class MultipartWriter(ObjectWriterBase):
         with self._begin_lock:
             self._check_open("write")
             if not self._unfinished:
-                begun = self._client.begin(self._full_key, self._what("begin"))
+                begun = self._left() or self._client.begin(self._full_key, self._what("begin"))
                 self._active.add(begun)
                 with self._lock:
                     self._unfinished = begun
@@ -199,6 +207,19 @@ class MultipartWriter(ObjectWriterBase):
                     self._die()
                     self._refuse("write")
             return self._unfinished
+
+    def _left(self) -> str:
+        """Find an upload that a dead process has left of this key, and its parts; '' if there is none."""
+        if self._publish_mode is not Publish.RESUME:
+            return ""
+        what = self._what("look for a begun upload of")
+        for key, upload in self._client.pending(self._full_key, what):
+            if key == self._full_key and upload not in self._active:
+                with suppress(BackendError):  # it is gone, or the store lists no parts
+                    self._there = self._client.parts(key, upload, what)
+                if self._there:
+                    return upload
+        return ""
 
     def _finish(self, what: str) -> None:
         fault = self._fault()
@@ -309,17 +330,9 @@ class BufferedWriter(ObjectWriterBase):
     """Writes one new object to a store that takes objects only whole: keeps its bytes in memory, which may be written
     in any order and again, for a single put."""
 
-    def __init__(
-        self,
-        client: ObjectClient,
-        active: set[str],
-        key: str,
-        *,
-        extent: Extent,
-        publish: Publish,
-    ) -> None:
-        super().__init__(client, active, key, extent=extent, publish=publish)
-        self._coverage = Coverage()
+    @cached_property
+    def _coverage(self) -> Coverage:
+        return Coverage()
 
     def _add(self, offset: int, data: memoryview) -> None:
         end = offset + data.nbytes
@@ -334,6 +347,10 @@ class BufferedWriter(ObjectWriterBase):
         if fault:
             raise BackendError(f"{what}: {fault}; write every byte first")
         self._put_whole(what)
+
+
+def _md5(data: memoryview) -> str:
+    return md5(data, usedforsecurity=False).hexdigest()
 
 
 @contextmanager

@@ -7,7 +7,10 @@ twice, because after a failed fsync the kernel may have dropped the bytes and re
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from tierfall.backends.posix import system
 from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.probe import Exclusive, Medium
 from tierfall.backends.posix.system import (
+    read_whole,
     split,
     sync_error,
     translated,
@@ -23,10 +27,12 @@ from tierfall.backends.posix.system import (
     write_whole,
 )
 from tierfall.backends.toolkit.base import Coverage, Extent, WriterBase, WriterState
-from tierfall.backends.toolkit.keys import unfinished_name
+from tierfall.backends.toolkit.keys import is_unfinished_of, unfinished_name
 from tierfall.backends.toolkit.views import BouncePool, address_of, flat
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, KeyExistsError, UnreachableError
+
+logger = logging.getLogger("tierfall")
 
 _CREATE_TRIES = 16
 NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -60,7 +66,8 @@ class PosixWriter(WriterBase):
         self._busy = 0
         """Writes in progress."""
         self._coverage = Coverage()
-        self._name = unfinished_name()
+        self._name = unfinished_name(self._leaf)
+        self._resumed = False
         self._direct = -1
         self._begun_in = context.folders.identity
         self._folder, self._file = self._start()
@@ -77,7 +84,8 @@ class PosixWriter(WriterBase):
             self._extent.check_range(self._what("write"), offset, data.nbytes)
             try:
                 with translated(self._what(f"write {data.nbytes} bytes at {offset} of")):
-                    self._put(offset, data)
+                    if not (self._resumed and self._has(offset, data)):
+                        self._put(offset, data)
             except UnreachableError:
                 # If the root was mounted anew, this file is lost: LostWriteError.
                 self._context.folders.verify(self._begun_in)
@@ -115,7 +123,54 @@ class PosixWriter(WriterBase):
             raise
 
     def _open_file(self, folder: int) -> int:
-        return os.open(self._name, os.O_WRONLY | NEW_FILE, 0o666, dir_fd=folder)
+        if self._publish_mode is Publish.RESUME:
+            names = [n for n in os.listdir(folder) if is_unfinished_of(n, self._leaf)]
+            for name in set(names) - self._context.active:
+                if (left := self._lock_left(folder, name)) is not None:
+                    self._context.active.discard(self._name)
+                    self._context.active.add(name)
+                    self._name, self._resumed = name, True
+                    return left
+        file = os.open(self._name, os.O_WRONLY | NEW_FILE, 0o666, dir_fd=folder)
+        with suppress(OSError):  # then nobody takes this file for that of a dead process
+            # waits for whoever has just looked whether it is one
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    def _lock_left(self, folder: int, name: str) -> int | None:
+        """Open an unfinished file of this key that a dead process has left; None if it is of a living one, whose lock
+        it has, or cannot be continued."""
+        most = self._extent.most_bytes or 0
+        try:
+            file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(file)
+            if stat.S_ISREG(found.st_mode) and 0 < found.st_size <= most:
+                return file
+        except OSError:
+            logger.debug("%s: %s is not continued", self._place, name, exc_info=True)
+        os.close(file)
+        return None
+
+    def _has(self, offset: int, data: memoryview) -> bool:
+        """Return whether the file has these bytes. They are read from the medium, if the kernel can: after a failed
+        fsync of the dead process, its cache may have what the medium has not."""
+        file = os.open(self._name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
+        try:
+            with self._context.pool.block() as block:
+                for start in range(0, data.nbytes, block.nbytes):
+                    part = data[start : start + block.nbytes]
+                    there, at = block[: part.nbytes], offset + start
+                    direct_bytes = self._context.medium.direct_bytes
+                    count = read_whole(file, there, at, block_bytes=direct_bytes)
+                    if count < part.nbytes or there != part:
+                        return False
+        finally:
+            os.close(file)
+        return True
 
     def _reserve(self) -> None:
         length = self._extent.length
@@ -196,7 +251,7 @@ class PosixWriter(WriterBase):
 
     def _make_visible(self) -> None:
         folder = self._folder
-        if self._publish_mode is Publish.REPLACE:
+        if self._publish_mode is not Publish.IF_ABSENT:
             os.replace(self._name, self._leaf, src_dir_fd=folder, dst_dir_fd=folder)
         elif self._context.medium.exclusive is Exclusive.LINK:
             self._link()

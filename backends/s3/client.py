@@ -41,6 +41,7 @@ _ROOTS = {
 # What may precede the root element's name.
 _START = rb"\s*(<\?.*?\?>\s*)?<([\w.-]+:)?"
 _AFTER_OBJECTS = {"ContinuationToken": "NextContinuationToken"}
+_AFTER_PARTS = {"PartNumberMarker": "NextPartNumberMarker"}
 _AFTER_UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 
 
@@ -186,6 +187,11 @@ class S3Client(ObjectClient):
         for page in self._pages("list_multipart_uploads", what, _AFTER_UPLOADS, Prefix=prefix):
             for row in page.get("Uploads", ()):
                 yield row["Key"], row["UploadId"]
+
+    def parts(self, key: str, upload: str, what: str) -> dict[int, tuple[str, int]]:
+        pages = self._pages("list_parts", what, _AFTER_PARTS, Key=key, UploadId=upload)
+        rows = (row for page in pages for row in page.get("Parts", ()))
+        return {row["PartNumber"]: (row["ETag"], row["Size"]) for row in rows}
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
         with suppress(UploadGoneError):

@@ -142,7 +142,8 @@ class WriterBase(AbortOnExit):
         try:
             self._finish(self._what("publish"))
         except BaseException as error:
-            may_repeat = self._publish_mode is Publish.REPLACE and not self._publishes_once
+            replaces = self._publish_mode is not Publish.IF_ABSENT
+            may_repeat = replaces and not self._publishes_once
             if may_repeat and isinstance(error, BackendError) and error.retryable:
                 self._state = WriterState.WAITING
             else:

@@ -6,7 +6,9 @@ prefix that no component of a key has, so the two never collide. This module kno
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import re
 import secrets
 import unicodedata
@@ -59,9 +61,19 @@ def is_component(name: str) -> bool:
     return _component_fault(name) is None
 
 
-def unfinished_name() -> str:
-    """Return a new name for an unpublished object; the process id in it is for people."""
-    return f"{RESERVED_PREFIX}{os.getpid()}-{secrets.token_hex(8)}.part"
+def unfinished_name(leaf: str = "") -> str:
+    """Return a new name for an unpublished object of this node, whose key ends in ``leaf``; the process id in it is for
+    people."""
+    return f"{RESERVED_PREFIX}{os.getpid()}-{_mark(leaf)}{secrets.token_hex(4)}.part"
+
+
+def is_unfinished_of(name: str, leaf: str) -> bool:
+    """Whether ``unfinished_name`` can have returned this name for that leaf, on this node."""
+    return is_unfinished(name) and name.rpartition("-")[2].startswith(_mark(leaf))
+
+
+def _mark(leaf: str) -> str:
+    return hashlib.sha256(f"{platform.node()}/{leaf}".encode()).hexdigest()[:8]
 
 
 def is_unfinished(name: str) -> bool:

@@ -57,11 +57,8 @@ class WritableStore(Protocol):
 
 
 @contextmanager
-def begun_image(
-    store: WritableStore, id: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-) -> Iterator[ImageUpload]:
-    """Begin an image, which the block writes and publishes; if the block fails before that, the image is removed."""
-    writer = store.create_shard(id, shard, cut, pieces)
+def removed_on_failure(writer: ImageUpload) -> Iterator[ImageUpload]:
+    """Remove a begun image, which the block writes and publishes, if the block fails before that."""
     try:
         yield writer
     except BaseException:
@@ -107,7 +104,8 @@ def write_view(
     header = layout.header(view)
     assert header is not None, "the layout was planned with these values"
     cut = layout.geometry(chunk_bytes)
-    with begun_image(store, lineage.checkpoint, shard, cut, layout.pieces) as writer:
+    writer = store.create_shard(lineage.checkpoint, shard, cut, layout.pieces)
+    with removed_on_failure(writer):
         source = _ImageBytes(layout, view, header, load)
         manifest = Manifest(
             lineage=lineage,

@@ -23,10 +23,12 @@ def part_bytes(object_bytes: int, least_bytes: int) -> int:
 
 
 class Publish(StrEnum):
-    """What ``publish`` does where the key exists."""
+    """What ``publish`` does where the key exists. RESUME replaces, too; where the medium can, the writer continues what
+    a dead process has left of this key: bytes that it is given and finds there are not sent again."""
 
     REPLACE = "replace"
     IF_ABSENT = "if_absent"
+    RESUME = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

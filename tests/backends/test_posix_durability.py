@@ -117,7 +117,7 @@ def test_order_of_calls_at_publish(
         writer.write(0, chunk())
         writer.write(CHUNK_BYTES, memoryview(b"x"))
         writer.publish()
-    seen = ["replace"] if mode is Publish.REPLACE else ["link", "unlink"]
+    seen = ["link", "unlink"] if mode is Publish.IF_ABSENT else ["replace"]
     assert calls == ["write", "write", "fsync file", *seen, "fsync folder"]
 
 

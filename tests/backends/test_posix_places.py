@@ -153,7 +153,7 @@ def test_a_link_in_place_of_an_unfinished_object_is_not_written_through(
 ) -> None:
     monkeypatch.setattr(
         "tierfall.backends.posix.writer.unfinished_name",
-        lambda: ".tierfall-1-0123456789abcdef.part",
+        lambda leaf: ".tierfall-1-0123456789abcdef.part",
     )
     outside = root_of(linked).parent / "outside"
     (root_of(linked) / ".tierfall-1-0123456789abcdef.part").symlink_to(outside / "key")
