@@ -74,7 +74,7 @@ class Throttled(World):
     def _do_next(self) -> None:
         _, _, taken_s, wait_s, task = heapq.heappop(self._due)
         outcome = replace(self.runner.run(task), seconds=self.now_s - taken_s, throttled_s=wait_s)
-        self.coordinator.post(outcome)
+        self.door.post(outcome)
 
     def run_one(self) -> bool:
         """Do what is due next, however long it takes."""

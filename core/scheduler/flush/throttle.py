@@ -17,6 +17,7 @@ from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.units import format_share
+from tierfall.core.types.values import TierKind
 from tierfall.core.types.view import TierRules
 from tierfall.policies.throttle import least_share, plan_yield
 
@@ -67,6 +68,8 @@ class Throttle:
             name: deque(maxlen=IDLE_REMEMBERED) for name in self.shares
         }
         self._limits: dict[str, float | None] = {}
+        self._begun_low: set[str] = set()
+        """The peer tiers whose rate was lowered since training went on."""
 
     def on_step(self, seconds: float, began: Flushing) -> None:
         """Report the duration of a training step; ``began`` is what ``flushing`` was when it began. A step in which a
@@ -113,6 +116,7 @@ class Throttle:
         name, share = rules.name, self.shares[rules.name]
         busy = self._busy[name]
         if (reason := self._why_unthrottled(now_s)) is not None:
+            self._begun_low.discard(name)
             if share < 1.0:
                 self._change(name, 1.0, reason)
             return
@@ -120,18 +124,26 @@ class Throttle:
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:
             self._idle.popleft()
         every_s = self._backlog.estimated_every_s
-        if measured is None or every_s is None or not busy:
+        if measured is None or every_s is None:
+            return
+        least = least_share(
+            image_bytes=self._backlog.image_bytes,
+            every_s=every_s * rules.flush_every,
+            within_s=rules.within_s,
+            bytes_per_s=measured,
+        )
+        if rules.kind is TierKind.PEER and name not in self._begun_low:
+            # the network is that of the training: a copy takes as long as it may, until steps show that it need not
+            self._begun_low.add(name)
+            self._change(name, least, "a copy is to arrive before the next save")
+            return
+        if not busy:
             return
         decision = plan_yield(
             idle_s=[seconds for _, seconds in self._idle],
             busy_s=list(busy),
             share=share,
-            least=least_share(
-                image_bytes=self._backlog.image_bytes,
-                every_s=every_s * rules.flush_every,
-                within_s=rules.within_s,
-                bytes_per_s=measured,
-            ),
+            least=least,
         )
         if decision.share != share:
             self._change(name, decision.share, decision.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.types.values import TierKind
 
 STEP_S = 1.0
 RATE = IMAGE / 10.0
@@ -24,9 +26,11 @@ Slowed = Callable[[float], float]
 class Trained:
     """A training whose steps take longer while a flush runs: by ``slowed`` of the share of the tier's rate it takes."""
 
-    def __init__(self, slowed: Slowed, *, noise: float = 0.0, **members: Any) -> None:
+    def __init__(
+        self, slowed: Slowed, *, noise: float = 0.0, kind: TierKind = TierKind.FILE, **members: Any
+    ) -> None:
         members = {"yields": True, **members}
-        rules = [file_rules("store", shared=True, **members)]
+        rules = [replace(file_rules("store", shared=True, **members), kind=kind)]
         self.world = Throttled(rules, bytes_per_s={"store": RATE}, memory_images=12)
         self.slowed = slowed
         self.draw = random.Random(1)
@@ -68,6 +72,22 @@ def test_a_flush_that_costs_nothing_goes_on_at_full_rate_whatever_the_noise() ->
     trained.train(600, save_every=30)
     assert sum(share < 1.0 for share in trained.seen) < 60
     assert trained.seen[-1] >= 0.5
+
+
+def test_copies_to_peers_begin_at_the_lowest_rate_and_get_faster_if_steps_do_not_get_longer() -> (
+    None
+):
+    for slowed, most in ((0.0, 1.0), (0.5, 1.1 / 3)):
+        trained = Trained(lambda share, s=slowed: s * share, kind=TierKind.PEER)
+        trained.train(600, save_every=30)
+        lowered = next(at for at, share in enumerate(trained.seen) if share < 1.0)
+        assert trained.seen[lowered] == pytest.approx(1.1 / 3, abs=0.05)
+        assert lowered < 65, "once its rate is known, and how often a save comes"
+        assert max(trained.seen[200:]) <= most + 0.01
+        if slowed == 0.0:
+            assert trained.seen[-1] > 0.9
+        trained.world.go_on(60.0)
+        assert trained.world.coordinator.owed_copies() == ()
 
 
 def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
