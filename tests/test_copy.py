@@ -142,10 +142,10 @@ def test_a_manifest_of_a_newer_version_is_copied_as_it_is(
 def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sync.write_files
+    real = sync.send
 
-    def start_elsewhere(*words: Any) -> Any:
-        written = real(*words)
+    def start_elsewhere(*words: Any, **more: Any) -> Any:
+        written = real(*words, **more)
         for root in (tmp_path / "disk", tmp_path / "far"):
             store = store_of(root)
             store.fence.create(
@@ -154,7 +154,7 @@ def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
             store.close()
         return written
 
-    monkeypatch.setattr(sync, "write_files", start_elsewhere)
+    monkeypatch.setattr(sync, "send", start_elsewhere)
     with pytest.raises(FencedError, match="process 7 on other"):
         run_copy(config)
     far = step_folder(tmp_path / "far")

@@ -186,4 +186,4 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     (shell.folder / "first.py").write_text(loop.replace("400", "2"))
     *warning, answer = shell.run("python first.py").splitlines()
     assert (answer, len(warning)) == ("a new run", 1)
-    assert "Other runs on these tiers: first (newest 399@2)" in warning[0]
+    assert "Other runs on these tiers: first. To continue" in warning[0]

@@ -155,7 +155,8 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
     assert reports[0].forecast == reports[1].forecast != ()
     assert (reports[0].done, reports[0].left) == (reports[1].done, reports[1].left)
     assert [f.arrives for f in reports[0].forecast].count(False) >= 1
-    assert 5 in {step for step, _, _ in reports[0].done}, "the newest came before older ones"
+    done = {step for step, _, _ in reports[0].done}
+    assert 5 in done or not {3, 4} & done, "the newest came before older ones"
     assert reports[0].left
     close_all(checkpointers)
 
@@ -167,6 +168,8 @@ def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks
     wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
     assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
     wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")
-    checkpoints = checkpointers[0].checkpoints()
-    assert checkpoints[-1].tiers["nvme"] == "committed", "the newest came first"
+    known = {c.step: c.tiers.get("nvme") for c in checkpointers[0].checkpoints()}
+    # step 2 may have been begun before; how much arrives in time is a matter of the machine
+    assert known[5] in ("arriving", "committed"), "the newest came first"
+    assert known[5] == "committed" or known[3] is known[4] is None
     close_all(checkpointers)

@@ -138,6 +138,16 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
     assert files_on(tmp_path, "nvme") == [WHOLE[0], *files_on(tmp_path, "far")]
 
 
+def test_the_memory_of_one_slot_is_no_whole_job_whichever_it_is(
+    left: Opener, tmp_path: Path
+) -> None:
+    (memory_of(left.config(0)) / "slot-0.arena").unlink()
+    data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
+    data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
+    drained = drain(Config.model_validate(data), None)
+    assert ([owed.tier for owed in drained.left], drained.memory_kept) == (["far"], True)
+
+
 def test_the_machine_that_comes_last_commits_what_all_have_brought(
     left: Opener, tmp_path: Path
 ) -> None:

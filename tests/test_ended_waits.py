@@ -111,7 +111,7 @@ def test_an_order_never_holds_the_training_up_for_longer_than_max_wait(
 # Opening ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["disk-1", "status", "memory"])
+@pytest.mark.parametrize("name", ["disk-1", "status"])
 def test_a_thread_that_cannot_be_started_leaves_nothing_open(
     name: str, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
     return Opener(tmp_path, ranks)
 
 
-def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_names(
+def test_ranks_that_come_to_where_others_were_keep_their_images_and_flush_none(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_before_any_flush(opener, monkeypatch)
@@ -48,12 +48,39 @@ def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_nam
         reports = on_all([lambda c=c: c.drain(SOON_S) for c in both])  # type: ignore[misc]
         assert [report.left for report in reports] == [(), ()]
         close_all(both)
-    images = sorted(tmp_path.glob("*/nvme/run/step-00000001-a0001/*.safetensors"))
-    assert [str(p.relative_to(tmp_path))[0] for p in images] == ["0", "1"]
-    for rank, image in enumerate(images):
-        assert image.name == f"rank-{rank:05}-of-00002.safetensors", "each where its node is"
-        assert tierfall.load(image)["w"].tolist() == [float(rank)] * 4
-    assert not list(tmp_path.glob("*/memory/run/*/*.arena"))
+    assert not list(tmp_path.glob("*/nvme/run/step-*"))
+    assert len(list(tmp_path.glob("*/memory/run/*/*.arena"))) == 2
+    with network(["a", "b"]) as again:
+        both = Opener(tmp_path, again).all_open()
+        states: list[dict[str, Any]] = [{"w": torch.zeros(4), "rng": None} for _ in both]
+        restore_all(both, states)
+        close_all(both)
+    assert [float(state["w"][0]) for state in states] == [0.0, 1.0], "each where it was"
+
+
+def test_a_start_with_fewer_ranks_saves_at_once_and_to_every_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with network(["a", "a"]) as both:
+        opener = Opener(tmp_path, both)
+        opener.place_of = {0: 0, 1: 0}
+        stop_before_any_flush(opener, monkeypatch)
+    tiers = [
+        {**tier, "flush": {"every": 1000}} if tier["kind"] == "file" else tier
+        for tier in opener.config(0).model_dump(mode="json", exclude_unset=True)["tiers"]
+    ]
+    config = {"run": "run", "max_wait": "10s", "interval": {"every": 1000}, "tiers": tiers}
+    with tierfall.open(config) as ckpt:
+        state: dict[str, Any] = {"w": torch.full((4,), -1.0), "rng": None}
+        report = ckpt.restore(state, skip=["w"])
+        assert report is not None
+        assert report.step == 1
+        assert ckpt.maybe_save(2, state) is not None, "as no rank flushes what another has saved"
+        assert ckpt.maybe_save(3, state) is None
+        assert ckpt.drain(SOON_S).left == ()
+        found = {c.step: sorted(c.tiers) for c in ckpt.checkpoints()}
+        assert found == {2: ["far", "host", "nvme"]}
+    assert not list(tmp_path.glob("0/memory/run/*/*.arena")), "what was found is let go"
 
 
 def test_images_of_ranks_that_are_gone_are_named_if_they_end_with_the_process(

@@ -228,11 +228,17 @@ class HostTier:
                 wanted = self._configured_bytes
             elif image_bytes > self._largest_image_bytes:
                 wanted = max(self._images * need, int((self._images + SPARE) * image_bytes))
+                wanted += self._bytes_of_others()  # they stay until a newer one is on a tier
             else:
                 wanted = need
             self._largest_image_bytes = max(self._largest_image_bytes, image_bytes)
             if need > current or wanted > max(current, self._refused_bytes):
                 self._grow(wanted, need=need)
+
+    def _bytes_of_others(self) -> int:
+        """Return the bytes of images that other ranks have saved."""
+        regions = self._arena.regions() if self._arena else ()
+        return sum(r.extent.length for r in regions if r.sealed and r.shard != self._shard)
 
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
@@ -282,16 +288,14 @@ class HostTier:
             image_bytes=image_bytes, extent_bytes=need, images=self._images
         )
 
-    def _create(
-        self, capacity_bytes: int, progress: Callable[[int, int], None] | None = None
-    ) -> Arena:
+    def _create(self, capacity_bytes: int) -> Arena:
         return Arena.create(
             self.path,
             run=self._run,
             shard=self._shard,
             slot=self._slot,
             capacity_bytes=capacity_bytes,
-            progress=progress or self._progress,
+            progress=self._progress,
         )
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> Region | None:
@@ -322,12 +326,12 @@ class HostTier:
         lost = [arena for arena in self._arenas() if not arena.file_exists()]
         return [region for arena in lost for region in arena.regions()]
 
-    def replace_file(self, is_over: Callable[[], bool] = lambda: False) -> None:
+    def replace_file(self) -> None:
         """If the arena's file was removed, allocate another arena for the next images. The images in the old one stay
         readable; its memory is freed once all are released.
 
-        Raises CapacityError if memory is missing, or once it ``is_over``, and ConfigError if another file has the name:
-        the old arena is used on then.
+        Raises CapacityError if memory is missing, and ConfigError if another file has the name: the old arena is used
+        on then.
         """
         with self._guard:
             unused = [arena for arena in self._without_file if not arena.regions()]
@@ -338,24 +342,10 @@ class HostTier:
         if old is None or old.file_exists():
             return
         old.check_place()
-
-        def progress(done: int, total: int) -> None:
-            if is_over():
-                raise CapacityError(f"{self.name}: the run is being closed")
-            if self._progress is not None:
-                self._progress(done, total)
-
-        new = self._create(old.capacity_bytes, progress)
-        try:
-            with self._guard:
-                if not old.file_exists():  # else it was closed meanwhile
-                    if old.capacity_bytes > new.capacity_bytes:  # it has grown meanwhile
-                        new.grow(old.capacity_bytes, progress)
-                    self._without_file.append(old)
-                    self._arena = new
-        finally:
-            if self._arena is not new:
-                new.close(keep=False)
+        new = self._create(old.capacity_bytes)
+        with self._guard:
+            self._without_file.append(old)
+            self._arena = new
 
     # The end -----------------------------------------------------------------------------------------
 

@@ -222,20 +222,15 @@ class Agreement:
     ) -> bool:
         """Wait for the event; return False at the timeout. After half of it rank 0 has the contributions of complete
         and incomplete nodes forwarded, so that it can name the ranks that are late."""
-
-        def wait(part: float) -> bool:
-            def left_s() -> float:
-                return began_s + part * self._bound_s(began_s, timeout_s) - time.monotonic()
-
-            while left_s() > 0.0 and not event.is_set:
-                event.wait(min(LOOK_S, left_s()))
-            return event.is_set
-
-        if not wait(0.5):
-            if self._message_tree.topology.is_root:
-                self._message_tree.flush_partial(topic)
-            if not wait(1.0):
+        flushes = self._message_tree.topology.is_root
+        while not event.is_set:
+            bound_s, waited_s = self._bound_s(began_s, timeout_s), time.monotonic() - began_s
+            if waited_s >= bound_s:
                 return False
+            if flushes and waited_s >= bound_s / 2:
+                self._message_tree.flush_partial(topic)
+                flushes = False
+            event.wait(min(LOOK_S, (bound_s / 2 if flushes else bound_s) - waited_s))
         if topic not in self._answers and topic not in self._gathered:
             of = f"{what}: rank {self._rank}: the other ranks"
             if self.lost is None:

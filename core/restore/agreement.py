@@ -80,13 +80,12 @@ def agree_to_restore(
     *,
     mine: Sequence[str],
     tally: ReadTally,
-    look_again: Callable[[], Sequence[Listing]] | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint.
 
     Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
-    that this rank reports, so that a tier which many ranks see is reported once. ``look_again`` returns the listings
-    that the result is described by, once all ranks have come. A checkpoint that no tier here holds has no copies.
+    that this rank reports, so that a tier which many ranks see is reported once. A checkpoint that no tier here holds
+    has no copies.
     Raises what ``choose`` raises, on all ranks; RanksError where a rank did not come.
     """
     order = [listing.tier for listing in listings]
@@ -105,8 +104,7 @@ def agree_to_restore(
     commits = [parse_commit(text.encode(), what=what) for text in decision.commits]
     agreed = dict(zip(decision.order, commits, strict=True))
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
-    found = listings if look_again is None else look_again()
-    here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in found)}
+    here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in listings)}
     rank = ranks.shard.rank
     return [
         replace(

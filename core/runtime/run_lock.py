@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import platform
 import stat
@@ -25,6 +26,8 @@ from typing import Any
 
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, LockError
+
+logger = logging.getLogger("tierfall")
 
 _MAX_TRIES = 100
 _POLL_S = 0.05
@@ -90,13 +93,14 @@ class RunLock:
 
     @classmethod
     def acquire(cls, path: Path, *, run: str, command: str = "", wait_s: float = 0.0) -> RunLock:
-        """Take the lock at ``path``, whose folder exists, for a trainer or for a ``command``. While another command
-        holds it, wait for ``wait_s`` seconds.
+        """Take the lock at ``path``, whose folder exists, for a trainer or for a ``command``. While a command holds it,
+        such as a drain of an earlier start's memory, wait for ``wait_s`` seconds; that is logged.
 
         LockError, naming the owner, if another process holds it. ConfigError if this process holds it already, or the
         file is a link, not a regular file, or another user's.
         """
         until_s = time.monotonic() + wait_s
+        waits_for: LockOwner | None = None
         while True:
             try:
                 return cls._acquire_now(path, run, command)
@@ -105,6 +109,10 @@ class RunLock:
                 is_trainer = owner is not None and not owner.command
                 if is_trainer or time.monotonic() >= until_s:
                     raise
+            if owner is not None and owner != waits_for:
+                waits_for = owner
+                text = "run %s is held by %s: waiting for it, for %g s at most"
+                logger.warning(text, run, owner, wait_s)
             time.sleep(_POLL_S)
 
     @classmethod

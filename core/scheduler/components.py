@@ -73,19 +73,17 @@ class Components(Hooks):
         verify_bytes_per_s: float | None = None,
         notify: Notify = ignore,
         leftovers: LeftoverMemory | None = None,
-        retains: bool = True,
     ) -> None:
         """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
         listed when the run was opened, ``decided`` has what the list of each tier had then. ``message_tree`` sends the
         messages of the ranks (None: this is the only one). ``shared`` has, for each tier, whether all ranks see the
         same files (None: they do). ``set_pace`` limits a tier's write rate (None: no limit); ``verify_bytes_per_s``
-        limits background verification per tier (None: no limit). Without ``retains``, retention deletes nothing."""
+        limits background verification per tier (None: no limit)."""
         self.inbox = Inbox()
         message_tree = message_tree or self._message_tree_of_one()
         self.steps = 0
         self._idle_events: dict[InterruptibleEvent, bool] = {}
         """By event, whether it is set although other work than copies is in progress."""
-        self._commands_only = False
         self._tasks_out = 0
         self._submit = submit
         self._leftovers = leftovers
@@ -107,7 +105,6 @@ class Components(Hooks):
             tiers=self.lanes,
             hooks=self,
             emitter=self.emitter,
-            retains=retains,
         )
         self.verifier = BackgroundVerifier(
             ledger=ledger,
@@ -270,13 +267,10 @@ class Components(Hooks):
         self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)
 
-    def may_write(self) -> bool:
-        return self.fenced is None and not self._commands_only
-
     def on_committed(self, tier: str, entry: LedgerEntry) -> None:
         self.verifier.on_committed(tier)
         self._decisions.on_committed(tier)
-        if self.group.decides and self.may_write():
+        if self.group.decides and self.fenced is None:
             self.start_records.committed(tier, entry.commit)
         if self._leftovers is not None and not self.deleter.paused:
             self._leftovers.on_committed(tier, entry)
@@ -298,7 +292,7 @@ class Components(Hooks):
             if only not in (None, entry):
                 continue
             commit = entry.commit
-            if commit and (self._commands_only or self._sends_image(entry, commit.world_size)):
+            if commit and self._sends_image(entry, commit.world_size):
                 owed = still_owed(view, checkpoint)
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
@@ -308,7 +302,7 @@ class Components(Hooks):
     def _sends_image(self, entry: LedgerEntry, world_size: int) -> bool:
         """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved."""
         own = self.ledger.shard
-        return entry.shards is not None or (entry.shard == own and world_size == own.world_size)
+        return entry.shard == own and world_size == own.world_size
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True

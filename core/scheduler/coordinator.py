@@ -63,16 +63,7 @@ class Coordinator(Components):
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self._decisions.start(reads=True)
-
-    def start_for_commands(self) -> None:
-        """Start as a process without an attempt: carry out commands, but copy nothing and collect nothing.
-
-        What is owed is determined all the same: a copy that another tier still waits for must not be deleted.
-        """
-        self._commands_only = True
-        self._note_owed()
-        self._decisions.start(reads=False)
+        self._decisions.start()
 
     def late_tiers(self, command: Command) -> tuple[str, ...]:
         """Return the tiers whose answer a command waits for; none if something is still being read or written."""
@@ -120,8 +111,7 @@ class Coordinator(Components):
         for _ in range(2):  # a change by one of them may be what another waits for
             self._decisions.advance(now_s)
             for lane in self.lanes.values():
-                begin = not self._commands_only
-                self._flusher.drive(lane, now_s, begin=begin, has_news=has_news)
+                self._flusher.drive(lane, now_s, begin=True, has_news=has_news)
             self._admissions.try_admit(now_s, self.fenced)
         for lane in self.lanes.values():  # abort in this step what an admission gave up
             self._flusher.drive(lane, now_s, begin=False)
@@ -155,7 +145,7 @@ class Coordinator(Components):
 
     def _collect_unfinished(self) -> None:
         """Delete what failed attempts left of copies that are not owed any more."""
-        for tier, id in list(self.ledger.unfinished) if not self._commands_only else ():
+        for tier, id in list(self.ledger.unfinished):
             entry = self.ledger.entries.get(id)
             is_owed = entry is not None and tier in entry.owed
             if tier in self.lanes and not is_owed and not self.lanes[tier].is_copying(id):
@@ -233,16 +223,6 @@ class Coordinator(Components):
         """Let all ranks work towards a deadline that only this rank knows."""
         self.commits.share_deadline(left_s)
 
-    def set_memory_survival(self, error: BaseException | None) -> None:
-        """Record whether host memory survives the end of this process; ``error`` says why not."""
-        host, failing = self.ledger.host, self.ledger.failing
-        if error is None:
-            if failing.pop(host, None) is not None:
-                self.emitter.tier_recovered(host)
-        elif host not in failing:
-            failing[host] = error
-            self.emitter.tier_failing(host, error)
-
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe every tier a copy of a checkpoint that this process saved, whatever ``flush.every`` says."""
         entry = self.ledger.entries.get(id)
@@ -275,9 +255,7 @@ class Coordinator(Components):
     def _owes_copies(self) -> bool:
         if self._admissions.busy() or not self.inbox.is_empty:
             return True
-        return not self._commands_only and any(
-            e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open()
-        )
+        return any(e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open())
 
     def _may_be_copied(self, entry: LedgerEntry) -> bool:
         """Return whether some tier may receive a copy now; before a deadline, also one that accepts none at present."""

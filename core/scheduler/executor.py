@@ -60,7 +60,6 @@ from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.scheduler.task_store import TaskStore
 from tierfall.core.types.errors import (
     BackendError,
-    ConfigError,
     IntegrityError,
     KeyNotFoundError,
     TierfallError,
@@ -83,21 +82,18 @@ class TaskRunner:
     blocks no other.
 
     ``attempt`` returns the attempt of this process: a task that writes, deletes or decides raises FencedError where its
-    tier has a record of a newer one. None: this process only carries out commands and must not commit.
-    ``complete`` adds to the commit record of several ranks what other machines have uploaded to a tier; it may raise.
+    tier has a record of a newer one.
     """
 
     def __init__(
         self,
         stores: Mapping[str, TaskStore],
         pools: Mapping[str, BufferPool],
-        attempt: Callable[[], Attempt | None],
+        attempt: Callable[[], Attempt],
         *,
-        complete: Callable[[Commit, str], Commit] = lambda commit, tier: commit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores = stores
-        self._complete = complete
         self._clock = clock
         self._pools = pools
         self._shared = SharedReads(pools)
@@ -124,12 +120,6 @@ class TaskRunner:
             throttled_s=waited_s() - paced,
             read_s=value if isinstance(task, CopyRun) else 0.0,
         )
-
-    def _writer(self) -> Attempt:
-        attempt = self._attempt()
-        if attempt is None:
-            raise ConfigError("this process has no attempt and must not commit")
-        return attempt
 
     def _drop(self, task: DeleteCopy, store: TaskStore) -> Any:
         if not task.unfinished:
@@ -169,7 +159,7 @@ class TaskRunner:
 
         The fence is checked first: files of that name may be another process's, which must not change.
         """
-        attempt = self._writer()
+        attempt = self._attempt()
         store.check_begin(attempt)
         if (commit := _committed_before(task, store)) is not None:
             store.sync_commit(task.id)
@@ -265,8 +255,8 @@ class TaskRunner:
         task.writer.abort()
 
     def _record_start(self, task: RecordStart, store: TaskStore) -> None:
-        store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
-        store.record_lineage(task.commit, self._writer())
+        store.check_newest(self._attempt(), doing=f"record of attempt {task.id.attempt}")
+        store.record_lineage(task.commit, self._attempt())
 
     def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
         commit = store.written_commit(task.id)
@@ -289,7 +279,7 @@ class TaskRunner:
 
     def _finish(self, task: FinishCopy, store: TaskStore) -> Uploaded:
         # publishing replaces files of that name, perhaps some that a newer attempt has committed
-        store.check_newest(self._writer(), doing=f"flush of {task.id}")
+        store.check_newest(self._attempt(), doing=f"flush of {task.id}")
         try:
             commit = publish_image(
                 store, task.writer, task.manifest, task.commit, id=task.id, shard=task.shard
@@ -303,8 +293,8 @@ class TaskRunner:
         return Uploaded(files=files_of(commit, task.shard))
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
-        commit = self._complete(task.commit, task.tier)
-        store.commit(commit, attempt=self._writer())
+        commit = task.commit
+        store.commit(commit, attempt=self._attempt())
         try:
             if task.name_latest:
                 store.write_latest(task.id)
@@ -318,7 +308,7 @@ class TaskRunner:
         """Delete the published files of an image whose manifest could not be written, to free their room."""
         try:
             if not store.is_committed(task.id):
-                store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
+                store.discard(task.id, _own_shard_only(task.shard), attempt=self._attempt())
         except TierfallError as error:
             logger.warning(
                 "%s: files of the uncommitted copy of %s remain for now: %s",

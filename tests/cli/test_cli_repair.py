@@ -256,7 +256,7 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
         real(store, commit, **words)
 
     monkeypatch.setattr(StoredTier, "commit", drop_first)
-    assert "it was deleted while it was repaired" in cli("verify", "--repair", code=1).err
+    assert "2@1 was deleted while it was written to disk" in cli("verify", "--repair", code=1).err
     assert not two.exists()
     monkeypatch.undo()
     cli("verify")
@@ -268,16 +268,16 @@ def test_a_start_elsewhere_fences_a_repair(
 ) -> None:
     path = folder(tmp_path / "disk") / "commit.json"
     flip(path, 40)
-    damaged, real = path.read_bytes(), sync.write_files
+    damaged, real = path.read_bytes(), sync.send
 
-    def start(*words: Any) -> Any:
+    def start(*words: Any, **more: Any) -> Any:
         store = store_of(tmp_path / "disk")
         store.fence.create(
             Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
         )
         store.close()
-        return real(*words)
+        return real(*words, **more)
 
-    monkeypatch.setattr(sync, "write_files", start)
+    monkeypatch.setattr(sync, "send", start)
     assert "process 7 on other" in cli("verify", "--repair", code=1).err
     assert path.read_bytes() == damaged

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.kit import ROOT, Place, blank, state_of, step_in, tierfall_command, wait_until
+from tests.contract.kit import (
+    ROOT,
+    Log,
+    Place,
+    blank,
+    state_of,
+    step_in,
+    tierfall_command,
+    wait_until,
+)
 from tests.contract.trainer import Trainer, files_below, folder_of, save, trainers
 
 SLOW = {"bandwidth": "4kB/s"}
@@ -262,6 +271,75 @@ def test_with_a_deadline_the_newest_comes_first_and_what_is_left_stays_in_memory
     assert place.steps("far") == [1, 2, 3, 4]
     for wrong in ("soon", "10x", ""):
         assert "--deadline" in place.cli("drain", "--deadline", wrong, code=2).err
+
+
+def test_what_a_deadline_left_out_is_brought_by_the_next_drain(
+    place: Place, died: Callable[..., None]
+) -> None:
+    """Also to a tier that accepts copies in order, and has a newer one by now."""
+    died(1, 2, 3, 4)
+    place.config(disk={"flush": {"every": 100}}, far={"bandwidth": "200kB/s"}, max_wait="5s")
+    place.cli("drain", "--deadline", "1200ms", code=1)
+    assert 1 not in place.steps("far")
+    place.config(disk={"flush": {"every": 100}}, far={}, max_wait="5s")
+    place.cli("drain")
+    assert place.steps("far") == [1, 2, 3, 4]
+
+
+def test_a_drain_makes_room_on_a_full_tier(place: Place, train: Callable[..., Trainer]) -> None:
+    full = {"capacity": "400KiB"}
+    place.config(disk=full)
+    place.save(1, 2)
+    place.config(disk={**full, **SLOW})
+    trainer = train()
+    trainer.tell("capture 3")
+    trainer.kill()
+    place.config(disk=full)
+    document = place.json("drain")
+    assert [one["step"] for one in document["done"]] == [3]
+    assert place.steps()[-1] == 3
+    assert len(place.steps()) >= 2, "no more goes than it needs"
+    place.cli("verify")
+
+
+def test_a_drain_that_was_killed_goes_on_where_it_stopped(
+    place: Place, died: Callable[..., None]
+) -> None:
+    """The file that it had begun becomes that of the image: what is in it is not sent again."""
+    died(1)
+    slow = place.config(disk={"flush": {"every": 2}}, far={"bandwidth": "20kB/s"}, max_wait="60s")
+    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
+    killed = place.start(code, TIERFALL_CONFIG=str(place.write(slow)))
+    begun = place.root / "far" / "run"
+    wait_until(lambda: bool([*begun.glob("step-*/.tierfall-*.part")]), "an image is begun")
+    killed.kill()
+    (left,) = begun.glob("step-*/.tierfall-*.part")
+    number = left.stat().st_ino
+    place.config(disk={"flush": {"every": 2}}, far={}, max_wait="5s")
+    assert place.json("drain")["left"] == []
+    (image,) = place.folders("far")[0].glob("*.safetensors")
+    assert image.stat().st_ino == number
+    assert [*begun.rglob("*.part")] == []
+    place.cli("verify")
+
+
+def test_a_start_waits_for_a_drain_of_what_the_one_before_left(
+    place: Place, died: Callable[..., None], log: Log
+) -> None:
+    died(1)
+    words = {"disk": {"flush": {"every": 2}}, "max_wait": "60s"}
+    place.config(far={"bandwidth": "20kB/s"}, **words)
+    code = "import runpy, sys\nsys.argv[1:] = ['drain']\nrunpy.run_module('tierfall', run_name='__main__')"
+    drains = place.start(code, TIERFALL_CONFIG=str(place.yaml))
+    lock = next(place.memory.rglob("slot-0.lock"))
+    wait_until(lambda: b"tierfall drain" in lock.read_bytes(), "it holds the run")
+    place.config(far={}, **words)
+    state = blank()
+    with place.open() as ckpt:
+        assert log.lines("tierfall drain"), "it says what it waits for"
+        assert ckpt.restore(state) is not None
+    assert step_in(state) == 1
+    assert drains.end().code == 0
 
 
 def test_what_survived_two_deaths_is_drained(

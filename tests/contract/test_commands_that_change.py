@@ -31,6 +31,19 @@ def pinned(place: Place) -> list[int]:
 # pin, unpin --------------------------------------------------------------------------------------------
 
 
+def test_prune_never_deletes_the_newest_from_each_of_two_tiers(place: Place) -> None:
+    """No rule keeps it, and each tier has it as safely as the other."""
+    place.config(disk={}, far={})
+    place.save(1000, 1500)
+    rule = {"retain": {"every": 1000}}
+    place.config(disk=rule, far=rule)
+    place.cli("prune", "--dry-run")
+    place.cli("prune")
+    assert 1500 in (*place.steps("disk"), *place.steps("far"))
+    assert 1000 in place.steps("disk")
+    assert place.cli("latest").out == "1500@1\n"
+
+
 def test_a_pin_protects_on_every_tier_until_it_is_removed(place: Place) -> None:
     place.config(disk={}, far={})
     save(place, 1, 2, 3)

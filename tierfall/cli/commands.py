@@ -393,8 +393,9 @@ def _holds_images(reader: RunReader, answer: CommandOutput) -> bool:
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
     """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
     listings = reader.list()
-    left = find_owed(reader.config, listings)
-    answer.note_unread(commands.unread(listings))
+    silent = commands.unread(listings)
+    left = [owed for owed in find_owed(reader.config, listings) if owed.tier not in silent]
+    answer.note_unread(silent)
     answer.document = {
         "run": reader.run,
         "done": [],
@@ -405,9 +406,8 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
     for owed in left:
         answer.show(f"still owed from another tier: {owed}")
     if left:
-        them = "that copy" if len(left) == 1 else f"those {len(left)} copies"
         answer.show(
-            f"drain flushes only what is in memory: the next start of the trainer makes {them}"
+            "drain flushes only what is in memory: the next start of the trainer makes these"
         )
 
 

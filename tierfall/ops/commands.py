@@ -1,12 +1,13 @@
 """Commands without a training loop: pin, unpin, tag, untag, rm (also of a whole run), prune and forget.
 
-Beside a living trainer a command is an entry in the list of every stored tier that it reaches; the trainer reads it.
-Without one, this process takes the run's lock and passes the command to a coordinator of its own. It has no attempt, so
-it can commit nothing. Failures are reported per tier, not raised.
+A command is an entry in the list of every stored tier that it reaches: a living trainer reads it there. Without one,
+this process takes the run's lock, and deletes what is to be deleted by itself. Failures are reported per tier, not
+raised.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge, to_view
 from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
@@ -31,22 +32,21 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
+    IntegrityError,
     KeyNotFoundError,
     StepError,
+    StorageFullError,
     TierfallError,
     UnreachableError,
 )
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.requests import submit
-from tierfall.session.session import Session
-from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
@@ -66,7 +66,10 @@ from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
-POLL_S = 0.2
+logger = logging.getLogger("tierfall")
+
+STAY = 2
+"""So many of the newest copies that stay on a tier are looked at before others are deleted there."""
 Watch = Callable[[int, int], None]
 """Called with bytes done and bytes in total."""
 
@@ -82,8 +85,8 @@ class Progress:
 
     def add(self, count: int) -> None:
         with self._lock:
-            self._done += count
-            self._watch(self._done, self.total)
+            self._done += count  # what was tried again counts twice
+            self._watch(min(self._done, self.total), self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +195,23 @@ def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, 
 
 
 def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
-    """Return the decision of retention for every copy on every stored tier that could be read."""
-    view = view_of(config, merge(listings))
+    """Return the decision of retention for every copy on every stored tier that could be read, tier by tier: what is to
+    be deleted from one is no reason to delete from the next."""
+    known = {checkpoint.id: checkpoint for checkpoint in merge(listings)}
     silent = unread(listings)
-    return tuple(
-        decision
-        for tier in config.written
-        if tier.name not in silent
-        for decision in plan_retention(view, tier.name)
+    decisions: list[Decision] = []
+    for tier in (tier.name for tier in config.written if tier.name not in silent):
+        decided = plan_retention(view_of(config, [*known.values()]), tier)
+        decisions += decided
+        for drop in [d for d in decided if d.verdict is Verdict.DROP]:
+            known[drop.checkpoint] = without_copy(known[drop.checkpoint], tier)
+    return tuple(decisions)
+
+
+def without_copy(checkpoint: KnownCheckpoint, tier: str) -> KnownCheckpoint:
+    """Return a checkpoint as it is known once its copy on a tier is deleted."""
+    return replace(
+        checkpoint, copies={name: c for name, c in checkpoint.copies.items() if name != tier}
     )
 
 
@@ -263,13 +275,13 @@ def _is_missing(path: Path) -> bool:
     return False
 
 
-# Beside a living trainer -----------------------------------------------------------------------------
+# What is decided -------------------------------------------------------------------------------------
 
 
 def decide_on_tiers(
     config: Config, kind: CommandKind, checkpoint: KnownCheckpoint, tag: str = ""
 ) -> CommandResult:
-    """Add the entry of a command to the list of every stored tier that can be reached; the trainer reads it.
+    """Add the entry of a command to the list of every stored tier that can be reached; a living trainer reads it.
 
     What is pinned is looked at once more then: StepError if the trainer has deleted the last copy just now. StepError
     too if no stored tier has the checkpoint.
@@ -280,43 +292,58 @@ def decide_on_tiers(
             f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process changes: wait "
             "until it is flushed, or call it in the trainer"
         )
-    if checkpoint.deleted and kind is not CommandKind.DELETE:
-        raise StepError(f"{kind}: {checkpoint.id} was deleted by a person")
     stores, errors = open_stores(config, config.run, is_bounded=True, creates=False)
-    commit = checkpoint.commit
-    attempt_id = commit.lineage.attempt_id if commit else None
     try:
-        answers = call_tiers(
-            stores.values(),
-            lambda store: store.decided.read(),
-            config,
-            BoundedCalls(),
-            doing="read",
-        )
-        lists = [answer.value for answer in answers.values() if answer.value is not None]
-        known = DecidedList(entry for one in lists for entry in one)
-        entry = known.next(WORDS[kind], checkpoint.id, attempt_id, tag)
-        failed: dict[str, BaseException] = dict(errors)
-        done = []
-        for name, store in stores.items():
-            try:
-                if store.read_only:
-                    raise _read_only_error(name, entry.checkpoint)
-                store.decided.add(entry, reason="command line")
-            except TierfallError as error:
-                failed[name] = error
-            else:
-                done.append(name)
+        failed, _ = _decide(config, stores, kind, checkpoint, tag)
         if kind is CommandKind.PIN:
-            _check_left(checkpoint, [stores[name] for name in done])
+            _check_left(checkpoint, [stores[name] for name in stores.keys() - failed.keys()])
     finally:
         close_stores(stores, ANSWER_S)
-    holding = checkpoint.copies.keys()
+    refused = {**errors, **failed}
     return CommandResult(
         id=checkpoint.id,
-        done=tuple(name for name in done if name in holding),
-        failed={name: error for name, error in failed.items() if name in holding},
+        done=tuple(x for x in checkpoint.copies if x in stores and x not in failed),
+        failed={x: error for x, error in refused.items() if x in checkpoint.copies},
     )
+
+
+def _decide(
+    config: Config,
+    stores: Mapping[str, StoredTier],
+    kind: CommandKind,
+    checkpoint: KnownCheckpoint,
+    tag: str,
+) -> tuple[dict[str, BaseException], DecidedList]:
+    """Add the entry of a command to the lists of these tiers; return the error of each that refused it, and what is
+    decided by all of them then. Raises StepError if the checkpoint was deleted before, or may not be deleted."""
+    if checkpoint.deleted and kind is not CommandKind.DELETE:
+        raise StepError(f"{kind}: {checkpoint.id} was deleted by a person")
+    answers = call_tiers(
+        stores.values(), lambda store: store.decided.read(), config, BoundedCalls(), doing="read"
+    )
+    lists = [answer.value for answer in answers.values() if answer.value is not None]
+    known = DecidedList(entry for one in lists for entry in one.of_all_tiers)
+    if kind is CommandKind.DELETE:
+        _check_deletable(checkpoint, known)
+    entry = known.next(WORDS[kind], checkpoint.id, checkpoint.attempt_id, tag)
+    failed: dict[str, BaseException] = {}
+    for name, store in stores.items():
+        try:
+            if store.read_only:
+                raise StepError(f"{name} is read-only: {checkpoint.id} is not changed there")
+            store.decided.add(entry, reason="command line")
+        except TierfallError as error:
+            failed[name] = error
+    return failed, known | DecidedList([entry])
+
+
+def _check_deletable(checkpoint: KnownCheckpoint, decided: DecidedList) -> None:
+    id, copies = checkpoint.id, checkpoint.copies.items()
+    if decided.is_pinned(id, checkpoint.attempt_id):
+        raise StepError(f"delete: {id} is pinned; unpin it first")
+    if all(copy.damage is not None and not copy.repairable for _, copy in copies):
+        why = "; ".join(f"{tier}: it could not be read: {copy.damage}" for tier, copy in copies)
+        raise StepError(f"delete: {id}: nothing is deleted of what cannot be read: {why}")
 
 
 def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> None:
@@ -340,24 +367,19 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 
 
 @contextmanager
-def owned_session(config: Config, command: str) -> Iterator[Session]:
-    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end. ``command``
-    is the name of the command that does.
+def owned_tiers(config: Config, command: str) -> Iterator[OpenedTiers]:
+    """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
+    command that does.
 
-    Raises UnreachableError, before anything is created, where a tier's folder is missing.
+    Raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """
     check_folders(config)
-    with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, tending=True, command=command)
-        undo.callback(tiers.close, keep=True)
-        session = Session(tiers, tend(tiers))
-        undo.callback(session.abandon)
-        session.start()
-        undo.pop_all()
+    tiers = OpenedTiers(config, run=config.run, offline=True, command=command)
     try:
-        yield session
+        tiers.make_durable()
+        yield tiers
     finally:
-        session.close(keep_memory=bool(images_in(tiers.hosts())))
+        tiers.close(keep=bool(images_in(tiers.hosts()) or tiers.host.holds_damaged()))
 
 
 def run_commands(
@@ -374,67 +396,142 @@ def run_commands(
     that can be restored: another command may have deleted the rest just now.
     """
     verb = "rm" if kind is CommandKind.DELETE else str(kind)  # on the command line
-    with owned_session(config, f"tierfall {verb}") as session:
-        left = set(restorable(merge(session.listings))) - set(ids)
+    with owned_tiers(config, f"tierfall {verb}") as tiers:
+        known = {checkpoint.id: checkpoint for checkpoint in merge(tiers.listings)}
+        left = set(restorable([*known.values()])) - set(ids)
         if kind is CommandKind.DELETE and not (left or even_the_last):
             raise StepError("rm: no step would be left that can be restored; nothing was deleted")
-        return tuple(_run_command(session, kind, id, tag) for id in ids)
+        if gone := [id for id in ids if id not in known]:
+            raise StepError(f"{verb}: {format_some([*map(str, gone)])} was deleted just now")
+        return tuple(_run_command(tiers, kind, known, id, tag) for id in ids)
 
 
-def _read_only_error(tier: str, id: CheckpointId) -> StepError:
-    return StepError(f"{tier} is read-only: {id} is not changed there")
-
-
-def _run_command(session: Session, kind: CommandKind, id: CheckpointId, tag: str) -> CommandResult:
+def _run_command(
+    tiers: OpenedTiers,
+    kind: CommandKind,
+    known: dict[CheckpointId, KnownCheckpoint],
+    id: CheckpointId,
+    tag: str,
+) -> CommandResult:
     """Execute a command. What nodes keep for each other goes by the lists of the other tiers at the next start."""
-    peers = set(session.config.peer_copies)
-    held = [x.tier for x in session.listings if x.copy(id) is not None and x.tier not in peers]
-    failed = submit(session, kind, id, tag)
-    if "tierfall" in failed:
-        raise failed["tierfall"]
-    silent = unread(session.listings)
-    for tier in held:
-        if tier in session.stores and session.stores[tier].read_only:
-            failed[tier] = _read_only_error(tier, id)
+    config, checkpoint, host = tiers.config.without_peers(), known[id], tiers.host.name
+    stores = {
+        tier.name: tiers.stores[tier.name] for tier in config.stored if tier.name in tiers.stores
+    }
+    failed, decided = _decide(config, stores, kind, checkpoint, tag)
     if kind is CommandKind.DELETE:
-        entries = session.coordinator.ledger.entries
-        left = session.call(lambda: tuple(entries.peek(id).states) if id in entries else ())
-        for tier in set(left) - failed.keys() - peers:
-            failed[tier] = StepError(f"{id} is noted there, and the next start deletes it")
+        known[id] = replace(checkpoint, deleted=True)
+        full = {tier for tier, error in failed.items() if isinstance(error, StorageFullError)}
+        # where it is noted nowhere, the next start would bring back what is deleted; a full tier has room for it then
+        chosen = stores.keys() if stores.keys() - failed.keys() else full
+        for name in [tier for tier in stores if tier in chosen and tier in checkpoint.copies]:
+            if not stores[name].read_only:
+                failed.pop(name, None)
+                newest = _newest_on(name, known.values())
+                error = _delete_on(stores[name], checkpoint, decided, newest, note=name in full)
+                if error is not None:
+                    failed[name] = error
+        if stores.keys() - failed.keys() or not stores:
+            _free_images(tiers, id)
+    noted = stores.keys() - failed.keys()
+    holding = [
+        x.tier for x in tiers.listings if x.tier in (*stores, host) and x.copy(id) is not None
+    ]
+    done = {host, *noted} if noted or not stores else noted
+    refused = {x: error for x, error in failed.items() if x in holding or not noted}
     return CommandResult(
         id=id,
-        done=tuple(tier for tier in held if tier not in failed),
-        failed={**failed, **silent},
+        done=tuple(x for x in holding if x in done),
+        failed={**refused, **unread(tiers.listings)},
     )
 
 
+def _delete_on(
+    store: StoredTier,
+    checkpoint: KnownCheckpoint,
+    decided: DecidedList,
+    newest: CheckpointId | None,
+    *,
+    note: bool = False,
+) -> TierfallError | None:
+    """Delete a checkpoint on a tier; with ``note``, add there afterwards what is decided about it. Return what has
+    prevented that. ``newest`` is what ``latest`` names then."""
+    try:
+        refused = store.delete(checkpoint.id, attempt=None, known=decided, next_latest=newest)
+        for entry in decided.of(checkpoint.id, checkpoint.attempt_id) if note else ():
+            store.decided.add(entry, reason="command line")
+    except TierfallError as error:
+        return error
+    if refused is None:
+        return None
+    return StepError(f"{checkpoint.id} was pinned or tagged there just now: it is not deleted")
+
+
+def _good_on(tier: str, known: Iterable[KnownCheckpoint]) -> list[KnownCheckpoint]:
+    """Return the checkpoints of the live lineage whose copy on a tier is good, oldest first."""
+    there = (c for c in known if c.live and tier in c.copies and c.copies[tier].damage is None)
+    return sorted(there, key=lambda c: c.id)
+
+
+def _newest_on(tier: str, known: Iterable[KnownCheckpoint]) -> CheckpointId | None:
+    good = _good_on(tier, known)
+    return good[-1].id if good else None
+
+
+def _free_images(tiers: OpenedTiers, id: CheckpointId) -> None:
+    for of, image in images_in(tiers.hosts()):
+        if of == id:
+            image.region.release()
+
+
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
-    """Apply retention on every stored tier, as a trainer does after each commit."""
-    with owned_session(config, "tierfall prune") as session:
-        coordinator = session.coordinator
+    """Apply retention on every stored tier, as a trainer does after each commit. Copies count as good by their
+    records. Where one of the newest that are to stay lacks files, on any tier, nothing more is deleted."""
+    with owned_tiers(config, "tierfall prune") as tiers:
+        known = {checkpoint.id: checkpoint for checkpoint in merge(tiers.listings)}
+        decisions = plan_prune(tiers.config, tiers.listings)
+        left = [d for d in decisions if d.verdict is Verdict.DROP]
+        gone = {(drop.tier, drop.checkpoint) for drop in left}
+        progress = Progress(watch, sum(drop.bytes for drop in left))
+        stay = {
+            name: [c.id for c in _good_on(name, known.values()) if (name, c.id) not in gone]
+            for name in tiers.stores
+        }
+        if left and all(_are_whole(tiers.stores[name], ids[-STAY:]) for name, ids in stay.items()):
+            planned = decided = decided_in(tiers.listings)
+            for drop in tuple(left):
+                checkpoint, store = known[drop.checkpoint], tiers.stores[drop.tier]
+                newest = max(stay[drop.tier], default=None)
+                about = (drop.checkpoint, checkpoint.attempt_id)
+                error: TierfallError | None = StepError("it was pinned or tagged just now")
+                for _ in range(2):  # once more if something was decided about another one
+                    if error is not None and decided.of(*about) == planned.of(*about):
+                        error = _delete_on(store, checkpoint, decided, newest)
+                        decided |= store.decided.known.of_all_tiers
+                if error is None:
+                    left.remove(drop)
+                    progress.add(drop.bytes)
+                else:
+                    logger.warning("%s: not deleted: %s: %s", drop.tier, drop.checkpoint, error)
+        silent = unread(tiers.listings)
+    return PruneResult(decisions=decisions, left=tuple(left), unread=silent)
 
-        def plan() -> tuple[Decision, ...]:
-            view = replace(coordinator.ledger.view(), assume_verified=True)
-            return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
-        def still_there() -> tuple[Decision, ...]:
-            entries = coordinator.ledger.entries
-            return tuple(
-                drop
-                for drop in drops
-                if (entry := entries.get(drop.checkpoint)) is not None
-                and entry.state(drop.tier) is not CopyState.ABSENT
-            )
-
-        decisions = session.call(plan)
-        drops = [d for d in decisions if d.verdict is Verdict.DROP]
-        total = sum(drop.bytes for drop in drops)
-        session.call(coordinator.deleter.trust)
-        while not session.wait_idle(POLL_S):
-            watch(total - sum(drop.bytes for drop in session.call(still_there)), total)
-        left = session.call(still_there)
-        silent = unread(session.listings)
-    return PruneResult(decisions=decisions, left=left, unread=silent)
+def _are_whole(store: StoredTier, ids: Iterable[CheckpointId]) -> bool:
+    """Return whether the copies that are to stay still have their files; log what prevents that."""
+    for id in ids:
+        try:
+            found = store.find_copy(id)
+            problem = IntegrityError("it is gone") if found is None else found.damage
+        except TierfallError as error:
+            problem = error
+        if problem is not None:
+            logger.warning(
+                "%s: nothing is deleted there, as %s, which is to stay, is not whole: %s",
+                store.name, id, problem,
+            )  # fmt: skip
+            return False
+    return True
 
 
 def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
@@ -524,9 +621,7 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
     check_folders(config)
     config = with_own_peers(config, config.run)
     with ExitStack() as undo:
-        tiers = OpenedTiers(
-            config, run=config.run, tending=True, accept_arena=True, command="tierfall rm"
-        )
+        tiers = OpenedTiers(config, run=config.run, offline=True, command="tierfall rm")
         undo.callback(tiers.close, keep=True)
         for listing in tiers.listings:
             if listing.error is not None:

@@ -1,243 +1,84 @@
-"""``tierfall drain``: flush what a dead trainer left in host memory, by a session and its coordinator.
+"""``tierfall drain``: flush what a dead trainer left in host memory, and free the memory.
 
-It writes on behalf of the attempt that left the images: where a newer attempt exists, the fence stops it. The owed
-copies are listed before the first is begun; memory is freed once all of them are durable.
+It writes on behalf of the attempt that left the images: where a newer attempt exists, the fence stops it. Each tier
+receives one copy after the other, on a thread of its own; with a deadline, what can still arrive comes first. No rule
+deletes anything, except that a copy which needs room may replace older ones that a newer one of this drain outlives.
 
-The machines of a job that died exchange no messages: each uploads its own images, and reads on a shared tier which ones
-the others have uploaded. The last one commits; the commit record is created if absent, so two may do so at once. A
-node's own disk gets its images with a record of these alone.
+The machines of a job that died exchange no messages: each sends its own images, and reads on a shared tier which ones
+the others have sent. The last one commits. A node's own disk gets its images with a record of these alone.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from functools import partial
 
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import packed_files, raw_files, shards_of
-from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Attempt, Commit, Manifest, NamedFile, parse_manifest
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.types import keys
-from tierfall.core.types.errors import FencedError, IntegrityError, KeyNotFoundError, TierfallError
+from tierfall.config import Config, StoredTierConfig
+from tierfall.config.sections import OnClose
+from tierfall.core.copies.verify import CopyVerifier
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, decided_in, merge
+from tierfall.core.format.commit_files import shards_of
+from tierfall.core.format.records import Attempt, NamedFile
+from tierfall.core.runtime import retries
+from tierfall.core.scheduler.flush.flusher import OLDER_OWED_MAX
+from tierfall.core.types.errors import (
+    BackendError,
+    FencedError,
+    IntegrityError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
-from tierfall.core.types.view import ArrivalOutlook
-from tierfall.ops.commands import POLL_S, Watch, unread, view_of
-from tierfall.policies.drain import describe_drain
-from tierfall.session.leftovers import images_in
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.view import ArrivalOutlook, DrainDecision, View
+from tierfall.ops.commands import (
+    Progress,
+    Watch,
+    check_room,
+    unread,
+    view_of,
+    without_copy,
+)
+from tierfall.ops.sync import (
+    Source,
+    add_decided,
+    commit_copy,
+    held_files,
+    name_latest,
+    newer_on,
+    open_source,
+    send,
+    sizes_on,
+)
+from tierfall.policies.drain import describe_drain, plan_drain
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import plan_flush
+from tierfall.session.leftovers import images_in, regions_in
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.requests import must_keep_memory
-from tierfall.session.session import Session
-from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
-from tierfall.setup.places import run_folder, seen_by_one
-from tierfall.setup.tiers import ANSWER_S, close_stores, open_stores
-from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.setup.places import seen_by_one
+from tierfall.setup.tiers import (
+    ANSWER_S,
+    close_stores,
+    lane_limits,
+    open_stores,
+    shared_setting,
+)
 from tierfall.tiers.host import SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 RETRY_S = 2.0
 """Seconds between tries to open a tier that does not answer."""
-
-
-class AwaitedShardsError(TierfallError):
-    """Images that other machines upload are not on the tier yet, or are of another checkpoint.
-
-    It is retryable: a commit that fails for good makes the coordinator delete what is on the tier, of all machines. The
-    tier accepts the next copy meanwhile.
-    """
-
-    retryable: ClassVar[bool] = True
-    awaits_others: ClassVar[bool] = True
-
-
-@dataclass(slots=True)
-class MachineShards:
-    """Prepares a session that drains the memory of several ranks: ``prepare`` before it is built, ``add_stored`` after.
-
-    ``slots`` is the number of ranks that have left memory on this machine; ``unknown`` are the tiers that may or may
-    not be shared; ``problems`` name what cannot be flushed, each with the reason.
-    """
-
-    tiers: OpenedTiers
-    slots: int
-    problems: list[str] = field(default_factory=list)
-    unknown: set[str] = field(default_factory=set)
-    _world_size: int = 1
-    _shared: set[str] = field(default_factory=set)
-    _known: Mapping[CheckpointId, KnownCheckpoint] = field(default_factory=dict)
-    _inherited: tuple[Commit, ...] = ()
-
-    @property
-    def are_all_here(self) -> bool:
-        """Whether every rank of the job has left memory on this machine."""
-        return self.slots >= self._world_size
-
-    def prepare(self, owed_to: Collection[str]) -> tuple[Commit, ...]:
-        """Return the records of the checkpoints to flush, and find which of the tiers ``owed_to`` all machines see."""
-        tiers = self.tiers
-        images = images_in(tiers.hosts())
-        self._world_size = max(image.commit.world_size for _, image in images)
-        self._known = {known.id: known for known in merge(tiers.listings)}
-        self._inherited = tuple(self._committable({id for id, _ in images}))
-        for tier in tiers.config.stored:
-            if tier.name not in owed_to or tier.name not in tiers.stores:
-                continue
-            try:
-                if self.are_all_here or self._is_shared(tier):
-                    self._shared.add(tier.name)
-            except IntegrityError as error:
-                self.unknown.add(tier.name)
-                self.problems.append(str(error))
-                tiers.exclude(tier.name, error)
-        tiers.set_shared({tier.name: tier.name in self._shared for tier in tiers.config.stored})
-        return self._inherited
-
-    def _committable(self, ids: set[CheckpointId]) -> Iterator[Commit]:
-        """Give the records of the checkpoints in memory that may be whole; what not all ranks sealed is none."""
-        for id in sorted(ids):
-            known = self._known[id]
-            if known.commit is None or known.commit.world_size == 1:
-                continue
-            records = [copy.commit for copy in known.copies.values() if copy.commit is not None]
-            at_hand = {shard for record in records for shard in shards_of(record)}
-            lacking = known.commit.world_size - len(at_hand)
-            if not lacking or not self.are_all_here:
-                yield known.commit
-            elif self._has_unread:
-                self.problems.append(
-                    f"{id}: {lacking} of its images are not in memory; what could not be read may have them"
-                )
-
-    @property
-    def _has_unread(self) -> bool:
-        return any(listing.unread is not None for listing in self.tiers.listings)
-
-    def may_flush(self, id: CheckpointId) -> bool:
-        """Whether a checkpoint is of one rank, or of several whose images may all be found."""
-        commit = self._known[id].commit
-        one_rank = commit is not None and commit.world_size == 1
-        return one_rank or any(record.lineage.checkpoint == id for record in self._inherited)
-
-    def _is_shared(self, tier: FileTierConfig | ObjectTierConfig) -> bool:
-        """Whether all machines see a tier: by the configuration, or by the records there.
-
-        Raises IntegrityError, which names the key to set, where neither decides it.
-        """
-        if isinstance(tier, ObjectTierConfig):
-            return True
-        if tier.shared is not None:
-            return tier.shared
-        listing = next(x for x in self.tiers.listings if x.tier == tier.name)
-        for copy in listing.copies:
-            if copy.commit is not None and copy.commit.world_size > self.slots:
-                return len(shards_of(copy.commit)) == copy.commit.world_size
-        raise IntegrityError(
-            f"whether all nodes see {tier.name} is not known here: set it in the configuration (shared: true, or false)"
-        )
-
-    def add_stored(self, session: Session) -> None:
-        """Add the images that only other tiers have to what this machine uploads, and leave out what is uploaded."""
-        if not self._has_unread:  # what lacks images is no checkpoint
-            session.leftovers.partial_images.clear()
-        for entry in session.leftovers.whole_images:
-            assert entry.shards is not None
-            entry.shards = (*entry.shards, *self._stored_shards(entry))
-            for part in entry.shards:
-                shared = self._shared & session.coordinator.lanes.keys()
-                part.uploaded_to.update(tier for tier in shared if self._is_on(part, tier))
-
-    def _stored_shards(self, entry: LedgerEntry) -> Iterator[LedgerEntry]:
-        assert entry.shards is not None
-        here = {part.shard for part in entry.shards}
-        for tier, copy in self._known[entry.id].copies.items():
-            store = self.tiers.stores.get(tier)
-            if store is None or copy.commit is None:
-                continue
-            for shard in [shard for shard in shards_of(copy.commit) if shard not in here]:
-                try:
-                    data = store.read_manifest(entry.id, shard)
-                    manifest = parse_manifest(data, what=f"{tier}: manifest of {entry.id}")
-                except TierfallError as error:
-                    self.problems.append(f"{entry.id} on {tier}: {error}")
-                    continue
-                part = entry.from_other_rank(shard, None, manifest)
-                # Peer memory of this node has other ranks' images, and not its own.
-                part.states = {**part.states, tier: CopyState.COMMITTED}
-                yield part
-                here.add(shard)
-
-    def _is_on(self, part: LedgerEntry, tier: str) -> bool:
-        """Whether a shard's image and manifest are on a tier, uploaded by an earlier drain."""
-        assert part.manifest is not None
-        try:
-            data = self.tiers.stores[tier].read_manifest(part.id, part.shard)
-        except KeyNotFoundError:
-            return False
-        return sha256(data) == sha256(part.manifest.encode())
-
-    def complete(self, commit: Commit, tier: str) -> Commit:
-        """Return the record with the images of all ranks, by what is on a tier that all machines see.
-
-        Raises AwaitedShardsError where one is not there.
-        """
-        if tier not in self._shared or len(shards_of(commit)) == commit.world_size:
-            return commit
-        store = self.tiers.stores[tier]
-        shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
-        files = _files_there(store, commit, shards)
-        if files is None:
-            raise AwaitedShardsError(
-                f"{commit.lineage.checkpoint} on {tier}: this machine's images are there, other ranks' are not yet: "
-                "drain the other machines, the last one commits it"
-            )
-        return replace(commit, files=files)
-
-
-def _files_there(
-    store: StoredTier, commit: Commit, shards: Sequence[Shard]
-) -> tuple[NamedFile, ...] | None:
-    """Return the files of these shards as they are on a tier; None where one is incomplete."""
-    id = commit.lineage.checkpoint
-    sizes = {stored.key: stored.bytes for stored in store.files(id)}
-    files: list[NamedFile] = []
-    for shard in shards:
-        if keys.manifest_name(shard) not in sizes:
-            return None
-        data = store.read_manifest(id, shard)
-        manifest = parse_manifest(data, what=f"{store.name}: manifest of {id}")
-        if manifest.lineage != commit.lineage:
-            raise AwaitedShardsError(
-                f"{id} on {store.name}: the image of rank {shard.rank} there is of another checkpoint of that id"
-            )
-        image, document = raw_files(shard, image_bytes=manifest.image_bytes, manifest=data)
-        if sizes.get(image.name) == image.bytes:
-            files += [image, document]
-        elif packed := _packed_files(store, manifest, sizes):
-            files += [*packed, document]
-        else:
-            return None
-    return tuple(files)
-
-
-def _packed_files(
-    store: StoredTier, manifest: Manifest, sizes: Mapping[str, int]
-) -> tuple[NamedFile, ...]:
-    shard = manifest.shard
-    for codec in set(Codec) - {Codec.NONE}:
-        size = sizes.get(keys.shard_name(shard, codec))
-        if size is not None and keys.stored_name(shard) in sizes:
-            record = store.read_stored(manifest.lineage.checkpoint, shard)
-            raw_bytes = manifest.image_bytes
-            return packed_files(shard, codec, stored_bytes=size, raw_bytes=raw_bytes, record=record)
-    return ()
+LAST_S = 1.0
+"""Seconds that a tier has after the deadline to end the request that is under way."""
+LOOK_S = 0.2
+"""Seconds between looks at what other machines have sent, and at the progress of the tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +114,7 @@ def drain(
     """Flush what host memory holds, for ``deadline_s`` seconds at most (None: until done).
 
     With a deadline, the most valuable copies come first, a copy that cannot arrive in time is not begun, and a tier
-    that cannot be opened is tried again until then.
+    that cannot be opened is tried again until then. Without one, a tier that refuses copies is tried for ``max_wait``.
     ``on_forecast`` is called with a sentence per forecast: at the start, and again once the rates of tiers are known.
     ``watch`` is called with bytes copied and bytes in total.
 
@@ -281,10 +122,9 @@ def drain(
     """
     began = time.monotonic()
     until_s = None if deadline_s is None else began + deadline_s
-    done: list[OwedCopy] = []
     drained, silent = _drain_once(config, until_s, watch, on_forecast)
+    done = drained.done
     while until_s and drained.memory_kept and silent & {owed.tier for owed in drained.left}:
-        done += drained.done
         try:
             if not _wait_for_any(config, silent, until_s):
                 break
@@ -292,9 +132,8 @@ def drain(
         except TierfallError as error:  # a trainer has begun, say
             drained = replace(drained, problems=(*drained.problems, str(error)))
             break
-    else:
         done += drained.done
-    return replace(drained, done=tuple(done), seconds=time.monotonic() - began)
+    return replace(drained, done=done, seconds=time.monotonic() - began)
 
 
 def _wait_for_any(config: Config, silent: Set[str], until_s: float) -> bool:
@@ -318,63 +157,439 @@ def _drain_once(
     on_forecast: Callable[[str], None],
 ) -> tuple[DrainResult, Set[str]]:
     """Drain to the tiers that can be opened now. Return the result, without its seconds, and the other tiers."""
-    slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
-    with ExitStack() as undo:
-        tiers = OpenedTiers(
-            config, run=config.run, accept_arena=True, draining=True, command="tierfall drain"
-        )
-        undo.callback(tiers.close, keep=True)
-        images = images_in(tiers.hosts())
-        if not images:  # the owner of a moment ago has flushed them
-            return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0), set()
-        _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
-        tiers.write_for(writer_of(newest, tiers))
-        planned = _owed(tiers.config, tiers.listings)
-        shards = MachineShards(tiers, slots) if tiers.agrees else None
-        if shards is None:  # else other machines may be writing
-            tiers.discard_unfinished()
-            session = Session(tiers, Start())
-        else:
-            inherited = shards.prepare({owed.tier for owed in planned})
-            planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
-            start = Start(inherited=tuple(commit.encode().decode() for commit in inherited))
-            session = Session(tiers, start, complete=shards.complete)
-        undo.callback(session.abandon)
-        if shards is not None:
-            shards.add_stored(session)
-        session.coordinator.begin_anew()  # else no copy would be evicted for room
-        if until_s is not None:  # before the first copy is begun in another order
-            session.coordinator.drain_schedule.begin(session, until_s, time.monotonic())
-        session.start()
-        undo.pop_all()
+    tiers = OpenedTiers(config, run=config.run, offline=True, command="tierfall drain")
     kept = True
     try:
-        _wait(session, planned, until_s, watch, on_forecast)
-        if session.coordinator.fenced is not None:
-            raise session.coordinator.fenced
-        done = session.call(lambda: _committed(session, planned))
-        left = set(planned) - done
-        errors = session.coordinator.errors if left else ()  # else the tier has recovered
-        problems = [*(shards.problems if shards else ()), *map(str, errors)]
-        problems += session.call(lambda: _damaged_beside_memory(session))
-        kept = must_keep_memory(session) or bool(left)
+        for problem in tiers.memory_problems:  # it would be freed with the rest
+            raise problem
+        if not images_in(tiers.hosts()):  # the owner of a moment ago has flushed them
+            result = DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+        else:
+            result = _Drain(tiers, until_s, watch).run(on_forecast)
+            kept = result.memory_kept
     finally:
-        session.close(keep_memory=kept)
-    # A copy that was under way at the deadline may have been committed meanwhile.
-    done |= {owed for owed in planned if _is_committed(session, owed)}
-    problems += [
-        f"tier {name} could not be read: {error}"
-        for name, error in unread(session.listings).items()
-        if shards is None or name not in shards.unknown
-    ]
-    result = DrainResult(
-        done=tuple(owed for owed in planned if owed in done),
-        left=tuple(owed for owed in planned if owed not in done),
-        problems=tuple(problems),
-        memory_kept=kept,
-        seconds=0.0,
-    )
+        tiers.close(keep=kept)
     return result, set(tiers.errors)
+
+
+class _StoppedError(TierfallError):
+    """A copy is not finished: the deadline is over, or another tier was fenced."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A copy that waits for its next try, not before a time of the monotonic clock; it failed first at ``since_s``."""
+
+    not_before_s: float = 0.0
+    since_s: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _TierPart:
+    """One tier's part of a drain: the copies that wait, and why others ``failed``. ``sends_all``: this machine commits
+    the images of all ranks there, else those of its own memory. ``sent`` are the files of images that wait for those of
+    other machines. ``bytes`` have arrived in ``seconds``."""
+
+    store: StoredTier
+    sends_all: bool
+    patience_s: float
+    waiting: dict[CheckpointId, _Waiting]
+    failed: dict[CheckpointId, TierfallError] = field(default_factory=dict)
+    sent: dict[CheckpointId, tuple[NamedFile, ...]] = field(default_factory=dict)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.bytes / self.seconds if self.bytes and self.seconds else None
+
+
+class _Drain:
+    """One try to bring what is in memory to the tiers that can be opened. ``until_s`` is the deadline on the monotonic
+    clock; None: there is none."""
+
+    def __init__(self, tiers: OpenedTiers, until_s: float | None, watch: Watch) -> None:
+        self._tiers = tiers
+        self._config = tiers.config
+        self._until_s = until_s
+        self._images = images_in(tiers.hosts())
+        self._slots = len(arena_slots(tiers.folder))
+        """How many ranks have left memory on this machine."""
+        _, newest = max(self._images, key=lambda held: (held[0].attempt, held[0].step))
+        self._attempt = writer_of(newest, tiers)
+        self._decided = decided_in(tiers.listings)
+        self._known = {known.id: known for known in merge(tiers.listings)}
+        self._problems: list[str] = []
+        self._lacking = self._find_lacking()
+        self._planned = tuple(
+            owed
+            for owed in find_owed(self._config, tiers.listings)
+            if owed.checkpoint not in self._lacking
+        )
+        self._progress = Progress(watch, sum(owed.bytes for owed in self._planned))
+        self._guard = threading.Lock()
+        self._done: set[tuple[CheckpointId, str]] = set()
+        self._good: set[tuple[CheckpointId, str]] = set()
+        """Copies that this drain has written, or read whole: a rule may rely on them."""
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, on_forecast: Callable[[str], None]) -> DrainResult:
+        """Send and commit what is owed, until the deadline; return the result without its seconds."""
+        parts = [*self._parts()]
+        threads = [
+            threading.Thread(target=self._bring_all, args=[part], daemon=True) for part in parts
+        ]
+        for thread in threads:
+            thread.start()
+        self._wait(threads, parts, on_forecast)
+        if self._error is not None:
+            raise self._error
+        done = tuple(owed for owed in self._planned if (owed.checkpoint, owed.tier) in self._done)
+        left = tuple(owed for owed in self._planned if owed not in done)
+        silent = unread(self._tiers.listings)
+        problems = [
+            *self._problems,
+            *(str(error) for part in parts for error in part.failed.values()),
+            *self._damaged_beside_memory(),
+            *(f"tier {name} could not be read: {error}" for name, error in silent.items()),
+        ]
+        kept = bool(left) or self._must_keep_memory()
+        return DrainResult(
+            done=done, left=left, problems=tuple(problems), memory_kept=kept, seconds=0.0
+        )
+
+    # Which copies ------------------------------------------------------------------------------------
+
+    @property
+    def _are_all_here(self) -> bool:
+        """Whether every rank of the job has left memory on this machine."""
+        world_size = max(image.commit.world_size for _, image in self._images)
+        return self._slots >= world_size
+
+    def _find_lacking(self) -> set[CheckpointId]:
+        """Return what is in memory and no checkpoint: the image of some rank is nowhere. Of several machines another
+        one may have it."""
+        lacking = set()
+        for id in {id for id, _ in self._images}:
+            known = self._known[id]
+            records = [copy.commit for copy in known.copies.values() if copy.commit is not None]
+            at_hand = {shard for record in records for shard in shards_of(record)}
+            if known.commit is None or (
+                len(at_hand) < known.commit.world_size and self._are_all_here
+            ):
+                lacking.add(id)
+                if self._has_unread:
+                    self._problems.append(
+                        f"{id}: some of its images are not in memory; what could not be read may have them"
+                    )
+        return lacking
+
+    @property
+    def _has_unread(self) -> bool:
+        return any(listing.unread is not None for listing in self._tiers.listings)
+
+    def _parts(self) -> Iterator[_TierPart]:
+        """Yield the parts of the tiers that can be written to. One that may or may not be shared is a problem."""
+        for tier in self._config.written:
+            waiting = {o.checkpoint: _Waiting() for o in self._planned if o.tier == tier.name}
+            store = self._tiers.stores.get(tier.name)
+            if not waiting or store is None:
+                continue
+            try:
+                sends_all = self._are_all_here or self._is_shared(tier)
+            except IntegrityError as error:
+                self._problems.append(str(error))
+            else:
+                patience_s = tier.max_wait_s or self._config.max_wait_s
+                yield _TierPart(store, sends_all, patience_s, waiting)
+
+    def _is_shared(self, tier: StoredTierConfig) -> bool:
+        """Whether all machines see a tier: by the configuration, or by the records there.
+
+        Raises IntegrityError, which names the key to set, where neither decides it.
+        """
+        if (setting := shared_setting(tier)) is not None:
+            return setting
+        listing = next(x for x in self._tiers.listings if x.tier == tier.name)
+        for copy in listing.copies:
+            if copy.commit is not None and copy.commit.world_size > self._slots:
+                return len(shards_of(copy.commit)) == copy.commit.world_size
+        raise IntegrityError(
+            f"whether all nodes see {tier.name} is not known here: set it in the configuration (shared: true, or false)"
+        )
+
+    # On the thread of a tier -------------------------------------------------------------------------
+
+    def _bring_all(self, part: _TierPart) -> None:
+        """Bring the copies of one tier, one after the other. An error that ends the drain is left to the caller."""
+        try:
+            self._add_decided(part.store)
+            while order := self._order(part):
+                now_s = time.monotonic()
+                due = [id for id in order if part.waiting[id].not_before_s <= now_s]
+                if not due:
+                    soonest_s = min(part.waiting[id].not_before_s for id in order)
+                    self._stop.wait(soonest_s - now_s)
+                    continue
+                try:
+                    self._bring(part, due[0])
+                except (FencedError, _StoppedError):
+                    raise
+                except TierfallError as error:
+                    self._put_off(part, due[0], error)
+                else:
+                    del part.waiting[due[0]]
+        except _StoppedError as stopped:
+            logger.debug("drain: %s: %s", part.store.name, stopped)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for this one
+            self._error = error
+            self._stop.set()
+
+    def _put_off(self, part: _TierPart, id: CheckpointId, error: TierfallError) -> None:
+        """Have a copy wait for its next try, while others are brought: after an error that is retryable, and with a
+        deadline after any refusal, until then; without one, for ``max_wait``. Else it has failed."""
+        waiting, now_s = part.waiting[id], time.monotonic()
+        waiting.since_s = waiting.since_s or now_s
+        waiting.failures += 1
+        until_s = self._until_s or waiting.since_s + part.patience_s
+        refused = self._until_s is not None and isinstance(error, BackendError)
+        if now_s >= until_s or not (error.retryable or refused):
+            part.failed[id] = error
+            del part.waiting[id]
+            return
+        wait_s = retries.wait_s(waiting.failures, has_deadline=True)
+        waiting.not_before_s = min(now_s + wait_s, until_s)
+        logger.info("drain: %s to %s, again in %.1f s: %s", id, part.store.name, wait_s, error)
+
+    def _add_decided(self, store: StoredTier) -> None:
+        """Add what the list of a tier lacks of what is decided by those of the others."""
+        try:
+            add_decided(store, self._decided)
+        except TierfallError as error:
+            self._problems.append(f"{store.name}: what is decided is not noted there: {error}")
+
+    def _order(self, part: _TierPart) -> list[CheckpointId]:
+        """Return the copies of a tier that may still arrive, in the order of their tries."""
+        if self._stop.is_set():
+            return []
+        if self._until_s is None:
+            order = [d.checkpoint for d in plan_flush(self._view(), part.store.name)]
+        else:
+            order = [d.checkpoint for d in self._plan([part]) if d.proceeds]
+        return [id for id in order if id in part.waiting]
+
+    def _plan(self, parts: Iterable[_TierPart]) -> tuple[DrainDecision, ...]:
+        assert self._until_s is not None
+        rates = {part.store.name: part.bytes_per_s for part in parts}
+        left_s = self._until_s - time.monotonic()
+        plan = plan_drain(self._view(), bytes_per_s=rates, left_s=left_s)
+        return tuple(decision for decision in plan if decision.tier in rates)
+
+    def _view(self) -> View:
+        """Return what the policies decide on."""
+        with self._guard:
+            known, good = [*self._known.values()], set(self._good)
+        view = view_of(self._config, known)
+        checkpoints = []
+        for checkpoint in view.checkpoints:
+            id, copies = checkpoint.id, checkpoint.copies.items()
+            owed = (o.tier for o in self._planned if o.checkpoint == id)
+            checkpoints.append(
+                replace(
+                    checkpoint,
+                    owed=frozenset(tier for tier in owed if (id, tier) not in self._done),
+                    copies={t: replace(c, verified=(id, t) in good) for t, c in copies},
+                )
+            )
+        return replace(view, checkpoints=tuple(checkpoints))
+
+    def _bring(self, part: _TierPart, id: CheckpointId) -> None:
+        """Send the images that this machine has of a checkpoint, and commit it: one try."""
+        store, known, began_s = part.store, self._known[id], time.monotonic()
+        store.check_begin(self._attempt)
+        held = [x.tier for x in self._tiers.listings if x.tier in known.copies]
+        source = open_source(known, held, self._tiers.opener(regions_in(self._tiers.hosts())))
+        here = {image.region.shard for of, image in self._images if of == id}
+        mine = [shard for shard in shards_of(source.commit) if part.sends_all or shard in here]
+        if id not in part.sent:
+            part.sent[id] = self._send(part, source, mine)
+        files = (*part.sent[id], *(self._of_others(part, source, mine) if part.sends_all else ()))
+        older = {*part.failed, *part.waiting}
+        owed = tuple(sorted(other for other in older if other < id)[-OLDER_OWED_MAX:])
+        commit = commit_copy(source, store, files, attempt=self._attempt, owed=owed)
+        part.bytes += commit.image_bytes
+        part.seconds += time.monotonic() - began_s
+        copy = FoundCopy(id=id, state=CopyState.COMMITTED, bytes=commit.stored_bytes, commit=commit)
+        with self._guard:
+            newer = newer_on(store.name, known, self._known.values())
+            known = self._known[id]
+            self._known[id] = replace(known, copies={**known.copies, store.name: copy})
+            self._done.add((id, store.name))
+            self._good.add((id, store.name))
+        self._problems += name_latest(store, known, newer)
+
+    def _send(
+        self, part: _TierPart, source: Source, shards: Sequence[Shard]
+    ) -> tuple[NamedFile, ...]:
+        """Send images to a tier, for which older copies make room if need be. Raises CapacityError."""
+        store, limits = part.store, lane_limits(part.store, self._config)
+        sizes = sizes_on(store, source.commit.lineage.checkpoint)
+        manifests = {shard: source.images.find(shard)[1] for shard in shards}
+        need = sum(
+            manifest.image_bytes
+            for shard, manifest in manifests.items()
+            if not held_files(store, source.commit, shard, sizes, manifest)
+        )
+        self._make_room(part, need)
+        send_them = partial(
+            send, source, store, limits, shards, attempt=self._attempt, on_bytes=self._on_bytes
+        )
+        try:
+            return send_them()
+        except StorageFullError:
+            if not self._evict(part, need, free=0):
+                raise
+            return send_them()
+
+    def _of_others(
+        self, part: _TierPart, source: Source, mine: Sequence[Shard]
+    ) -> tuple[NamedFile, ...]:
+        """Return the files of the images that other machines have sent; UnreachableError while one is missing."""
+        commit, store = source.commit, part.store
+        sizes = sizes_on(store, commit.lineage.checkpoint)
+        files: list[NamedFile] = []
+        for shard in [Shard(rank, commit.world_size) for rank in range(commit.world_size)]:
+            if shard not in mine:
+                found = held_files(store, commit, shard, sizes)
+                if found is None:
+                    raise UnreachableError(
+                        f"{commit.lineage.checkpoint} on {store.name}: this machine's images are there, other ranks' "
+                        "are not yet: drain the other machines, the last one commits it"
+                    )
+                files += found
+        return tuple(files)
+
+    def _on_bytes(self, count: int) -> None:
+        if self._stop.is_set():
+            raise _StoppedError("the deadline is over")
+        self._progress.add(count)
+
+    # Room --------------------------------------------------------------------------------------------
+
+    def _make_room(self, part: _TierPart, need_bytes: int) -> None:
+        """Delete what was left unfinished, and evict older copies, if the capacity of a tier has no room for another.
+        Raises CapacityError."""
+        name = part.store.name
+        capacity = next(t.capacity_bytes for t in self._config.stored if t.name == name)
+        if capacity is not None and need_bytes:
+            listing = part.store.list()
+            free = capacity - listing.used_bytes
+            if free < need_bytes and self._are_all_here:  # else other machines may be sending them
+                for id in listing.unfinished.keys() - part.waiting.keys():
+                    part.store.discard(id, attempt=self._attempt)
+                    free += listing.unfinished[id]
+            if free < need_bytes:
+                self._evict(part, need_bytes, free=free)
+            check_room(self._config, part.store.list(), need_bytes, doing="drain to")
+
+    def _evict(self, part: _TierPart, need_bytes: int, *, free: int) -> bool:
+        """Delete copies that newer good ones outlive; return whether any was deleted. If none may go, the newest copy
+        on the tier is read whole first: then it counts as good."""
+        name, deleted = part.store.name, False
+        plan = plan_eviction(self._view(), name, need_bytes=need_bytes, free_bytes=free)
+        if not plan.deletions and self._newest_is_good(part.store):
+            plan = plan_eviction(self._view(), name, need_bytes=need_bytes, free_bytes=free)
+        for decision in plan.deletions:
+            id = decision.checkpoint
+            logger.info("%s: %s is deleted: %s", name, id, decision.reason)
+            if part.store.delete(id, attempt=self._attempt, known=self._decided) is None:
+                deleted = True
+                with self._guard:
+                    self._known[id] = without_copy(self._known[id], name)
+        return deleted
+
+    def _newest_is_good(self, store: StoredTier) -> bool:
+        """Read the newest copy of the live lineage on a tier; return whether it is good, and was not known to be."""
+        with self._guard:
+            there = [
+                c.id
+                for c in self._known.values()
+                if c.live and store.name in c.copies and c.copies[store.name].damage is None
+            ]
+        if not there or (max(there), store.name) in self._good:
+            return False
+        with CopyVerifier() as verifier:
+            good = verifier.check_stored(store, max(there)).good
+        if good:
+            with self._guard:
+                self._good.add((max(there), store.name))
+        return good
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def _wait(
+        self,
+        threads: Sequence[threading.Thread],
+        parts: Sequence[_TierPart],
+        on_forecast: Callable[[str], None],
+    ) -> None:
+        """Wait until all tiers have what they can get, or for the deadline. The forecast is reported at first, and once
+        every arrival in it is known."""
+        is_known, is_first = self._until_s is None, True
+        try:
+            while any(thread.is_alive() for thread in threads):
+                if not is_known:
+                    plan = self._plan(parts)
+                    is_known = all(each.outlook is not ArrivalOutlook.UNKNOWN for each in plan)
+                    for line in describe_drain(plan) if is_first or is_known else ():
+                        on_forecast(line)
+                    is_first = False
+                if self._until_s is not None and time.monotonic() >= self._until_s:
+                    break
+                for thread in threads:
+                    thread.join(LOOK_S / len(threads))
+        finally:  # after Ctrl-C, too: they read memory that is closed after this
+            self._stop.set()
+            ends_s = time.monotonic() + LAST_S
+            for thread in threads:
+                thread.join(max(0.0, ends_s - time.monotonic()))
+
+    def _damaged_beside_memory(self) -> Iterator[str]:
+        """Yield a problem for each damaged copy of an image in memory: no flush rewrites it, ``verify --repair``
+        does."""
+        for known in self._in_memory():
+            for tier, copy in known.copies.items():
+                if copy.repairable:
+                    yield (
+                        f"{known.id} is in host memory, and damaged on {tier}: {copy.damage}: to rewrite it: tierfall "
+                        f"verify {known.id} --tier {tier} --repair"
+                    )
+
+    def _in_memory(self) -> list[KnownCheckpoint]:
+        host = self._tiers.host.name
+        return [c for c in self._known.values() if host in c.copies and not c.deleted]
+
+    def _must_keep_memory(self) -> bool:
+        """Return whether memory has an image that must not be lost with it, and no stored tier has; or a part of a
+        checkpoint whose other parts may be on a tier that could not be read."""
+        if self._config.host.on_close is OnClose.KEEP or (self._lacking and self._has_unread):
+            return True
+        stored = {tier.name for tier in self._config.storage}
+        return not all(
+            any(tier in stored and copy.damage is None for tier, copy in known.copies.items())
+            for known in self._needed()
+        )
+
+    def _needed(self) -> Iterator[KnownCheckpoint]:
+        """Yield the newest of the live lineage in memory, what is pinned, and what has a damaged copy."""
+        held = [c for c in self._in_memory() if c.live and c.id not in self._lacking]
+        newest = max(held, key=lambda c: c.id, default=None)
+        for known in held:
+            damaged = any(copy.repairable for copy in known.copies.values())
+            if known is newest or known.pinned or damaged:
+                yield known
 
 
 def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
@@ -417,76 +632,10 @@ def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
 
 
 def find_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
-    """Return every copy that is owed to a tier that could be read, oldest first: the other tiers may have theirs."""
-    silent = unread(listings)
-    return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
-
-
-def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
+    """Return every copy that is owed, oldest first; a tier that could not be read may have its own."""
     view = view_of(config, merge(listings))
     return tuple(
         OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
         for c in view.checkpoints
         for tier in (t.name for t in config.stored if t.name in c.owed)
     )
-
-
-def _wait(
-    session: Session,
-    planned: tuple[OwedCopy, ...],
-    until_s: float | None,
-    watch: Watch,
-    on_forecast: Callable[[str], None],
-) -> None:
-    """Wait until nothing is owed, or the deadline ``until_s`` of the monotonic clock."""
-    total = sum(owed.bytes for owed in planned)
-    lanes = session.coordinator.lanes.values()
-    is_known, is_first = until_s is None, True
-    while True:
-        if not is_known:  # the forecast is reported at first, and once every arrival in it is known
-            plan = session.call(lambda: session.coordinator.drain_schedule.plan)
-            is_known = all(each.outlook is not ArrivalOutlook.UNKNOWN for each in plan)
-            for line in describe_drain(plan) if is_first or is_known else ():
-                on_forecast(line)
-            is_first = False
-        left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
-        ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
-        watch(session.call(lambda: sum(sum(lane.edge_bytes.values()) for lane in lanes)), total)
-        if ended:
-            return
-
-
-def _damaged_beside_memory(session: Session) -> list[str]:
-    """Return a problem for each damaged copy of an image in memory: no flush rewrites it, ``verify --repair`` does."""
-    ledger = session.coordinator.ledger
-    return [
-        f"{entry.id} is in host memory, and damaged on {tier}: {entry.damage[tier]}: to rewrite it: tierfall verify "
-        f"{entry.id} --tier {tier} --repair"
-        for entry in ledger.entries.values()
-        if entry.state(ledger.host) is CopyState.SEALED and not entry.deleted
-        for tier in sorted(entry.repairable)
-    ]
-
-
-def _is_committed(session: Session, owed: OwedCopy) -> bool:
-    entry = session.coordinator.ledger.entries.get(owed.checkpoint)
-    return entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
-
-
-def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]:
-    """Return the planned copies that became durable. One that retention has deleted since counts, as long as no copy
-    was given up or set aside."""
-    coordinator = session.coordinator
-    counters = coordinator.counters
-    left = set(coordinator.owed_copies())
-    done = set()
-    for owed in planned:
-        entry = coordinator.ledger.entries.get(owed.checkpoint)
-        damaged = entry is not None and owed.tier in entry.damage  # or it could not be read
-        settled = owed.tier in session.stores and not damaged
-        settled &= (owed.checkpoint, owed.tier) not in left
-        if _is_committed(session, owed) or (
-            settled and not counters.given_up_copies + counters.set_aside_copies
-        ):
-            done.add(owed)
-    return done

@@ -26,7 +26,14 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
 from tierfall.session.leftovers import images_in, list_slots, regions_in
-from tierfall.setup.places import is_readable_folder, memory_root, run_folder, seen_by_one
+from tierfall.setup.places import (
+    folders_in,
+    is_run,
+    memory_root,
+    run_folder,
+    runs_in,
+    seen_by_one,
+)
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -101,7 +108,7 @@ def config_of_place(place: str, run: str | None) -> Config:
     if not is_address(place):
         folder = Path(place).expanduser().absolute()
         try:
-            if _is_run(folder):
+            if is_run(folder):
                 folder, run = folder.parent, run or folder.name
             elif (folder / "tiers.yaml").exists():
                 advice = f"; did you mean {folder / 'tiers.yaml'}?"
@@ -184,28 +191,19 @@ def names_in_memory(root: Path) -> list[str]:
         return []
     except OSError as error:
         raise UnreachableError(f"{root} could not be listed: {error.strerror}") from error
-    return [folder.name for folder in _folders_in(root)]
+    return [folder.name for folder in folders_in(root)]
 
 
 def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
     """Return the runs on a tier: the folders of a folder; of an object store, what its keys begin with."""
     if folder is not None:
-        return {child.name for child in _folders_in(folder) if _is_run(child)}
+        return runs_in(folder)
     parts = (stored.key.split("/") for stored in store.backend.scan(""))
     return {
         run
         for run, *below in parts
         if below and (below[0] == keys.ATTEMPTS_FOLDER or keys.parse_step_folder(below[0]))
     }
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders that may be runs, by their names."""
-    try:
-        below = [child for child in folder.iterdir() if keys.NAME_PATTERN.match(child.name)]
-        return [child for child in below if is_readable_folder(child)]
-    except OSError as error:
-        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
 
 
 class RunReader:
@@ -362,9 +360,9 @@ def resolve_path(path: Path) -> RunPath:
         )
     if checkpoint := keys.parse_step_folder(path.name):
         return _place(path, checkpoint)
-    if _is_run(path):
+    if is_run(path):
         return RunPath(root=path.parent, run=path.name)
-    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
+    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and is_run(child))
     if len(runs) == 1:
         return RunPath(root=path, run=runs[0])
     if _written_as(path) is not None and (elsewhere := advice_if_moved(path)):
@@ -379,14 +377,6 @@ def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -
         elsewhere = advice_if_moved(folder) or "put it below a folder with the name of its run"
         raise ConfigError(f"load: {folder} is not below a run's folder: {elsewhere}")
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
-
-
-def _is_run(path: Path) -> bool:
-    if not keys.NAME_PATTERN.match(path.name):
-        return False
-    return (path / keys.ATTEMPTS_FOLDER).is_dir() or any(
-        keys.parse_step_folder(child.name) for child in path.iterdir() if child.is_dir()
-    )
 
 
 def find_pointer(path: Path) -> Pointer | None:

@@ -1,12 +1,8 @@
-"""Copying and repairing: one checkpoint is written to one stored tier, from good copies on the tiers that have it.
+"""The engine of offline work: one checkpoint is written to one stored tier, from good copies on the tiers that have it.
 
-``copy`` writes to a tier that does not hold it, as a flush does: packed as the tier packs, committed last, behind the
-fence, with what the lists of other tiers have about it. No rule decides about it; a note is given if retention will
-delete it.
-
-``Repairer`` rewrites damaged files in place: each file is complete and verified before it replaces the damaged one, the
-commit record is the last. Nothing is removed before that: a good copy exists at every moment. Files of another
-checkpoint of that id, or of a newer tierfall, are never changed.
+``send`` writes images, ``commit_copy`` the record. ``copy``, ``Repairer`` and ``drain`` (``ops/drain.py``) are calls of
+these. ``copy`` writes to a tier that does not hold the checkpoint, as a flush does. ``Repairer`` rewrites damaged files
+in place: each is complete and verified before it replaces the damaged one, so that a good copy exists at every moment.
 
 The run's lock is held, so that no trainer of this machine runs. What is written is on behalf of the newest attempt that
 any tier knows: a newer one elsewhere fences it, as it fences a flush. No attempt is taken, so nobody is fenced.
@@ -24,17 +20,25 @@ from typing import TypeVar
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
-from tierfall.core.copies.image_writes import begun_image, publish_image
-from tierfall.core.copies.shard_reader import CheckpointReader
+from tierfall.core.copies.image_writes import publish_image, removed_on_failure
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
-from tierfall.core.format.commit_files import plain, same_checkpoint
+from tierfall.core.format.commit_files import (
+    files_of,
+    packed_files,
+    plain,
+    raw_files,
+    same_checkpoint,
+    unite_records,
+)
 from tierfall.core.format.decided import Decided, DecidedList
 from tierfall.core.format.records import (
     Attempt,
     Commit,
     Lineage,
     Manifest,
+    NamedFile,
     geometry,
     parse_manifest,
 )
@@ -51,7 +55,7 @@ from tierfall.core.types.errors import (
     StepError,
     TierfallError,
 )
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.core.types.view import Verdict
 from tierfall.ops.commands import (
     Progress,
@@ -114,57 +118,126 @@ def _writing_attempt(
     return attempt
 
 
-def _open_source(
-    checkpoint: KnownCheckpoint, tiers: Sequence[str], reader: RunReader
-) -> tuple[Commit, CheckpointReader]:
-    """Return the plain commit record of a checkpoint, and the images of all ranks on ``tiers``, fastest first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint and its good copies. ``commit`` is its record, with the raw files of all ranks that any copy has. It
+    is the evidence for each record that is written of it."""
 
-    Raises IntegrityError where no tier has a good commit record, and as ``find_images`` does.
-    """
-    records = [plain(c) for t in tiers if (c := checkpoint.copies[t].commit) is not None]
+    commit: Commit
+    images: CheckpointReader
+
+
+def open_source(checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage) -> Source:
+    """Open a checkpoint on ``tiers``, fastest first. Raises IntegrityError where no tier has a good commit record."""
+    records = {t: plain(c) for t in tiers if (c := checkpoint.copies[t].commit) is not None}
     if not records:
         raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
-    commit = _united(records)
-    images = CheckpointReader(checkpoint, tiers, reader.opener(), ReadTally(), None, None)
-    images.manifests(range(commit.world_size), commit.world_size)  # before anything is written
-    return commit, images
+    images = CheckpointReader(checkpoint, tiers, open_image, ReadTally(), None, None)
+    # The record in a rank's memory, or on a node's own disk, names only the files of that rank or node.
+    return Source(commit=unite_records(records), images=images)
 
 
-def _united(records: Sequence[Commit]) -> Commit:
-    """Return a record with the files of all ranks: one that has them, or all records merged. The record in a rank's
-    memory, or on a node's own disk, names only the files of that rank or node."""
-    most = max(records, key=lambda record: len(record.files))
-    if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
-        return most
-    files = {file.name: file for record in records for file in record.files}
-    return replace(most, files=tuple(files[name] for name in sorted(files)))
-
-
-def write_files(
+def send(
+    source: Source,
     store: StoredTier,
     limits: LaneLimits,
-    commit: Commit,
-    images: CheckpointReader,
+    shards: Iterable[Shard],
+    *,
+    attempt: Attempt,
     on_bytes: Callable[[int], None],
-) -> Commit:
-    """Write images and records of all ranks, each complete before it is visible; return the commit record that names
-    them.
+    anew: bool = False,
+) -> tuple[NamedFile, ...]:
+    """Write the images of ``shards`` and their manifests, each complete before it is visible; return their files.
 
-    A file of the same name is replaced once the whole image was read and verified. Raises the error of the source or of
-    the tier.
+    An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of a raw
+    image that a killed process had begun, what has arrived is compared, and not sent again. With
+    ``anew``, a file of the same name is replaced once the whole image was read and verified. Raises the error of the
+    source or of the tier, and FencedError.
     """
-    id, world_size = commit.lineage.checkpoint, commit.world_size
-    # What a killed process left there.
-    store.backend.discard_unfinished(keys.step_prefix(commit.lineage.run, id))
-    for shard in [Shard(rank, world_size) for rank in range(world_size)]:
-        found, manifest = images.find(shard)
-        with begun_image(store, id, shard, geometry(manifest), manifest.pieces) as writer:
+    id = source.commit.lineage.checkpoint
+    sizes = {} if anew else sizes_on(store, id)
+    files: list[NamedFile] = []
+    for shard in shards:
+        found, manifest = source.images.find(shard)
+        if held := held_files(store, source.commit, shard, sizes, manifest):
+            files += held
+            on_bytes(manifest.image_bytes)
+            continue
+        writer = store.resume_shard(id, shard, geometry(manifest), manifest.pieces)
+        with removed_on_failure(writer):
             # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.is_packed else limits
-            reader = ChunkReader(found, manifest, images.tally)
+            reader = ChunkReader(found, manifest, source.images.tally)
             _write_chunks(manifest, reader, in_order, writer.write_chunks, on_bytes)
-            commit = publish_image(store, writer, manifest, commit, id=id, shard=shard)
-    return commit
+            store.check_newest(attempt, doing=f"flush of {id}")
+            record = publish_image(store, writer, manifest, source.commit, id=id, shard=shard)
+        files += files_of(record, shard)
+    return tuple(files)
+
+
+def sizes_on(store: StoredTier, id: CheckpointId) -> dict[str, int]:
+    """Return the files of a checkpoint that a tier has, with their sizes in bytes."""
+    return {stored.key: stored.bytes for stored in store.files(id)}
+
+
+def held_files(
+    store: StoredTier,
+    commit: Commit,
+    shard: Shard,
+    sizes: Mapping[str, int],
+    manifest: Manifest | None = None,
+) -> tuple[NamedFile, ...] | None:
+    """Return the files of a shard of the checkpoint of ``commit`` as they are on a tier, which has files of these
+    ``sizes``; None where it has not all of them, or those of another image than that of ``manifest``."""
+    id = commit.lineage.checkpoint
+    if keys.manifest_name(shard) not in sizes:
+        return None
+    data = store.read_manifest(id, shard)
+    there = _unless_damaged(partial(parse_manifest, data, what=f"{store.name}: manifest of {id}"))
+    if there is None or there.lineage != commit.lineage or manifest not in (None, there):
+        return None
+    image, document = raw_files(shard, image_bytes=there.image_bytes, manifest=data)
+    if sizes.get(image.name) == image.bytes:
+        return image, document
+    for codec in set(Codec) - {Codec.NONE}:
+        size = sizes.get(keys.shard_name(shard, codec))
+        if size is not None and keys.stored_name(shard) in sizes:
+            record, raw_bytes = store.read_stored(id, shard), there.image_bytes
+            packed = packed_files(
+                shard, codec, stored_bytes=size, raw_bytes=raw_bytes, record=record
+            )
+            return (*packed, document)
+    return None
+
+
+def commit_copy(
+    source: Source,
+    store: StoredTier,
+    files: Iterable[NamedFile],
+    *,
+    attempt: Attempt,
+    owed: tuple[CheckpointId, ...] = (),
+    repairs: bool = False,
+) -> Commit:
+    """Write the commit record of a copy, whose images are there as ``files``; no other function writes one offline.
+    ``owed`` are older checkpoints that the tier still lacks. ``repairs``: a damaged copy was rewritten in place.
+
+    The evidence that it is a checkpoint is the ``source``, never what is in the target. Raises FencedError, and
+    StepError where the checkpoint was deleted meanwhile: what was written is deleted too then.
+    """
+    id, attempt_id = source.commit.lineage.checkpoint, source.commit.lineage.attempt_id
+    commit = replace(source.commit, files=tuple(files), owed=owed)
+    store.fence.check(attempt)
+    is_there = not repairs or store.is_committed(id)
+    if is_there and not store.decided.read().is_deleted(id, attempt_id):
+        store.delete_other_codecs(commit, attempt=attempt)  # of an unfinished copy
+        store.commit(commit, attempt=attempt, repairs=repairs)
+        there = {stored.key for stored in store.files(id, commit)} if repairs else None
+        if there is None or all(file.name in there for file in commit.files):
+            return commit  # else it is being deleted now
+    store.backend.delete(keys.step_prefix(commit.lineage.run, id) + keys.COMMIT_NAME)
+    store.discard(id, attempt=None)
+    raise StepError(f"{id} was deleted while it was written to {store.name}")
 
 
 def _write_chunks(
@@ -237,13 +310,13 @@ def copy(
         counter = Progress(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
         decided = decided_in(listings).of(id, checkpoint.attempt_id)
         with open_writable(config, tier) as store:
-            added = _add_decided(store, decided)
+            added = add_decided(store, decided)
             if tier in checkpoint.copies:
                 return replace(_already(store, checkpoint, counter), decided=added)
             return replace(_copy(reader, listings, store, checkpoint, counter), decided=added)
 
 
-def _add_decided(store: StoredTier, decided: Iterable[Decided]) -> tuple[str, ...]:
+def add_decided(store: StoredTier, decided: Iterable[Decided]) -> tuple[str, ...]:
     """Add what a tier's list lacks; return the words, and tags, that were added."""
     missing = DecidedList(decided) - store.decided.read()
     for entry in missing:
@@ -296,14 +369,12 @@ def _copy(
 ) -> CopyResult:
     id, tier, config = checkpoint.id, store.name, reader.config
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    commit, images = _open_source(checkpoint, held, reader)
-    attempt = _writing_attempt(reader, listings, commit.lineage, store)
+    source = _open_whole(checkpoint, held, reader)
+    attempt = _writing_attempt(reader, listings, source.commit.lineage, store)
     there = next(listing for listing in listings if listing.tier == tier)
-    check_room(config, there, commit.stored_bytes, doing="copy to")
+    check_room(config, there, source.commit.stored_bytes, doing="copy to")
     try:
-        commit = write_files(store, lane_limits(store, config), commit, images, counter.add)
-        store.delete_other_codecs(commit, attempt=attempt)  # of an unfinished copy
-        store.commit(commit, attempt=attempt)
+        commit = _write_whole(source, store, config, attempt, counter.add)
     except BaseException:
         _retract(store, id, attempt)
         raise
@@ -312,13 +383,43 @@ def _copy(
         id=id,
         tier=tier,
         bytes=commit.stored_bytes,
-        sources=dict(images.tally.bytes),
+        sources=dict(source.images.tally.bytes),
         notes=(
-            *(f"skipped: {f.what}: {f.reason}" for f in images.tally.fallbacks),
-            *_name_latest(store, checkpoint, listings),
+            *(f"skipped: {f.what}: {f.reason}" for f in source.images.tally.fallbacks),
+            *name_latest(store, checkpoint, newer_on(store.name, checkpoint, merge(listings))),
             *_retention(config, tier, id, listings, after),
         ),
     )
+
+
+def _open_whole(checkpoint: KnownCheckpoint, tiers: Sequence[str], reader: RunReader) -> Source:
+    """Open a checkpoint as ``open_source`` does. Raises IntegrityError if an image of some rank cannot be read."""
+    source = open_source(checkpoint, tiers, reader.opener())
+    world_size = source.commit.world_size
+    source.images.manifests(range(world_size), world_size)  # before anything is written
+    return source
+
+
+def _write_whole(
+    source: Source,
+    store: StoredTier,
+    config: Config,
+    attempt: Attempt,
+    on_bytes: Callable[[int], None],
+    *,
+    damaged: Commit | None = None,
+    repairs: bool = False,
+) -> Commit:
+    """Write the images of all ranks, and the commit record; in place of a copy whose record was ``damaged``, if it
+    ``repairs`` one. What the tier was owed then is only in its own record."""
+    run, world_size = source.commit.lineage.run, source.commit.world_size
+    shards = [Shard(rank, world_size) for rank in range(world_size)]
+    limits = lane_limits(store, config)
+    files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
+    # What a killed process has left there, and was not continued.
+    store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
+    owed = () if damaged is None else damaged.owed
+    return commit_copy(source, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
 def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
@@ -332,12 +433,20 @@ def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
         )
 
 
-def _name_latest(
-    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[Listing, ...]
+def newer_on(
+    tier: str, checkpoint: KnownCheckpoint, known: Iterable[KnownCheckpoint]
+) -> list[CheckpointId]:
+    """Return the newer checkpoints of the live lineage that a tier holds."""
+    live = (c for c in known if tier in c.copies and not c.abandoned)
+    return [c.id for c in live if c.id > checkpoint.id]
+
+
+def name_latest(
+    store: StoredTier, checkpoint: KnownCheckpoint, newer: Sequence[CheckpointId]
 ) -> tuple[str, ...]:
-    """Write ``latest`` where the tier holds nothing newer of the live lineage; return a note where that failed."""
-    newer = [c for c in merge(listings) if store.name in c.copies and c.id > checkpoint.id]
-    if checkpoint.abandoned or any(not c.abandoned for c in newer):
+    """Have ``latest`` of a tier name a checkpoint that was committed there, unless it is abandoned or the tier holds
+    ``newer`` ones; return a note where that failed."""
+    if checkpoint.abandoned or newer:
         return ()
     try:
         store.write_latest(checkpoint.id)
@@ -459,30 +568,13 @@ class Repairer:
     def _repair_files(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> str:
-        tiers = self._sources(store, checkpoint, copy)
-        commit, images = _open_source(checkpoint, tiers, self._reader)
-        attempt = _writing_attempt(self._reader, self._listings, commit.lineage, store)
-        limits = lane_limits(store, self._reader.config)
-        commit = write_files(store, limits, commit, images, lambda count: None)
-        # what this tier was owed then is only in its own record
-        if copy.commit is not None:
-            commit = replace(commit, owed=copy.commit.owed)
-        self._commit(store, commit, attempt)
-        return f"rewritten from {', '.join(images.tally.bytes)}"
-
-    def _commit(self, store: StoredTier, commit: Commit, attempt: Attempt) -> None:
-        """Replace the commit record. What was written of a checkpoint that was deleted meanwhile is deleted too, its
-        commit record first; raises StepError then."""
-        id = commit.lineage.checkpoint
-        store.fence.check(attempt)
-        if store.is_committed(id):
-            store.commit(commit, attempt=attempt, repairs=True)
-            there = {stored.key for stored in store.files(id, commit)}
-            if all(file.name in there for file in commit.files):
-                return  # else it is being deleted now
-        store.backend.delete(keys.step_prefix(self._reader.run, id) + keys.COMMIT_NAME)
-        store.discard(id, attempt=None)
-        raise StepError("it was deleted while it was repaired")
+        source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
+        line, config = source.commit.lineage, self._reader.config
+        attempt = _writing_attempt(self._reader, self._listings, line, store)
+        _write_whole(
+            source, store, config, attempt, lambda count: None, damaged=copy.commit, repairs=True
+        )
+        return f"rewritten from {', '.join(source.images.tally.bytes)}"
 
     def _sources(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy

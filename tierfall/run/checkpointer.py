@@ -413,7 +413,6 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return counters and times since open."""
         self._opened.check_usable()
-        self._session.memory.check()
         return replace(
             statistics.statistics(self._session, self._saver.counts),
             cadence=self._cadence.report(),

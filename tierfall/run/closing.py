@@ -252,7 +252,7 @@ def log_lost(session: Session) -> list[FlushError]:
     if not lost:
         return []
     named = format_some([str(id) for id in sorted(lost)])
-    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory}")
+    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.problem}")
     logger.error("%s", error)
     return [error]
 
@@ -261,14 +261,19 @@ def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
     """Return the checkpoints that are committed on no tier, and sealed in memory that ends with this process."""
 
     def ask() -> set[CheckpointId]:
-        ledger = session.coordinator.ledger
+        ledger, ends = session.coordinator.ledger, session.memory.ends_with_process
         left = ledger.abandoned()
+        of_others = session.leftovers.images
         return {
             e.id
             for e in ledger.entries.values()
             if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.deleted
             if CopyState.COMMITTED not in e.states.values()
-            if session.memory.ends_with_process(e.regions)
+            if ends([e.region])
+        } | {
+            id
+            for id, regions in of_others.items()
+            if not session.leftovers.durable_on(id) and id not in left and ends(regions)
         }
 
     return session.call(ask)
@@ -287,7 +292,6 @@ def log_end(
         return delayed | coordinator.ledger.failing
 
     errors = {**looked_at.unread, **session.call(ask)}
-    errors.pop(session.host.name, None)
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:
@@ -330,6 +334,11 @@ def _log_left(session: Session, report: DrainReport) -> None:
 
 def _nothing_whole(session: Session) -> tuple[str, str]:
     """Return what to log where no tier that is written has a whole checkpoint: others may have one, or parts."""
+    if session.leftovers.images:
+        steps = format_some([str(id) for id in sorted(session.leftovers.images)])
+        return f"no tier has a checkpoint of it, and memory has images of {steps}", (
+            "a restart restores from there"
+        )
     if any(listing.copies for listing in session.tiers.listings):
         found = "no tier that is written has a whole checkpoint of it"
         return found, "a restart looks at all tiers again"
@@ -371,7 +380,7 @@ def _find_newest(
         for id in ledger.entries.ids(newest_first=True):
             entry = ledger.entries.peek(id)
             there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
-            if ledger.host in there and session.memory.ends_with_process(entry.regions):
+            if ledger.host in there and session.memory.ends_with_process([entry.region]):
                 there.remove(ledger.host)
             if there and id not in left and not entry.deleted:
                 return id, there

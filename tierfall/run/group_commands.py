@@ -107,6 +107,13 @@ def find_checkpoint(session: Session, doing: str, step: int, attempt: int | None
     ]
     if not fitting:
         which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+        if any(
+            id.step == step and attempt in (None, id.attempt) for id in session.leftovers.images
+        ):
+            raise StepError(
+                f"{doing}: {which} is in memory alone, where ranks of an earlier start left it: it can be restored. "
+                "The next save is made at once and goes to every tier; name that one"
+            )
         there = ", ".join(f"{c.step}@{c.attempt}" for c in known[-8:]) or "none"
         raise StepError(f"{doing}: {which} is not known; the newest there are: {there}")
     return CheckpointId(fitting[-1].step, fitting[-1].attempt)

@@ -92,7 +92,6 @@ class OpenRun:
                     config,
                     run=run,
                     ranks=ranks,
-                    adopts=True,
                     fresh=fresh,
                     peers=self._peers,
                     command=command,
@@ -213,7 +212,7 @@ class OpenRun:
             tags=tags,
             began_s=began_s,
             may_be_lazy=may_be_lazy,
-            at_end=at_end,
+            at_end=at_end or (self.session.displaced and not self.lineage.saved_any),
         )
         with self.saver.lock:
             if self._ends:
@@ -375,7 +374,6 @@ class OpenRun:
                 together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or must_keep_memory(session)
             if keep:
-                session.memory.check()
                 session.coordinator.errors += closing.log_lost(session)
             closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
         finally:

@@ -6,12 +6,8 @@ It knows no state: the caller plans where the bytes go.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tierfall.config import Config
@@ -24,21 +20,18 @@ from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
 from tierfall.core.runtime.bounded_calls import BoundedCalls
-from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.errors import ConfigError, StepError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage, as_step
-from tierfall.setup.tiers import patience_s, reported_tiers
-from tierfall.tiers.stored import StoredTier
+from tierfall.setup.places import runs_in
+from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers
 
 logger = logging.getLogger("tierfall")
 LOOK_S = 2.0
 """Seconds that a tier has to answer which other runs it has."""
-FOLDERS_MAX = 1000
-NAMED_MAX = 3
 
 
 class Restorer:
@@ -124,15 +117,9 @@ class Restorer:
         with ExitStack() as seen:
 
             def choose_now(request: RestoreRequest) -> Choice:
-                listings, hosts = session.list_now(), session.tiers.hosts()
-
-                def look_again() -> Sequence[Listing]:
-                    hosts[:] = seen.enter_context(session.tiers.slots_of_node())
-                    return session.tiers.with_memory(listings, hosts)
-
-                candidates = self.candidates(listings, request, tally, look_again)
-                open_image = session.tiers.opener(regions_in(hosts))
-                return Choice(candidates=candidates, listings=listings, open_image=open_image)
+                listings = session.list_now()
+                candidates = self.candidates(listings, request, tally)
+                return Choice(candidates=candidates, listings=listings, open_image=self.opener())
 
             chosen = choose_now(request)
             if not chosen.candidates:
@@ -155,12 +142,20 @@ class Restorer:
     def _warn_of_other_runs(self) -> None:
         if not self._session.ranks.topology.is_root:
             return
-        others = describe_other_runs(self._config, self._session.stores, but=self._session.run)
-        if others:
+        folders = {t.name: t.folder for t in self._config.stored if t.folder is not None}
+        answers = call_tiers(
+            (store for store in self._session.stores.values() if store.name in folders),
+            lambda store: runs_in(folders[store.name]),
+            self._config,
+            BoundedCalls(),
+            timeout_s=LOOK_S,
+        )
+        found = {run for each in answers.values() for run in each.value or ()}
+        if others := found - {self._session.run}:
             logger.warning(
                 "restore: no tier has a checkpoint of run %r, and training begins anew. Other runs on these tiers: %s. "
                 "To continue from one, give its name as 'run' in the configuration",
-                self._session.run, others,
+                self._session.run, format_some(sorted(others)),
             )  # fmt: skip
 
     def reader(
@@ -193,20 +188,14 @@ class Restorer:
         return make_barrier(self._session.ranks, timeout_s=self.patience_s)
 
     def candidates(
-        self,
-        listings: Sequence[Listing],
-        request: RestoreRequest,
-        tally: ReadTally,
-        look_again: Callable[[], Sequence[Listing]] | None = None,
+        self, listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
     ) -> list[KnownCheckpoint]:
         """Return the checkpoints that may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks
         if not self._session.tiers.agrees:
             return choose(listings, request, tally)
         reported = reported_tiers(self._config, ranks)
-        return agree_to_restore(
-            ranks, listings, request, mine=reported, tally=tally, look_again=look_again
-        )
+        return agree_to_restore(ranks, listings, request, mine=reported, tally=tally)
 
     def opener(self) -> OpenImage:
         """Return what opens images, those in the memory of this process included."""
@@ -251,7 +240,10 @@ class Restorer:
         # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
         # for others, again.
         is_lost = self._config.peers is not None and self._session.host.name not in verified
-        self._on_continued(id.step, "peer memory has lost copies" if is_lost else None)
+        due = "peer memory has lost copies" if is_lost else None
+        if self._session.displaced:
+            due = "memory has images of other ranks, which no rank can flush"
+        self._on_continued(id.step, due)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
@@ -272,47 +264,3 @@ def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: Checkpoin
                 who,
                 format_some([str(c.id) for c in left]),
             )
-
-
-# The other runs on the tiers, if a run has no checkpoint there: it may have been renamed ----------
-
-
-def describe_other_runs(config: Config, stores: Mapping[str, StoredTier], *, but: str) -> str:
-    """Return the runs other than ``but`` that wrote last, three at most, each with its newest checkpoint; empty where
-    there are none, or where no tier answers in time. Only tiers of files are looked at."""
-    folders = {t.name: t.folder for t in config.stored if t.folder is not None and t.name in stores}
-    calls = {
-        name: partial(_find_runs, stores[name], folder, but) for name, folder in folders.items()
-    }
-    found: dict[str, tuple[float, CheckpointId]] = {}
-    answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, LOOK_S), doing="list the runs")
-    for answer in answers.values():
-        for run, (written_s, newest) in (answer.value or {}).items():
-            known_s, known = found.get(run, (written_s, newest))
-            found[run] = max(written_s, known_s), max(newest, known)
-    latest_first = sorted(found, key=lambda run: found[run], reverse=True)
-    return ", ".join(f"{run} (newest {found[run][1]})" for run in latest_first[:NAMED_MAX])
-
-
-def _find_runs(store: StoredTier, folder: Path, but: str) -> dict[str, tuple[float, CheckpointId]]:
-    """Return the runs in a tier's folder that wrote ``latest`` last, three at most, with its time and what it names."""
-    with os.scandir(folder) as entries:
-        names = [each.name for each in islice(entries, FOLDERS_MAX) if each.name != but]
-    written_s: dict[str, float] = {}
-    for name in names:
-        try:
-            written_s[name] = os.lstat(folder / name / keys.LATEST_NAME).st_mtime
-        except OSError:  # no run, or one without a checkpoint
-            continue
-    found: dict[str, tuple[float, CheckpointId]] = {}
-    for name in sorted(written_s, key=lambda run: written_s[run], reverse=True):
-        if len(found) == NAMED_MAX:
-            break
-        run = StoredTier(name=store.name, run=name, backend=store.backend, read_only="other run")
-        try:
-            newest = run.latest.read()
-        except TierfallError:  # not a file of tierfall
-            continue
-        if newest is not None:
-            found[name] = written_s[name], newest
-    return found

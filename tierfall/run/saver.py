@@ -240,6 +240,7 @@ class Saver:
             tags=call.tags,
             run=place.run,
         )
+        self._session.memory.renew()
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,

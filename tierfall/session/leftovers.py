@@ -2,37 +2,34 @@
 the present ranks.
 
 A rank owns its slot, with the images of whatever rank. An image of this rank becomes its copy again. The first rank of
-a node adopts the slots beyond those of the present ranks. A checkpoint whose images are all in memory is flushed by the
-ranks that have them; other images are kept for restores until something newer is durable. Nothing here knows how ranks
-agree.
+a node adopts the slots beyond those of the present ranks. The images of other ranks are kept for restores until
+something newer is durable. Nothing here knows how ranks agree.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.commit_files import plain
+from tierfall.core.format.commit_files import shards_of
 from tierfall.core.format.records import Commit, geometry, parse_manifest
-from tierfall.core.restore.agreement import complete, whole_on
 from tierfall.core.restore.inventory import Inventory, unite_listings
+from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
-from tierfall.core.types.text import format_ranks, format_some
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.attempts import ids_by_commits
 from tierfall.setup.tiers import unattached_slot
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.host import HostTier, SealedImage, arena_slots, damaged_arena_error
+from tierfall.tiers.host import HostTier, SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -60,14 +57,12 @@ def adopt_slots(
     first: int,
     name: str,
     run: str,
-    refuses_damaged: bool = False,
     command: str = "",
 ) -> tuple[list[AdoptedSlot], list[TierfallError]]:
     """Adopt every slot from ``first`` on that has an arena. An empty one is deleted; one that cannot be read is logged,
     and stays: also return the errors of those that may hold good images.
 
-    Raises LockError where another process owns one: a rank of an earlier start that still runs; with
-    ``refuses_damaged``, ConfigError where one cannot be read.
+    Raises LockError where another process owns one: a rank of an earlier start that still runs.
     """
     adopted: list[AdoptedSlot] = []
     problems: list[TierfallError] = []
@@ -76,7 +71,7 @@ def adopt_slots(
             if slot >= first:
                 lock = RunLock.acquire(folder / lock_name(slot), run=run, command=command)
                 host = unattached_slot(folder, slot, name=name, run=run)
-                adopted += _adopt(lock, host, problems, refuses_damaged=refuses_damaged)
+                adopted += _adopt(lock, host, problems)
     except BaseException:
         for one in adopted:
             one.close(keep=True)
@@ -84,16 +79,12 @@ def adopt_slots(
     return adopted, problems
 
 
-def _adopt(
-    lock: RunLock, host: HostTier, problems: list[TierfallError], *, refuses_damaged: bool
-) -> list[AdoptedSlot]:
+def _adopt(lock: RunLock, host: HostTier, problems: list[TierfallError]) -> list[AdoptedSlot]:
     try:
         host.attach()
     except BaseException as error:
         lock.release()
-        if refuses_damaged and isinstance(error, IntegrityError):
-            raise damaged_arena_error(error, host.path) from error
-        if refuses_damaged or not isinstance(error, TierfallError):
+        if not isinstance(error, TierfallError):
             raise
         logger.warning(
             "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
@@ -123,65 +114,20 @@ def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], Ho
     return {(id, held.region.shard): held.region for id, held in images_in(hosts)}
 
 
-@contextmanager
-def opened_slots_of_others(
-    folder: Path, *, mine: Sequence[HostTier], name: str, run: str
-) -> Iterator[list[HostTier]]:
-    """Open all slots of this node for reading: ``mine``, which are open, and those of other processes."""
-    own = {host.path for host in mine}
-    others = [unattached_slot(folder, slot, name=name, run=run) for slot in arena_slots(folder)]
-    seen = list(mine)
-    try:
-        for host in others:
-            if host.path in own:
-                continue
-            try:
-                if host.attach(writable=False):
-                    seen.append(host)
-            except TierfallError as error:
-                logger.warning("restore: memory of another rank cannot be read: %s", error)
-        yield seen
-    finally:
-        for host in seen:
-            if host.path not in own:
-                host.close(keep=True)
-
-
 # On rank 0 --------------------------------------------------------------------------------------------
 
 
-def committed_in_memory(
-    listings: Sequence[Listing],
-    inventories: Mapping[int, Inventory],
-    *,
-    host: str,
-    world_size: int,
-) -> tuple[str, ...]:
-    """Return the commit records of checkpoints whose images are all in memory, though not each at the rank that saved
-    it.
-
-    ``listings`` are the ``inventories`` of all ranks, merged.
-    """
-    found, _ = complete(listings)
-    memory = next(listing for listing in listings if listing.tier == host)
-    displaced: set[CheckpointId] = set()
-    firsts: dict[CheckpointId, Commit] = {}
-    for rank, tiers in inventories.items():
-        for copy in tiers[host].copies if host in tiers else ():
-            commit = copy.commit_of(rank, host)
-            if commit is None:
-                continue
-            id = commit.lineage.checkpoint
-            shards = {keys.parse_shard(file.name) for file in commit.files}
-            if shards != {Shard(rank, world_size)}:
-                displaced.add(id)
-            if Shard(0, commit.world_size) in shards:
-                firsts[id] = commit
-    # the first rank's record has metrics and tags; all ranks' files are added to it
-    return tuple(
-        replace(firsts[copy.id], files=copy.commit.files).encode().decode()
-        for copy in memory.copies
-        if copy.commit is not None and copy.id in displaced & found and whole_on(memory, copy.id)
+def displaced_in(
+    inventories: Mapping[int, Inventory], *, host: str, world_size: int
+) -> frozenset[CheckpointId]:
+    """Return the checkpoints of which some rank has found an image in memory that another rank saved, or one of as many
+    ranks as there are not now."""
+    return frozenset(
+        copy.id
+        for rank, tiers in inventories.items()
+        for copy in (tiers[host].copies if host in tiers else ())
+        if (commit := copy.commit_of(rank, host)) is not None
+        and shards_of(commit) != [Shard(rank, world_size)]
     )
 
 
@@ -190,105 +136,79 @@ def committed_in_memory(
 
 @dataclass(slots=True)
 class Leftovers:
-    """The images in this node's memory that are not those of the present ranks. Belongs to the coordinator's thread.
-
-    ``whole_images`` are checkpoints in the ledger, which are flushed. ``partial_images`` are images of other
-    checkpoints, which are only read.
-    """
+    """The images in this node's memory that are not those of the present ranks, by checkpoint: they are restored from,
+    and copied nowhere. Belongs to the coordinator's thread."""
 
     ledger: Ledger
     slots: list[AdoptedSlot]
-    whole_images: list[LedgerEntry] = field(default_factory=list)
-    partial_images: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
+    images: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
+    _conditions: Conditions = field(default_factory=Conditions)
 
-    def enter(
-        self, records: Iterable[Commit], images: Sequence[tuple[CheckpointId, SealedImage]]
-    ) -> None:
-        """Enter the checkpoints of ``records``, which rank 0 has named, into the ledger, with this rank's ``images`` of
-        them."""
-        for commit in records:
-            id = commit.lineage.checkpoint
-            entry = self.ledger.entries.get(id) or entry_of(id, commit, self.ledger.shard)
-            self.ledger.enter(entry)
-            held = [image for of, image in images if of == id]
-            entry.commit = plain(commit)
-            size = sum(image.region.image_bytes for image in held)
-            entry.set_state(self.ledger.host, CopyState.SEALED, size)
-            entry.shards = tuple(
-                entry.from_other_rank(
-                    image.region.shard,
-                    image.region,
-                    parse_manifest(image.region.manifest(), what=f"manifest of {id} in memory"),
-                )
-                for image in held
+    def add(self, id: CheckpointId, image: SealedImage, *, complete: bool) -> None:
+        """Keep an image until something newer is on a tier. ``complete``: all images of its checkpoint are there."""
+        shard = image.region.shard
+        what = f"open: the part of rank {shard.rank} of {shard.world_size} of {id} is in memory"
+        stays = "it is not flushed, and stays, to be restored from, until something newer is durable or a save needs"
+        if complete:
+            logger.info("%s: %s its room", what, stays)
+        else:
+            logger.warning(
+                "%s, the others' are not: %s its room; if no other tier holds the rest, that checkpoint is lost with "
+                "the machines that are missing",
+                what,
+                stays,
             )
-            self.whole_images.append(entry)
-            logger.info(
-                "open: %s in memory, which %d ranks saved, is adopted: %s",
-                id,
-                commit.world_size,
-                f"the parts of {format_ranks(part.shard.rank for part in entry.shards)} are here"
-                if held
-                else "no part is here",
-            )
-
-    def add_partial(self, id: CheckpointId, image: SealedImage) -> None:
-        """Keep an image of a checkpoint that is not whole in memory."""
-        logger.warning(
-            "open: the part of rank %d of %d of %s is in memory, the others' are not: it is not flushed, and stays, to "
-            "be restored from, until something newer is durable or a save needs its room; if no other tier holds the "
-            "rest, that checkpoint is lost with the machines that are missing",
-            image.region.shard.rank,
-            image.region.shard.world_size,
-            id,
-        )
-        self.partial_images.setdefault(id, []).append(image.region)
+        self.images.setdefault(id, []).append(image.region)
 
     def on_committed(self, tier: str, newer: LedgerEntry) -> None:
-        """Release what is older than a checkpoint just committed on ``tier``, owed to no tier, and not pinned to
-        memory."""
-        rules = self.ledger.rules_of(tier)
-        if rules.survives is LossClass.NONE:
+        """Release what is older than a checkpoint just committed on ``tier``, unless it is pinned, and nowhere else."""
+        if self.ledger.rules_of(tier).survives is LossClass.NONE:
             return
-        for entry in [e for e in self.whole_images if e.age_order < newer.age_order and not e.owed]:
-            elsewhere = CopyState.COMMITTED in entry.states.values()
-            if entry.leases.get(self.ledger.host) or (entry.pinned and not elsewhere):
+        for id in [id for id in self.images if (id.attempt, id.step) < newer.age_order]:
+            if self.ledger.decided.is_pinned(id, None) and not self.durable_on(id):
                 continue
-            self.whole_images.remove(entry)
-            entry.free()
-            entry.set_state(self.ledger.host, CopyState.ABSENT)
-            self.ledger.forget_if_gone(entry)
-        for id in [id for id in self.partial_images if (id.attempt, id.step) < newer.age_order]:
-            for region in self.partial_images.pop(id):
+            for region in self.images.pop(id):
                 region.release()
         for slot in [slot for slot in self.slots if slot.host.is_empty()]:
             self.slots.remove(slot)
             slot.close(keep=False)
 
     def evict_oldest(self) -> bool:
-        """Release the oldest images that are only read, for a save; False where there are none that may go.
+        """Release the oldest images, for a save; False where there are none that may go.
 
-        Those that peer memory counts on go last, and only where memory has room for nothing else. Of these the restored
-        one goes before one that was reported.
+        Those that this start was restored from go last; without peer memory they stay as long as no tier has them. So
+        do those that peer memory counts on, and only where memory has room for nothing else: of these the restored one
+        goes before one that was reported.
         """
-        ids = sorted(self.partial_images, key=self._eviction_order)
+        ids = sorted(self.images, key=self._eviction_order)
+        if ids and self._is_only_source(ids[0]):
+            self._conditions.report(
+                ids[0], logging.WARNING,
+                "memory has no room beside what this start was restored from, %s, which no tier has: saves are "
+                "skipped. End the training and run 'tierfall drain', or raise the capacity of memory", ids[0],
+            )  # fmt: skip
+            return False
         if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
             return False
         id = ids[0]
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
-        for region in self.partial_images.pop(id):
+        for region in self.images.pop(id):
             region.release()
         return True
 
     def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
-        is_needed = self._is_needed(id)
+        is_needed = self._is_needed(id) or self._is_only_source(id)
         return is_needed, is_needed and self._may_be_reported(id), id.attempt, id.step
+
+    def _is_only_source(self, id: CheckpointId) -> bool:
+        is_restored = id == self.ledger.restored_from and not self.ledger.peer_tiers
+        return is_restored and not self.durable_on(id)
 
     def _is_needed(self, id: CheckpointId) -> bool:
         """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
         them, or they are the newest of a reported checkpoint."""
         peers = self.ledger.peer_tiers
-        if not peers or self._durable_on(id) - peers:
+        if not peers or self.durable_on(id) - peers:
             return False
         return id == self.ledger.restored_from or (
             self._may_be_reported(id) and not self._has_newer(id)
@@ -299,17 +219,18 @@ class Leftovers:
         newer = entries.keys() | {other for _, other in self.ledger.on_few_nodes}
         deleted = {other for other in entries if entries[other].deleted}
         return any(
-            self._durable_on(other) - peers or self._may_be_reported(other)
+            self.durable_on(other) - peers or self._may_be_reported(other)
             for other in newer - deleted
             if other > id
         )
 
     def _may_be_reported(self, id: CheckpointId) -> bool:
         """Return whether peer memory has committed a checkpoint, or may have before copies of it were lost."""
-        few, durable = self.ledger.on_few_nodes, self._durable_on(id)
+        few, durable = self.ledger.on_few_nodes, self.durable_on(id)
         return any(few.get((tier, id), tier in durable) for tier in self.ledger.peer_tiers)
 
-    def _durable_on(self, id: CheckpointId) -> set[str]:
+    def durable_on(self, id: CheckpointId) -> set[str]:
+        """Return the tiers on which a checkpoint is committed."""
         entry = self.ledger.entries.get(id)
         states = {} if entry is None else entry.states
         return {tier for tier, state in states.items() if state is CopyState.COMMITTED}
@@ -408,22 +329,20 @@ def adopt_images(
     ledger: Ledger,
     images: Sequence[tuple[CheckpointId, SealedImage]],
     slots: list[AdoptedSlot],
-    records: Iterable[Commit],
+    displaced: Collection[CheckpointId] = (),
 ) -> Leftovers:
-    """Enter the images in this process's slots into the ledger, and return those that are not this rank's.
-
-    ``slots`` were adopted from ranks that no longer exist. ``records`` are the commit records of checkpoints whose
-    images are all in memory, though not each at the rank that saved it.
-    """
+    """Enter the images in this process's slots into the ledger, and return the others: those of ``displaced``
+    checkpoints, and of such as not all ranks have. ``slots`` were adopted from ranks that no longer exist."""
     host = ledger.host
     leftovers = Leftovers(ledger, slots)
-    leftovers.enter(records, images)
     for id, image in images:
         entry = ledger.entries.get(id)
-        if entry is not None and entry.shards is not None:
-            continue
-        if image.region.shard != ledger.shard or entry is None or host not in entry.states:
-            leftovers.add_partial(id, image)  # a tier or a machine may come back that has the rest
+        is_own = image.region.shard == ledger.shard and id not in displaced
+        if ledger.decided.is_deleted(id, image.commit.lineage.attempt_id):
+            image.region.release()
+        elif not is_own or entry is None or host not in entry.states:
+            # a tier or a machine may come back that has the rest
+            leftovers.add(id, image, complete=id in displaced)
         elif entry.region is not None:
             image.region.release()
         else:
@@ -436,7 +355,7 @@ def adopt_images(
             logger.info("open: %s in memory is adopted", id)
             _note_on_peers(ledger, entry)
     for entry in list(ledger.entries.values()):
-        if host in entry.states and entry.region is None and entry.shards is None:
+        if host in entry.states and entry.region is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
     return leftovers

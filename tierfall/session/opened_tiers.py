@@ -11,8 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -43,7 +42,6 @@ from tierfall.session.leftovers import (
     check_memory,
     is_ours,
     list_slots,
-    opened_slots_of_others,
     regions_in,
 )
 from tierfall.setup.attempts import next_number
@@ -64,6 +62,7 @@ from tierfall.setup.tiers import (
     open_stores,
     patience_s,
 )
+from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import HostTier, damaged_arena_error, log_allocation
@@ -88,23 +87,21 @@ class OpenedTiers:
         *,
         run: str,
         ranks: Ranks | None = None,
-        accept_arena: bool = False,
-        adopts: bool = False,
-        tending: bool = False,
-        draining: bool = False,
+        offline: bool = False,
         fresh: bool = False,
         peers: PeerMemory | None = None,
         command: str = "",
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
-        ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
-        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
-        memory of any rank, while other machines may, too; damaged memory is an error. ``fresh``: bring no image back.
-        A ``command``, by its name, waits for another one that holds the run, for ``max_wait`` at most.
+        ``offline``: for a command, which trains nothing. It has the memory of all ranks on this node, also that of an
+        attempt which no tier has a record of; it creates no folder, and each call to a tier has a bound. ``fresh``:
+        bring no image back. A command that holds the run is waited for, for ``max_wait`` at most. ``command`` is the
+        name of the command that opens them.
         """
-        config = config if adopts else seen_by_one(config)
-        check_written(config)
+        config = seen_by_one(config) if offline else config
+        if not offline:
+            check_written(config)
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
@@ -114,7 +111,7 @@ class OpenedTiers:
         self.warned_starts: set[Key] = set()
         self.stores: dict[str, StoredTier] = {}
         self.adopted: list[AdoptedSlot] = []
-        self._memory_problems: list[TierfallError] = []
+        self.memory_problems: list[TierfallError] = []
         self._closed = False
         self._peers = peers
         self._calls = BoundedCalls()
@@ -133,16 +130,17 @@ class OpenedTiers:
             self.folder / lock_name(self.ranks.local_index),
             run=run,
             command=command,
-            wait_s=config.max_wait_s if command else 0.0,
+            wait_s=config.max_wait_s,
         )
         try:
-            self._attach_host(
-                adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
-                refuses_damaged=draining,
-                command=command,
-            )
+            self._attach_host(adopts=offline or self.ranks.topology.is_leader, command=command)
             self.stores, self.errors = open_stores(
-                config, run, find_read_only=True, creates=not draining, peers=peers
+                config,
+                run,
+                find_read_only=True,
+                creates=not offline,
+                is_bounded=offline,
+                peers=peers,
             )
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
@@ -154,39 +152,34 @@ class OpenedTiers:
                 self.config, self.stores, self.folder, self.listings, self._calls
             )
             self._check_identities()
-            self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
+            self.agrees = self.ranks.many or self._has_images_of_others()
             check_memory(
                 self.hosts(),
                 self.stores,
                 self.listings,
                 run=run,
-                may_be_unknown=accept_arena
+                may_be_unknown=offline
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),
             )
             if peers is not None and not fresh:
                 known, wait_s = partial(is_ours, self.stores, self.listings), patience_s(config) / 2
                 peers.recover_image(self.host, self.listings, known, wait_s)
-                self.listings = self.with_memory(self.listings, self.hosts())
+                self.listings = self._with_memory(self.listings)
         except BaseException:
             self.close(keep=True)
             raise
         self._log_unreadable()
 
-    def _attach_host(self, *, adopts: bool, refuses_damaged: bool, command: str) -> None:
+    def _attach_host(self, *, adopts: bool, command: str) -> None:
         try:
             self.host.attach()
         except IntegrityError as error:
             raise damaged_arena_error(error, self.host.path) from error
         if adopts:
             first = len(self.ranks.topology.local_ranks)
-            self.adopted, self._memory_problems = adopt_slots(
-                self.folder,
-                first=first,
-                name=self.host.name,
-                run=self.run,
-                refuses_damaged=refuses_damaged,
-                command=command,
+            self.adopted, self.memory_problems = adopt_slots(
+                self.folder, first=first, name=self.host.name, run=self.run, command=command
             )
 
     def _check_identities(self) -> None:
@@ -209,7 +202,7 @@ class OpenedTiers:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
             for damage in listing.damaged:
-                if damage not in self._memory_problems:  # which were logged
+                if damage not in self.memory_problems:  # which were logged
                     what = "damaged" if damage.is_damage else "that could not be read"
                     logger.warning(
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
@@ -297,10 +290,6 @@ class OpenedTiers:
         self.config = self.config.model_copy(update={"tiers": tiers})
 
     # Attempts ----------------------------------------------------------------------------------------
-
-    def write_for(self, attempt: Attempt) -> None:
-        """Write as an earlier attempt, whose record is on the tiers already."""
-        self.attempt = attempt
 
     def next_number(self) -> int:
         """Return an attempt number above all others, including those on tiers that cannot be listed."""
@@ -420,15 +409,14 @@ class OpenedTiers:
 
     def list_now(self) -> tuple[Listing, ...]:
         """List every tier; of memory, the slots of this process."""
-        found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        return self.with_memory(found, self.hosts())
+        return self._with_memory(
+            list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        )
 
-    def with_memory(
-        self, listings: Iterable[Listing], hosts: Sequence[HostTier]
-    ) -> tuple[Listing, ...]:
-        """Replace the listing of memory by that of the slots ``hosts``."""
-        memory = list_slots(hosts)
-        memory = replace(memory, damaged=(*memory.damaged, *self._memory_problems))
+    def _with_memory(self, listings: Iterable[Listing]) -> tuple[Listing, ...]:
+        """Replace the listing of memory by that of the slots of this process."""
+        memory = list_slots(self.hosts())
+        memory = replace(memory, damaged=(*memory.damaged, *self.memory_problems))
         return tuple(memory if x.tier == self.host.name else x for x in listings)
 
     def look(
@@ -443,12 +431,6 @@ class OpenedTiers:
             self._calls,
             doing="look",
             timeout_s=timeout_s,
-        )
-
-    def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:
-        """Open all slots of this node for reading; the context closes them."""
-        return opened_slots_of_others(
-            self.folder, mine=self.hosts(), name=self.host.name, run=self.run
         )
 
     def opener(self, regions: Regions) -> OpenImage:
@@ -477,6 +459,8 @@ class OpenedTiers:
                 self._peers.release(self.stores, self._call)
             close_stores(self.stores, timeout_s)
             self.host.close(keep=keep)
+            if not keep:
+                remove_status(self.host.path)
             for slot in self.adopted:
                 slot.close(keep=keep)
         finally:

@@ -125,14 +125,16 @@ def free_memory_at_end(session: Session, timeout_s: float) -> None:
         finally:
             done.set()
 
-    session.memory.close()  # else its thread allocates a new file after this
     session.call_soon(free)
     session.wait(done, timeout_s)
 
 
 def _needs_memory(session: Session) -> bool:
     """See ``must_keep_memory``; on the coordinator's thread."""
-    if session.config.host.on_close is OnClose.KEEP or session.leftovers.partial_images:
+    leftovers = session.leftovers
+    if session.config.host.on_close is OnClose.KEEP:
+        return True
+    if not all(leftovers.durable_on(id) for id in leftovers.images):
         return True
     ledger = session.coordinator.ledger
     if any(entry.owed for entry in ledger.entries.values()):

@@ -1,7 +1,7 @@
 """A session: one run's tiers, opened for writing, with everything that moves copies between them.
 
-It builds the ledger from what the tiers hold, starts the threads, and ends them. ``Checkpointer`` and the writing
-commands are built on it. Nothing here knows a model or a state.
+It builds the ledger from what the tiers hold, starts the threads, and ends them. ``Checkpointer`` is built on it.
+Nothing here knows a model or a state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
-from tierfall.core.format.records import Attempt, Commit
+from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.message_tree import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
@@ -57,25 +57,22 @@ ABANDON_S = 1.0
 class Session:
     """See the module. Made of opened tiers and what they hold; it closes these tiers.
 
-    Nothing moves before ``start``. Without an attempt, only commands are carried out.
+    Nothing moves before ``start``.
     """
 
     def __init__(
         self,
         tiers: OpenedTiers,
         start: Start,
-        *,
-        complete: Callable[[Commit, str], Commit] | None = None,
     ) -> None:
-        """Build the ledger, and all that works on it.
-
-        ``complete`` adds to the commit record of several ranks what other machines have uploaded to a tier: they may be
-        writing too, so that nothing is deleted by retention.
-        """
+        """Build the ledger, and all that works on it."""
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.host, self.stores, self.errors = tiers.host, tiers.stores, tiers.errors
         self._held = on_all_ranks(tiers, start)
+        self.displaced = bool(start.displaced)
+        """Memory of some rank has images of other ranks, which can only be restored from: the first save is made soon,
+        and owed to every tier."""
         self._closed = False
         self.listeners: dict[str | int, Listener] = {}
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -94,12 +91,7 @@ class Session:
         }
         ledger, self.leftovers = _load_ledger(tiers, start, self._held, written)
         self.workers = Workers(
-            TaskRunner(
-                self.stores,
-                lane_pools(self.config, lanes),
-                lambda: tiers.attempt,
-                complete=complete or _unchanged,
-            ),
+            TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
@@ -118,9 +110,8 @@ class Session:
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
             leftovers=self.leftovers,
-            retains=complete is None,
         )
-        self.memory = MemoryFiles(tiers, self.coordinator, call_soon=self.call_soon)
+        self.memory = MemoryFiles(tiers)
         self.holds = Holds()
         self.status = StatusWriter(self)
 
@@ -129,7 +120,8 @@ class Session:
         return self.tiers.config
 
     @property
-    def attempt(self) -> Attempt | None:
+    def attempt(self) -> Attempt:
+        assert self.tiers.attempt is not None
         return self.tiers.attempt
 
     @property
@@ -157,15 +149,10 @@ class Session:
         """
         self.listeners.update(listeners or {})
         self.journal.start(self.attempt)
-        if self.attempt is None:
-            self.coordinator.start_for_commands()
-        else:
-            self.coordinator.start()
+        self.coordinator.start()
         self.workers.start(self.coordinator)
         self.ranks.set_listener(self._on_message)
-        self.memory.start()
-        if self.attempt is not None:
-            self.status.start()
+        self.status.start()
 
     def _on_message(self, news: RankMessage) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
@@ -245,7 +232,7 @@ class Session:
     def peer_survival(self) -> PeerSurvival | None:
         """Return which losses of nodes peer memory survives; on the coordinator's thread."""
         attempt = self.attempt
-        if attempt is None or attempt.node_losses is None:
+        if attempt.node_losses is None:
             return None
         coordinator, names = self.coordinator, self.coordinator.ledger.peer_tiers
         copied = {id for id, tier in coordinator.durable if tier in names}
@@ -327,8 +314,7 @@ class Session:
         """List all tiers and take another attempt, together with the other ranks."""
         self.tiers.listings = self.list_now()
         begin_attempt(self.tiers)
-        assert self.tiers.attempt is not None
-        return self.tiers.attempt
+        return self.attempt
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -344,9 +330,11 @@ class Session:
         def left_s() -> float:
             return max(ABANDON_S, ends_s - time.monotonic())
 
-        self.memory.close()
         if keep_memory:
-            self.memory.hold_place()
+            try:
+                self.memory.hold_place()
+            except TierfallError as error:
+                logger.warning("%s: its place cannot be held: %s", self.host.name, error)
         self.status.close()
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
@@ -365,10 +353,10 @@ class Session:
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""
-        if self.memory.problem is not None:
+        if self.memory.problem:
             return (
                 "what has no file in memory is lost unless another tier has it, and the next start or 'tierfall "
-                f"drain' finishes the rest: {self.memory}"
+                f"drain' finishes the rest: {self.memory.problem}"
             )
         return (
             "what is sealed is in host memory, and the next start or 'tierfall drain' finishes it"
@@ -426,13 +414,9 @@ def _load_ledger(
     ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
     ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
     images = images_in(tiers.hosts())
-    leftovers = adopt_images(ledger, images, tiers.adopted, start.commits)
+    leftovers = adopt_images(ledger, images, tiers.adopted, start.displaced)
     note_overtaken(ledger, start.overtaken)
     return ledger, leftovers
-
-
-def _unchanged(commit: Commit, tier: str) -> Commit:
-    return commit
 
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from tierfall.core.format.catalog import (
 )
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import DecidedList
-from tierfall.core.format.records import Attempt, Commit, parse_commit
+from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import (
@@ -42,7 +42,7 @@ from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
-from tierfall.session.leftovers import committed_in_memory
+from tierfall.session.leftovers import displaced_in
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.shared_folders import ProbeFiles
 from tierfall.setup.attempts import warn_of_overtaken_starts
@@ -70,13 +70,14 @@ class Start(Message):
     reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier;
     ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
     checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
-    that lags. ``inherited`` are texts of commit records: see ``leftovers.committed_in_memory``. ``decided`` are the
-    names of the entries of what is decided, by the lists of all tiers that any rank has read; ``damaged``, per tier,
-    the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts began that have committed
-    a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any
-    node; None where each rank decides by itself. ``reported`` has listings for the ranks that could not list a tier.
-    ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though they are whole or damaged
-    there.
+    that lags. ``displaced`` are those that are complete, and of which memory of some rank has another's image: no rank
+    flushes them.
+    ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank has read;
+    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
+    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
+    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
+    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
+    they are whole or damaged there.
     """
 
     attempt: Attempt | None = None
@@ -89,7 +90,7 @@ class Start(Message):
     first: bool = False
     image_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
     lags: bool = False
-    inherited: tuple[str, ...] = ()
+    displaced: frozenset[CheckpointId] = frozenset()
     decided: tuple[str, ...] = ()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
@@ -101,12 +102,6 @@ class Start(Message):
     def scattered(self) -> frozenset[CheckpointId]:
         """The checkpoints whose images are all on some tier, but on none together that all ranks reach."""
         return self.complete - frozenset().union(*self.whole.values())
-
-    @property
-    def commits(self) -> tuple[Commit, ...]:
-        """The records that are ``inherited``."""
-        what = "commit record of an adopted checkpoint"
-        return tuple(parse_commit(text.encode(), what=what) for text in self.inherited)
 
 
 def begin_attempt(tiers: OpenedTiers) -> Start:
@@ -159,17 +154,6 @@ class AttemptDecision(Message):
 
     refused: tuple[int, ...]
     read_only: Mapping[str, str]
-
-
-def tend(tiers: OpenedTiers) -> Start:
-    """Return what the tiers hold, for a process that only carries out commands and takes no attempt.
-
-    What several ranks saved and left in memory is its own: all of their images are in the slots of this process.
-    """
-    tiers.make_durable()
-    memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
-    commits = (copy.commit for copy in memory.copies)
-    return Start(inherited=tuple(c.encode().decode() for c in commits if c and c.world_size > 1))
 
 
 def agree_on_start(tiers: OpenedTiers) -> Start:
@@ -332,9 +316,8 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
         complete=whole_somewhere,
         on_few_nodes=few,
         seen=frozenset(x.tier for x in listings if x.unread is None),
-        inherited=committed_in_memory(
-            listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
-        ),
+        displaced=whole_somewhere
+        & displaced_in(inventories, host=host, world_size=tiers.ranks.topology.world_size),
         decided=decided_in(listings).names,
         damaged=damaged_copies(listings, host=host),
         starts=tuple(starts_in(listings, whole_somewhere)),

@@ -172,3 +172,25 @@ def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     is_mounted = device is not None and device == device_of(there)
     return is_mounted and not (folder / run / keys.TIER_NAME).exists()
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Return the folders that may be runs, by their names."""
+    try:
+        below = [child for child in folder.iterdir() if keys.NAME_PATTERN.match(child.name)]
+        return [child for child in below if is_readable_folder(child)]
+    except OSError as error:
+        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
+
+
+def runs_in(folder: Path) -> set[str]:
+    """Return the runs that a tier has in its folder. Raises UnreachableError."""
+    return {child.name for child in folders_in(folder) if is_run(child)}
+
+
+def is_run(path: Path) -> bool:
+    if not keys.NAME_PATTERN.match(path.name):
+        return False
+    return (path / keys.ATTEMPTS_FOLDER).is_dir() or any(
+        keys.parse_step_folder(child.name) for child in path.iterdir() if child.is_dir()
+    )

@@ -31,7 +31,6 @@ class Deleter:
 
     Rank 0 plans. Deletions from a tier are planned again after each change of any checkpoint, but only while none is in
     progress there. ``paused``: a restore reads the tiers.
-    Without ``retains``, retention deletes nothing.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class Deleter:
         tiers: Iterable[str],
         hooks: Hooks,
         emitter: EventEmitter,
-        retains: bool = True,
     ) -> None:
         self._ledger = ledger
         self._planner = DeletionPlanner(ledger)
         self._age_timer = AgeTimer(ledger)
         self._hooks = hooks
         self._emitter = emitter
-        self._retains = retains
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
@@ -131,10 +128,8 @@ class Deleter:
         return min(times, default=None)
 
     def _applies_rules(self) -> bool:
-        return (
-            self._retains
-            and self._hooks.group.decides
-            and not (self.paused or self.rules_are_suspended or self._cancelled)
+        return self._hooks.group.decides and not (
+            self.paused or self.rules_are_suspended or self._cancelled
         )
 
     def is_deleting(self, only: str | None = None) -> bool:
@@ -267,9 +262,8 @@ class Deleter:
         where a listing has left out what is there."""
         if self._ledger.lags:
             return False
-        entry, shard = self._ledger.entries.get(id), None
-        if entry is not None and entry.shards is None:
-            shard = entry.shard
+        entry = self._ledger.entries.get(id)
+        shard = None if entry is None else entry.shard
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:

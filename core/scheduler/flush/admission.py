@@ -78,14 +78,13 @@ class Superseder:
         return False
 
     def _settling(self) -> set[CheckpointId]:
-        """Return what must be kept: what a lane copies, what may be committed already, and images of other ranks, which
-        are no snapshots of this process.
+        """Return what must be kept: what a lane copies, and what may be committed already.
 
         A tier that is slower than the saves receives whole copies only because their sources are kept.
         """
         uncertain = {e.id for e in self._ledger.open() if e.commit_unknown_on}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.open() if e.uploaded_to or e.shards is not None}
+        copied |= {e.id for e in self._ledger.open() if e.uploaded_to}
         return uncertain | copied
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
@@ -327,7 +326,7 @@ class Admissions:
         self.free(entry, decision.reason)
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
-        """Free the regions of a checkpoint's images."""
+        """Free the region of a checkpoint's image."""
         self._asked.discard(entry.id)
         self._emitter.evicted(self._ledger.host, entry, reason)
         entry.free()

@@ -103,7 +103,7 @@ class CaptureEvents:
             return
         logger.error("%s: %s is damaged in memory: %s", host, id, why)
         has_another = any(state is CopyState.COMMITTED for state in entry.states.values())
-        if has_another and entry.shards is None:
+        if has_another:
             self._unseal(entry)
         else:
             entry.note_damage_kept(host, why)

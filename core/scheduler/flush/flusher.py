@@ -98,7 +98,7 @@ class Flusher:
         for entry in waiting:
             if entry.id in abandoned:
                 self.queue.give_up(entry, lane.tier, "it is abandoned")
-            elif (part := entry.next_part(lane.tier)) is not None and lane.has_no_source(part):
+            elif lane.has_no_source(entry):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
                 )
@@ -108,7 +108,7 @@ class Flusher:
                 if decision.admitted:
                     lane.lacks_room = False
                     lane.not_before_s = min(lane.not_before_s, now_s)
-                    self._begin(lane, entry, part)
+                    self._begin(lane, entry)
                 elif decision.error is not None and decision.never:
                     self.give_up_for_all(entry, lane.tier, decision.error)
                 elif decision.error is not None:
@@ -116,15 +116,11 @@ class Flusher:
                 if lane.tier in entry.owed:
                     return
 
-    def _begin(self, lane: FlushLane, entry: LedgerEntry, part: LedgerEntry | None) -> None:
-        """Begin a copy that has room. ``part`` is None where this rank has no image of a checkpoint of other ranks."""
-        if part is not None:
-            self._emitter.flush_begun(lane.tier, part, lane.edge_bytes, tries=lane.tries)
-            leftover = (lane.tier, entry.id) in self._ledger.unfinished
-            lane.begin(part, leftover=leftover)
+    def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
+        """Begin a copy that has room."""
+        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
+        lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
         self._hooks.group.on_copy_begun(lane.tier, entry)
-        if part is None:
-            self._hooks.group.on_uploaded(lane.tier, entry, ())
 
     def _on_no_room(
         self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float

@@ -230,8 +230,6 @@ class TierRoom:
 
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
-        if entry.shards is not None:
-            return image_bytes_of(entry)
         return image_bytes_of(entry) * self._hooks.group.ranks_on(tier)
 
     def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:

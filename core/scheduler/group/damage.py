@@ -92,7 +92,7 @@ class DamageReports:
         """Note the damage on the tier, for later listings."""
         if entry.commit is None or tier not in self._tiers:
             return
-        if self._hooks.may_write() and self._commits.owns(tier):
+        if self._hooks.fenced is None and self._commits.owns(tier):
             self._hooks.dispatch(NoteDamage(tier=tier, id=entry.id, commit=entry.commit, why=why))
 
     def on_noted(self, outcome: Outcome) -> None:

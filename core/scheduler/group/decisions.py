@@ -111,10 +111,9 @@ class Decisions:
         """Deleted checkpoints whose image in memory is still read or written."""
         self._conditions = Conditions()
 
-    def start(self, *, reads: bool) -> None:
-        """Carry out what was decided before this start. ``reads``: read the lists again from time to time."""
-        if reads:
-            self._due_s = dict.fromkeys(self._owned, self._ledger.now_s + READ_EVERY_S)
+    def start(self) -> None:
+        """Carry out what was decided before this start, and read the lists again from time to time."""
+        self._due_s = dict.fromkeys(self._owned, self._ledger.now_s + READ_EVERY_S)
         for entry in self._ledger.deleted():
             self._delete(entry)
             names = ", ".join(e.name for e in self._ledger.decided.of(entry.id, entry.attempt_id))
@@ -185,7 +184,7 @@ class Decisions:
                 self._read(tier)
 
     def next_s(self) -> float | None:
-        return min(self._due_s.values(), default=None) if self._hooks.may_write() else None
+        return min(self._due_s.values(), default=None) if self._hooks.fenced is None else None
 
     def _advance(self, command: Command) -> None:
         if command.kind is CommandKind.DELETE and not self._is_adding(command):
@@ -384,7 +383,7 @@ class Decisions:
 
     def _read(self, tier: str) -> None:
         self._due_s[tier] = self._ledger.now_s + READ_EVERY_S
-        if self._hooks.may_write():
+        if self._hooks.fenced is None:
             self._hooks.dispatch(ReadDecided(tier=tier))
 
     def on_read(self, outcome: Outcome) -> None:

@@ -12,17 +12,13 @@ from tierfall.core.types.values import CheckpointId
 
 @dataclass(slots=True)
 class CommitAttempt:
-    """A record that is written, or is tried again at ``not_before_s``; it was refused first at ``since_s``.
-
-    ``awaits_others``: images of other machines are not on the tier yet, which accepts other copies meanwhile.
-    """
+    """A record that is written, or is tried again at ``not_before_s``; it was refused first at ``since_s``."""
 
     task: CommitCopy
     since_s: float = 0.0
     not_before_s: float = 0.0
     waits: bool = False
     tries: int = 0
-    awaits_others: bool = False
 
 
 class PendingCommits:
@@ -44,17 +40,12 @@ class PendingCommits:
     def has(self, task: CommitCopy) -> bool:
         return (task.tier, task.id) in self._attempts
 
-    def awaits_others(self, tier: str, id: CheckpointId) -> bool:
-        attempt = self._attempts.get((tier, id))
-        return attempt is not None and attempt.awaits_others
-
     def tries(self, task: CommitCopy) -> int:
         """Return how often a record was refused."""
         return self._attempts[task.tier, task.id].tries
 
-    def try_again(self, task: CommitCopy, error: BaseException, now_s: float) -> CommitAttempt:
+    def try_again(self, task: CommitCopy, now_s: float) -> CommitAttempt:
         attempt = self._attempts[task.tier, task.id]
-        attempt.awaits_others = getattr(error, "awaits_others", False)
         attempt.since_s = attempt.since_s if attempt.tries else now_s
         attempt.tries += 1
         attempt.waits = True

@@ -37,7 +37,6 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
-from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError, LostWriteError
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -103,11 +102,8 @@ class TierCommits:
         return any(of == id for _, of in self._complete)
 
     def is_committing_on(self, tier: str) -> bool:
-        """Return, on rank 0, whether a tier has a copy that all ranks have uploaded, that is not committed yet, and
-        whose commit does not wait for images of other machines."""
-        return any(
-            on == tier and not self._pending.awaits_others(on, id) for on, id in self._complete
-        )
+        """Return, on rank 0, whether a tier has a copy that all ranks have uploaded, that is not committed yet."""
+        return any(on == tier for on, _ in self._complete)
 
     def errors_of(self, id: CheckpointId) -> dict[str, BaseException]:
         """Return why the ranks have given up copies of a checkpoint, by tier."""
@@ -201,8 +197,7 @@ class TierCommits:
         self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
-        for one in (entry, *(entry.shards or ())):
-            one.uploaded_to.discard(tier)
+        entry.uploaded_to.discard(tier)
         self._uploaded.pop((tier, entry.id), None)
         self._complete.discard((tier, entry.id))
         self.admitted[tier].pop(entry.id, None)
@@ -227,21 +222,16 @@ class TierCommits:
     # Committing ------------------------------------------------------------------------------------
 
     def contribute(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
-        """Record an uploaded image; after the last one that this rank writes to a tier, contribute the files of all."""
+        """Contribute the files of this rank's image, which is on a tier now."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
             self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to.add(tier)
-        uploaded = self._uploaded.setdefault((tier, entry.id), [])
-        uploaded += files
-        whole = self._ledger.entries[entry.id]
-        if whole.next_part(tier) is not None:
-            return
-        whole.uploaded_to.add(tier)
+        self._uploaded[tier, entry.id] = list(files)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
-        body = UploadedFiles(files=tuple(uploaded))
+        body = UploadedFiles(files=tuple(files))
         self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
 
     def on_all_uploaded(
@@ -259,7 +249,7 @@ class TierCommits:
             return
         self._complete.add((tier, id))
         if self._shared[tier]:
-            self._commit(entry, tier, replace(entry.commit, files=_files(entry, uploads)))
+            self._commit(entry, tier, replace(entry.commit, files=_files(uploads)))
             return
         facts = CommitFacts(
             wall_time_s=entry.commit.wall_time_s,
@@ -278,7 +268,7 @@ class TierCommits:
             return
         commit = replace(
             entry.commit,
-            files=_files(entry, uploads),
+            files=_files(uploads),
             wall_time_s=facts.wall_time_s,
             metrics=facts.metrics,
             tags=facts.tags,
@@ -325,11 +315,11 @@ class TierCommits:
         entry = self._ledger.entries.get(task.id)
         assert error is not None
         assert entry is not None
-        attempt = self._pending.try_again(task, error, self._ledger.now_s)
+        attempt = self._pending.try_again(task, self._ledger.now_s)
         since_s, until_s = attempt.since_s, attempt.not_before_s
         self._flusher.note_stall(task.tier, entry, error, since_s, until_s)
         # A newer checkpoint may be committed before this one.
-        if attempt.awaits_others or task.tier in self._ledger.failing:
+        if task.tier in self._ledger.failing:
             entry.overtaken.add(task.tier)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
@@ -374,12 +364,6 @@ class TierCommits:
                 self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, known=known))
 
 
-def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
-    """Return the uploaded files in the order of the ranks that saved them, as at any start."""
-    files = [file for rank in sorted(uploads) for file in uploads[rank].files]
-    return tuple(files if entry.shards is None else sorted(files, key=_saved_by))
-
-
-def _saved_by(file: NamedFile) -> int:
-    shard = keys.parse_shard(file.name)
-    return -1 if shard is None else shard.rank
+def _files(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
+    """Return the uploaded files in the order of the ranks."""
+    return tuple(file for rank in sorted(uploads) for file in uploads[rank].files)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import ON_PEERS, HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
@@ -39,9 +39,6 @@ class LedgerEntry:
     known.
 
     ``pinned``, ``deleted`` and ``tags`` are what persons have decided, with the tags of its save.
-
-    ``shards``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
-    entry that shares what is known of the checkpoint; there may be none.
     """
 
     id: CheckpointId
@@ -76,7 +73,6 @@ class LedgerEntry:
     failures: dict[str, CopyFailures] = field(default_factory=dict)
     set_aside: dict[str, BaseException] = field(default_factory=dict)
     overtaken: set[str] = field(default_factory=set)
-    shards: tuple[LedgerEntry, ...] | None = None
     changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -91,7 +87,6 @@ class LedgerEntry:
             or self.failed
             or self.snapshot is not None
             or self.region is not None
-            or self.shards is not None
             or any(self.leases.values())
             or any(
                 state not in (CopyState.COMMITTED, CopyState.LEAVING)
@@ -106,52 +101,22 @@ class LedgerEntry:
             state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
         )
 
-    def from_other_rank(
-        self, shard: Shard, region: HostRegion | None, manifest: Manifest
-    ) -> LedgerEntry:
-        """Return the entry of an image that another rank saved."""
-        return replace(
-            self,
-            shard=shard,
-            region=region,
-            manifest=manifest,
-            geometry=geometry(manifest),
-            adopted=True,
-            uploaded_to=set(),
-        )
-
-    def next_part(self, tier: str) -> LedgerEntry | None:
-        """Return the image that this rank copies to a tier next; None where it has copied all."""
-        own = (self,) if self.shards is None else self.shards
-        return next((part for part in own if tier not in part.uploaded_to), None)
-
-    @property
-    def regions(self) -> tuple[HostRegion, ...]:
-        """The memory regions of its images on this rank."""
-        return tuple(e.region for e in (self, *(self.shards or ())) if e.region is not None)
-
-    @property
-    def sealed_regions(self) -> list[HostRegion]:
-        return [region for region in self.regions if region.sealed]
-
     def note_on_peers(self) -> None:
-        """Note beside each image in memory, once, that peer memory has committed its checkpoint: a start after a loss
+        """Note beside the image in memory, once, that peer memory has committed its checkpoint: a start after a loss
         sees which checkpoints were reported."""
-        for region in self.sealed_regions:
-            try:
-                if ON_PEERS not in region.marks():
-                    region.add_mark(ON_PEERS)
-            except TierfallError as error:
-                logger.warning(
-                    "%s in memory does not say that peer memory has it: %s", self.id, error
-                )
+        if self.region is None or not self.region.sealed:
+            return
+        try:
+            if ON_PEERS not in self.region.marks():
+                self.region.add_mark(ON_PEERS)
+        except TierfallError as error:
+            logger.warning("%s in memory does not say that peer memory has it: %s", self.id, error)
 
     def free(self) -> None:
-        """Release its memory regions."""
-        for one in (self, *(self.shards or ())):
-            if one.region is not None:
-                one.region.release()
-                one.region = None
+        """Release its memory region."""
+        if self.region is not None:
+            self.region.release()
+            self.region = None
 
     @property
     def pieces(self) -> Spliced | None:

@@ -89,8 +89,9 @@ class Hooks(Protocol):
     def dispatch(self, task: Task) -> None:
         """Queue a task for the workers. Its outcome arrives at the coordinator."""
 
-    def may_write(self) -> bool:
-        """Return False once a newer attempt exists, and in a process that only carries out commands."""
+    @property
+    def fenced(self) -> FencedError | None:
+        """The error that reports a newer attempt: this process writes nothing more."""
 
     # Copies on stored tiers
 

@@ -16,7 +16,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types.policy import Rule
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
+from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 ALONE = Shard(0, 1)
@@ -42,7 +42,7 @@ class Ledger(Overview):
         this start has restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``:
         a listing of this start left out what is there, and they never do. ``reading`` counts the readers of a
         checkpoint: meanwhile only a command deletes its copies on stored tiers; what could not be read counts to the
-        end. ``failing`` tells why tiers accept no copies at present, and why host memory does not survive the process.
+        end. ``failing`` tells why tiers accept no copies at present.
         ``now_s`` is the time of the present step. ``evaluated_at`` is the training step of the last evaluation: earlier
         checkpoints may lack its metrics."""
         super().__init__()
@@ -162,7 +162,7 @@ class Ledger(Overview):
     ) -> View:
         """Return the view for policies. ``settling`` and ``restoring`` are as in ``View``."""
         return View(
-            tiers=self._tiers(),
+            tiers=self.rules,
             checkpoints=self._checkpoints(settling),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
@@ -178,15 +178,6 @@ class Ledger(Overview):
     def set_retain(self, retain: Mapping[str, tuple[Rule, ...]]) -> None:
         """Replace what decides which checkpoints tiers keep, by the tiers' names."""
         self.rules = tuple(replace(r, retain=retain.get(r.name, r.retain)) for r in self.rules)
-
-    def _tiers(self) -> tuple[TierRules, ...]:
-        """Return the rules of all tiers; if memory does not outlive the process, images there survive no loss."""
-        if self.host not in self.failing:
-            return self.rules
-        return tuple(
-            replace(rules, survives=LossClass.NONE) if rules.name == self.host else rules
-            for rules in self.rules
-        )
 
     def _checkpoints(self, settling: Collection[CheckpointId]) -> tuple[CheckpointView, ...]:
         views = self.views()

@@ -24,10 +24,10 @@ def given_up(leftovers: Leftovers) -> list[CheckpointId]:
     """Make room as often as it can be made; return what was deleted, in order."""
 
     def each() -> Iterator[CheckpointId]:
-        before = set(leftovers.partial_images)
+        before = set(leftovers.images)
         while leftovers.evict_oldest():
-            yield from before - set(leftovers.partial_images)
-            before = set(leftovers.partial_images)
+            yield from before - set(leftovers.images)
+            before = set(leftovers.images)
 
     return list(each())
 
@@ -53,7 +53,7 @@ def left(
     leftovers = Leftovers(ledger, [])
     for id in (OLD, NEW, STRAY):
         region = cast(HostRegion, SimpleNamespace(release=lambda: None))
-        leftovers.partial_images[id] = [region]
+        leftovers.images[id] = [region]
     return leftovers
 
 

@@ -1,15 +1,13 @@
-"""Images that ranks of an earlier start sealed are flushed by the ranks of this one; some ranks have none."""
+"""Images in memory that other ranks of an earlier start sealed: they are continued from, and no rank flushes them."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.core.scheduler.test_commits import failing, folder_is_empty, talk, world
+from tests.core.scheduler.test_commits import failing, talk, world
 from tests.faults import Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
-from tests.simulation.rank import image_of
 from tierfall.core.format.decided import Word
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -39,16 +37,6 @@ def killed_with_all_in_memory(
     return run
 
 
-def images_on(run: Many, tier: str) -> dict[str, bytes]:
-    prefix = keys.step_prefix("run", ONE)
-    return {
-        key.removeprefix(prefix): bytes(data)
-        for disk in run.disks(tier).values()
-        for key, data in disk._objects.items()
-        if key.startswith(prefix) and keys.parse_shard(key.removeprefix(prefix)) is not None
-    }
-
-
 PLACES = [
     ([[1], [0]], (0, 0)),
     ([[0, 1], []], (0, 0)),
@@ -59,31 +47,33 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("places", "node_of"), PLACES)
-def test_all_parts_come_to_each_tier_and_are_one_checkpoint_there(
+def test_images_of_other_ranks_are_continued_from_and_stay_until_something_newer_is_on_a_tier(
     places: list[list[int]], node_of: tuple[int, ...]
 ) -> None:
     run = killed_with_all_in_memory(places, node_of)
     assert run.started_from == ONE
     run.settle()
     count = len(node_of)
-    for tier in (NODE_TIER, SHARED_TIER):
-        found = images_on(run, tier)
-        for rank in range(count):
-            assert found[keys.shard_name(Shard(rank, count))] == image_of(ONE, rank)
-        assert all(ONE in rank.committed(tier) for rank in run.ranks)
-    named = [file.name for file in run.records(SHARED_TIER, 0)[ONE].files]
-    assert named == sorted(named, key=lambda name: keys.parse_shard(name).rank)  # type: ignore[union-attr]
-    for node in set(node_of):
-        here = [there for there, on in zip(places, node_of, strict=True) if on == node and there]
-        assert (ONE in run.records(NODE_TIER, node)) == bool(here), "a record is where images are"
+    assert run.committed(SHARED_TIER) == set(), "nobody flushes what another rank has saved"
     assert not any(rank.coordinator.busy() for rank in run.ranks)
-    assert sum(len(rank.memory.regions) for rank in run.ranks) == count, "nothing newer is durable"
+    assert sum(len(rank.memory.regions) for rank in run.ranks) == count
     for rank in run.ranks:
         rank.ordinal = 1
         rank.save(2)
     run.settle()
     newer = {CheckpointId(2, 2)}
-    assert all(rank.sealed() == newer for rank in run.ranks), "what was adopted is let go"
+    assert run.committed(SHARED_TIER) == newer
+    assert all(rank.sealed() == newer for rank in run.ranks), "what was found is let go"
+
+
+def images_on(run: Many, tier: str) -> dict[str, bytes]:
+    prefix = keys.step_prefix("run", ONE)
+    return {
+        key.removeprefix(prefix): bytes(data)
+        for disk in run.disks(tier).values()
+        for key, data in disk._objects.items()
+        if key.startswith(prefix) and keys.parse_shard(key.removeprefix(prefix)) is not None
+    }
 
 
 def test_no_rank_waits_to_flush_what_only_a_tier_has_whole_that_another_rank_cannot_reach() -> None:
@@ -109,46 +99,6 @@ def test_no_rank_waits_to_flush_what_only_a_tier_has_whole_that_another_rank_can
     assert run.started_from == ONE
     run.settle()
     assert run.committed(NODE_TIER) == {ONE}
-
-
-@pytest.mark.parametrize("places", [[[1], [0]], [[], [0, 1]]])
-def test_a_deletion_reaches_every_part_in_memory(places: list[list[int]]) -> None:
-    run = killed_with_all_in_memory(places, (0, 1))
-    run.settle()
-    answer = run.ranks[0].order(CommandKind.DELETE, ONE)
-    run.settle()
-    assert answer == [{}]
-    assert not any(rank.memory.regions for rank in run.ranks)
-    assert folder_is_empty(run, NODE_TIER)
-    assert folder_is_empty(run, SHARED_TIER)
-
-
-@pytest.mark.parametrize(("places", "node_of"), PLACES[-2:])
-def test_all_ranks_know_of_a_pin_whoever_has_the_image_now(
-    places: list[list[int]], node_of: tuple[int, ...]
-) -> None:
-    """Else they would not agree on what a tier is owed, and wait for each other's parts for ever."""
-    run = killed_with_all_in_memory(places, node_of, pinned=True)
-    assert all(rank.coordinator.ledger.entries[ONE].pinned for rank in run.ranks)
-    run.settle()
-    assert all(ONE in rank.committed(SHARED_TIER) for rank in run.ranks)
-
-
-def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
-    run = killed_with_all_in_memory([[0, 1], []], (0, 0), SHARED_TIER)
-    trouble = run.ranks[0].troubles[SHARED_TIER]
-    pinned = run.ranks[0].order(CommandKind.PIN, ONE)
-    trouble.strike(failing(Operation.WRITE, StorageFullError, "*.safetensors"))
-    run.settle()
-    assert pinned == [{}]
-    trouble.stop()
-    for rank in run.ranks:
-        rank.ordinal = 1
-        rank.save(2)
-    run.settle()
-    assert run.committed(SHARED_TIER) == {CheckpointId(2, 2)}
-    assert run.ranks[0].sealed() == {ONE, CheckpointId(2, 2)}
-    assert all(ONE in rank.coordinator.ledger.entries for rank in run.ranks)
 
 
 def test_what_is_flushed_from_a_disk_names_all_parts_though_memory_has_those_of_others() -> None:
