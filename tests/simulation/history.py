@@ -1,6 +1,7 @@
 """Histories: what may happen to a run, drawn by a seed, and what must hold after each event whatever happened.
 
-The checks look at disks and memory, with rules of their own: nothing here asks the ledger or the policies what is true.
+The checks look at disks and memory, with rules of their own: nothing here asks the planner or the policies what is
+true.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pytest
 
 from tests.memory_backend import MemoryBackend
 from tests.rules import NEWEST_FIRST, SCATTERED, order
+from tests.simulation.door import Answer
+from tests.simulation.noted import check_life
 from tests.simulation.wants import Wants, draw_wants
 from tests.simulation.weather import Weather, draw_faults
 from tests.simulation.world import (
@@ -36,7 +39,7 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, DeleteCopy, Task
+from tierfall.core.scheduler.ledger.tasks import CommandKind, DeleteCopy, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
@@ -257,21 +260,21 @@ class History:
         """A deadline comes up: what the lanes take changes, and nothing that was promised."""
         until_s = self.world.now_s + self.drains.choice((0.5, 5.0, 50.0))
         self.log.append(f"drain until {until_s:.1f}")
-        self.world.coordinator.drain_schedule.begin(self.drains.random(), until_s, self.world.now_s)
+        self.world.door.drain(until_s, now_s=self.world.now_s, asker=self.drains.random())
 
-    def _order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
+    def _order(self, kind: CommandKind, id: CheckpointId) -> list[Answer]:
         self.log.append(f"{kind} {id}")
-        answer: list[dict[str, BaseException]] = []
+        answer: list[Answer] = []
         number = self.unpins[id]
 
-        def tell(failed: dict[str, BaseException]) -> None:
+        def tell(failed: Answer) -> None:
             answer.append(failed)
             self.unpinning[id] -= kind is CommandKind.UNPIN
             if kind is CommandKind.PIN and not failed and number == self.unpins[id]:
                 self.pinned[id] = {t for t, held in self.look().items() if id in held.commits}
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
-        self.world.coordinator.post(Command(kind=kind, id=id, on_answer=tell))
+        self.world.door.command(kind, id, tell)
         self.world.step()
         return answer
 
@@ -342,7 +345,7 @@ class History:
     def _forget_pins_of_memory(self) -> None:
         """The pin of an image that is only in memory is in the lists of the tiers: it holds for a start that can read
         one of them."""
-        known = self.world.coordinator.ledger.decided
+        known = self.world.door.decided
         for id in [id for id, tiers in self.pinned.items() if tiers == {"host"}]:
             if not known.is_pinned(id, None):
                 del self.pinned[id]
@@ -422,7 +425,7 @@ class History:
         self.log.append(f"attempt {self.world.attempt.number} goes on from {id}")
         self.world.started_from = id
         self.world.ordinal = 0 if id is None else self._known(self.look())[id].lineage.ordinal
-        self.world.coordinator.ledger.continue_from(id, attempt=self.world.attempt.number)
+        self.world.door.continue_from(id, attempt=self.world.attempt.number)
         self.step = -1 if id is None else id.step
 
     def settle(self) -> None:
@@ -433,7 +436,7 @@ class History:
         while self.captures or self.asked:
             self.capture_on()
             self._work_off()
-        self.world.coordinator.deleter.plan_all_tiers()
+        self.world.door.apply_rules()
         self._work_off()
         self.log.append("settled")
 
@@ -640,7 +643,7 @@ class History:
             self._drops[id(task)] = task
             if "left behind" not in task.reason:
                 continue
-            need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
+            need = RANK[self.world.rules_of(task.tier).survives]
             assert any(
                 id.attempt > task.id.attempt and id not in left
                 for rules in self.world.rules[1:]
@@ -658,7 +661,7 @@ class History:
         ):
             return
         again = any(task is seen for seen in self.seen_drops)
-        if again or self.world.coordinator._decisions._unread:
+        if again or self.world.door.unread:
             return  # what lies where it could not look, it cannot count
         self.seen_drops.append(task)
         now = self.look()
@@ -723,15 +726,15 @@ class History:
     def check_settled(self) -> None:
         """Invariant 7, and that all comes to an end: nothing half done, nothing owed that could be had, nothing left
         lying about."""
-        world, coordinator = self.world, self.world.coordinator
+        world, door = self.world, self.world.door
         now = self.look()
-        assert not coordinator.busy(), "the coordinator is still busy"
+        assert not door.is_busy, "the planner is still busy"
         pinned = self._pinned(now)
-        left_undone = coordinator.owed_copies()
+        left_undone = door.owed
         for id, tier in left_undone:
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
             assert not free, f"{id} is still owed to {tier}, which has room"
-        unread = set(coordinator._decisions._unread)  # what lies there is for the next start to see
+        unread = door.unread  # what lies there is for the next start to see
         for tier, disk in world.disks.items():
             for key in disk._objects:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
@@ -742,10 +745,9 @@ class History:
                 assert known, f"{tier}: {key} is a leftover"
             gone = self._noted_deleted({t: now[t] for t in now.keys() - unread}) | self.buried
             for id in set(now[tier].commits) & gone - pinned - set(self.pinned):
-                entry = coordinator.ledger.entries.get(id)
-                unseen = entry is None or not entry.readable_on(tier) or tier in unread
+                unseen = id not in door.whole_on(tier) or tier in unread
                 # another start has its number, or the list that says so could not be read
-                postponed = coordinator.fenced is not None or bool(unread)
+                postponed = door.is_fenced or bool(unread)
                 assert unseen or postponed, f"{id} was deleted, and is still on {tier}"
             latest = self._clean(tier).latest.read()
             there = latest in now[tier].commits or (tier, latest) in self._bad()
@@ -756,30 +758,28 @@ class History:
             assert messages or id in owed, f"whoever waits for {id} waits for ever"
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
         kept &= self._noted_deleted({tier: now[tier] for tier in now.keys() - unread})
-        kept -= kept if coordinator.fenced is not None else set()
+        kept -= kept if door.is_fenced else set()
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
         purged = {id for _, id in self._bad()}
-        assert set(coordinator.ledger.entries) <= set(self._known(now)) | purged, (
-            "what is not there is known"
-        )
-        for entry in coordinator.ledger.entries.values():
-            assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
+        assert set(door.checkpoints) <= set(self._known(now)) | purged, "what is not there is known"
+        for checkpoint in door.checkpoints.values():
+            assert not checkpoint.is_read, f"{checkpoint.id} is leased for ever"
 
     def is_blocked(self, tier: str, id: CheckpointId) -> bool:
         """Say whether nothing can be made in a checkpoint's folder on a tier."""
         return False
 
-    def check_ledger_is_true(self) -> None:
-        """After a start that could look everywhere, the ledger is what lies there."""
-        now, ledger = self.look(), self.world.coordinator.ledger
+    def check_facts_are_true(self) -> None:
+        """After a start that could look everywhere, the planner knows what lies there."""
+        now = self.look()
         for tier, held in now.items():
-            messages = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
+            messages = self.world.door.whole_on(tier)
             messages -= {id for where, id in self.rotten if where == tier}
             messages = {id for id in messages if not self._is_taken_twice(id)}
             there = {id for id in held.commits if not self._is_taken_twice(id)}
-            assert messages == there, f"{tier}: the ledger says {messages}"
+            assert messages == there, f"{tier}: the planner says {messages}"
         self._check_flushed(now)
 
     def _check_flushed(self, now: dict[str, Held]) -> None:
@@ -808,7 +808,7 @@ class History:
 
     def _is_full(self, tier: str, now: dict[str, Held], *, below: float = 1.0) -> bool:
         """Say whether another image is more than so much of a tier's capacity takes."""
-        capacity = self.world.coordinator.ledger.view().tier(tier).capacity_bytes
+        capacity = self.world.rules_of(tier).capacity_bytes
         if capacity is None:
             return False
         used = sum(len(data) for data in self.world.disks[tier]._objects.values())
@@ -845,9 +845,9 @@ def run_history(seed: int, events: int) -> History:
         history.begin_anew(calm=True)
         history.settle()
         history.check_settled()
-        history.check_ledger_is_true()
+        history.check_facts_are_true()
         for lived in history.world.lives:
-            lived.check()
+            check_life(lived)
         check_restorable(history)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, history.world.rules))

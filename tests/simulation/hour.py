@@ -2,7 +2,7 @@
 goes wrong.
 
 The promises, and how they are looked after, are those of a ``History``, and of a ``Watch`` over the cadence; here
-things happen when it is their time, as long as they last. A task of the coordinator's takes effect at its end.
+things happen when it is their time, as long as they last. A task takes effect at its end.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Hour(History):
             self.clock,
             self.watch,
             images=lambda image_bytes: self.world.memory.capacity_bytes // image_bytes,
-            copying=lambda: any(lane.active for lane in self.world.coordinator.lanes.values()),
+            copying=lambda: self.world.door.is_copying,
         )
 
     def _train_until(self, until_s: float) -> bool:
@@ -326,7 +326,7 @@ class Hour(History):
 
     def _check_said(self) -> None:
         """A start says of each tier that it cannot look at that it could not: what lies there is not gone."""
-        unread = self._unread()
+        unread = self.world.door.unread
         if unread:
             self.counts["unread"] += 1
             self.watch.cannot_measure()
@@ -346,9 +346,6 @@ class Hour(History):
             )
             both_blind = {known, attempt.id} <= self.world.blind
             assert known == attempt.id or both_blind, f"{tier} has another attempt {attempt.number}"
-
-    def _unread(self) -> frozenset[str]:
-        return frozenset(self.world.coordinator._decisions._unread)
 
     def _unmount(self) -> None:
         """A tier's file system is unmounted, and mounted again after a while; the process may end meanwhile."""
@@ -445,7 +442,7 @@ class Hour(History):
 
     def _check_set_aside(self) -> None:
         """What alone cannot be written is set aside, and nothing else, whatever tiers do."""
-        events = self.world.lives[-1].events
+        events = self.world.door.events
         for event in events[self._events_seen :]:
             if isinstance(event, SetAside):
                 self.set_aside.append(event)
@@ -461,7 +458,7 @@ class Hour(History):
         gone = self._abandoned(self._known(now)) | self._deleted(now)
         owed = {(event.tier, event.id) for event in was_set_aside}
         for event in was_set_aside:
-            rules = self.world.coordinator.ledger.view().tier(event.tier)
+            rules = self.world.rules_of(event.tier)
             commit = self._known(now).get(event.id)
             if (
                 commit is None
@@ -521,13 +518,13 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
         hour.watch.end()
         hour.settle()
         hour.check_settled()
-        was_set_aside = [e for e in hour.world.lives[-1].events if isinstance(e, SetAside)]
+        was_set_aside = [e for e in hour.world.door.events if isinstance(e, SetAside)]
         hour.mend()
         hour.begin_anew(calm=True)
         hour.settle()
         hour.check_settled()
         hour.check_mended(was_set_aside)
-        hour.check_ledger_is_true()
+        hour.check_facts_are_true()
         check_restorable(hour)
         check_tries(hour.log)
     except (AssertionError, TierfallError, KeyError) as error:

@@ -1,7 +1,7 @@
-"""Several ranks of one run in miniature: each with the production coordinator, ledger, policies, tiers and task runner,
-its own memory, the disk of its node and one disk that all see; their message_trees over a network that a seed delivers.
+"""Several ranks of one run in miniature: each with the production planner, policies, tiers and task runner, its own
+memory, the disk of its node and one disk that all see; their message_trees over a network that a seed delivers.
 
-One thread and a virtual clock drive it all. Tasks, messages and coordinators go on when the test says so, in an order
+One thread and a virtual clock drive it all. Tasks, messages and planners go on when the test says so, in an order
 that a seed decides.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from tests.core.ranks.network import Network
 from tests.memory_backend import MemoryBackend
+from tests.simulation.door import Door
 from tests.simulation.mounts import MachineFile
-from tests.simulation.noted import Life
 from tests.simulation.rank import Rank, Troubled, Unsynced
 from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.core.capture.snapshot import ReplicaShare
@@ -68,7 +68,7 @@ class Many:
         self.random = random.Random(f"many {seed}")
         self.now_s = 0.0
         self.trace: list[str] = []
-        self.lives: list[Life] = []
+        self.lives: list[Door] = []
         self.said: Callable[[Topic, Any], None] = lambda topic, body: None
         self.ran: Callable[[Rank, Task], None] = lambda rank, task: None
         self._disks: dict[tuple[str, int | None], MemoryBackend] = {}
@@ -234,7 +234,7 @@ class Many:
             rank.step()
 
     def hear(self) -> None:
-        """Let every coordinator go on that was told something."""
+        """Let every planner go on that was told something."""
         for rank in self.ranks:
             if rank.is_told:
                 rank.step()
@@ -243,7 +243,7 @@ class Many:
         self.network.deliver(limit)
 
     def settle(self, *, limit_s: float = 3000.0, after_each: Callable[[], None] = int) -> None:
-        """Carry out everything, letting time pass where a coordinator waits for it."""
+        """Carry out everything, letting time pass where a planner waits for it."""
         until = self.now_s + limit_s
         for _ in range(ROUNDS_MAX):
             self.deliver(self.random.choice((1, 3, 10)))

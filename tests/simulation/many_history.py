@@ -1,6 +1,6 @@
 """Histories of several ranks: what may happen to them, drawn by a seed, and what must hold whatever happened.
 
-The checks look at disks, memory, handles and what rank 0 has said. The ledgers are asked only whether they agree.
+The checks look at disks, memory, handles and what rank 0 has said. The planners are asked only whether they agree.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from tests.faults import Fault, FaultKind, Operation
+from tests.simulation.door import State
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
 from tests.simulation.many_storage import Damage
+from tests.simulation.noted import check_life
 from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
@@ -34,7 +36,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
@@ -417,12 +419,11 @@ class ManyHistory:
         it came, as where an earlier start had left the others, is none; nor is what rank 0 has begun to drop, or who
         deletes the others meanwhile would be to blame. What was written anew may take the place of another copy, and is
         not relied on here."""
-        known = self.world.ranks[0].coordinator.ledger.entries
         leaving = {
             (tier, id)
-            for id, entry in known.items()
+            for id, known in self.world.ranks[0].door.checkpoints.items()
             for tier in self.tiers
-            if entry.state(tier) is CopyState.LEAVING
+            if known.state(tier) is State.LEAVING
         }
         sure, there = (
             {
@@ -479,11 +480,9 @@ class ManyHistory:
 
     def _check_idle(self) -> None:
         for rank in self.world.ranks:
-            assert not rank.coordinator.busy(), (
-                f"rank {rank.number} is still busy: {rank.coordinator.owed_copies()}"
-            )
-            for entry in rank.coordinator.ledger.entries.values():
-                assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
+            assert not rank.door.is_busy, f"rank {rank.number} is still busy: {rank.door.owed}"
+            for known in rank.door.checkpoints.values():
+                assert not known.is_read, f"{known.id} is leased for ever"
             assert all(region.sealed for region in rank.memory.regions), "memory is leaked"
 
     def _check_handles(self) -> None:
@@ -571,7 +570,7 @@ class ManyHistory:
                 assert output == there, (
                     f"{tier}: rank {rank.number} says that {sorted(output)} are there, and {sorted(there)} are"
                 )
-        known = [set(rank.coordinator.ledger.entries) for rank in self.world.ranks]
+        known = [set(rank.door.checkpoints) for rank in self.world.ranks]
         sealed = [rank.sealed() for rank in self.world.ranks]
         for rank, ids, held in zip(self.world.ranks, known, sealed, strict=True):
             left = ids - held - set().union(*(rank.committed(tier) for tier in self.tiers))
@@ -596,7 +595,7 @@ def run_many(seed: int, events: int) -> ManyHistory:
         history.check_settled()
         history.person.check_started()
         for lived in history.world.lives:
-            lived.check()
+            check_life(lived)
         history.counts.update(history.person.counts)
     except Exception as error:
         lately = "\n".join(history.world.trace[-150:])

@@ -174,7 +174,7 @@ class ManyHour(ManyHistory):
             self.clock,
             self.watches[rank.number],
             images=lambda image_bytes: rank.memory.capacity_bytes // image_bytes,
-            copying=lambda: any(lane.active for lane in rank.coordinator.lanes.values()),
+            copying=lambda: rank.door.is_copying,
             others=others,
         )
 

@@ -355,7 +355,7 @@ class Faults:
 
     def check_set_aside(self) -> None:
         """What alone cannot be written is set aside, and nothing else, whatever tiers do."""
-        events = self.world.ranks[0].life.events
+        events = self.world.ranks[0].door.events
         for event in events[self._events_seen :]:
             if isinstance(event, SetAside):
                 self.set_aside.append(event)

@@ -15,10 +15,11 @@ from typing import Any
 from tests.simulation import peer_world
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.many import SHARED_TIER
+from tests.simulation.noted import check_life
 from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerRank, PeerWorld
 from tests.simulation.rank import CUT
-from tests.simulation.world import file_rules
+from tests.simulation.world import FakeRegion, file_rules
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.scheduler.ledger.tasks import AbortShard, CommitCopy, DeleteCopy, Task
 from tierfall.core.types.errors import CaptureError
@@ -84,7 +85,7 @@ class PeerHour:
         self._under_way: dict[int, Task] = {}
         self._is_delivering = self._is_changed = self._is_calm = False
         self._is_saving = True
-        self._regions: set[int] = set()
+        self._regions: set[FakeRegion] = set()
         self._begin_training()
 
     def _rules(self) -> list[Any]:
@@ -148,7 +149,7 @@ class PeerHour:
         self.world.hear()
         self._take_answers()
         self.watch.look()
-        regions = {id(region) for rank in self.world.ranks for region in rank.memory.regions}
+        regions = {region for rank in self.world.ranks for region in rank.memory.regions}
         if self._is_changed or self._regions - regions:
             self._is_changed = False
             self.watch.check()
@@ -436,7 +437,7 @@ def run_peer_hour(
         hour.live(seconds)
         hour.end()
         for life in hour.world.lives:
-            life.check()
+            check_life(life)
     except Exception as error:
         lately = "\n".join(hour.world.trace[-150:])
         rules = "\n".join(map(str, hour.world.rules))

@@ -195,9 +195,7 @@ class PeerWatch:
     def check_settled(self) -> None:
         """Nothing waits, and no machine keeps what is neither the newest nor asked for."""
         for rank in self.world.ranks:
-            assert not rank.coordinator.busy(), (
-                f"rank {rank.number}: {rank.coordinator.owed_copies()}"
-            )
+            assert not rank.door.is_busy, f"rank {rank.number}: {rank.door.owed}"
             for handle in rank.handles.values():
                 assert handle.is_settled(), f"rank {rank.number}: {handle} is not settled"
         newest = None if self.promise is None else self.promise.id
@@ -205,7 +203,7 @@ class PeerWatch:
         assert is_ours, f"all is well, and {newest} is the newest that was reported"
         there = self.world.ranks[0].committed(PEER_TIER)
         for rank in self.world.ranks:
-            assert rank.committed(PEER_TIER) == there, f"rank {rank.number} has another ledger"
+            assert rank.committed(PEER_TIER) == there, f"rank {rank.number} knows of others"
         for machine in self.world.present:
             keys_there = (key for kept in machine.kept for key in kept._objects)
             kept = {id for key in keys_there if (id := id_of(key)) is not None}

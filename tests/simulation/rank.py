@@ -1,5 +1,5 @@
-"""One rank in miniature: the production coordinator, ledger, policies, tiers and task runner, a memory of its own, and
-what it can see of the disks. It lives in a ``Many``.
+"""One rank in miniature: the production planner, policies, tiers and task runner, a memory of its own, and what it can
+see of the disks. It lives in a ``Many``.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.faults import Fault, Faulty
 from tests.memory_backend import MemoryBackend
+from tests.simulation.door import Answer, Door, Worker
 from tests.simulation.mounts import config_of
-from tests.simulation.noted import Life
-from tests.simulation.wants import metrics_of, tags_of
 from tests.simulation.weather import Outage
 from tests.simulation.world import (
     CHUNK,
+    CUT,
     DATA_START,
     IMAGE,
     FakeMemory,
     FakeRegion,
     found_in,
     images_of,
+    make_records,
     packing,
     reads_anew,
 )
-from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import (
     CaptureAdvanced,
@@ -41,21 +41,15 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
-from tierfall.core.format.catalog import FoundCopy, Listing, decided_in, merge
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
-from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
+from tierfall.core.format.records import Attempt, Lineage
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
     RankMessage,
 )
 from tierfall.core.restore.inventory import TierMessage, describe, unite_copies, unlisted
-from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import TaskRunner
-from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Task
-from tierfall.core.types import keys
+from tierfall.core.scheduler.ledger.tasks import CommandKind, Task
 from tierfall.core.types.errors import (
     BackendError,
     FencedError,
@@ -65,9 +59,8 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
+from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.leftovers import adopt_images, note_overtaken
 from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
@@ -77,8 +70,6 @@ from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
     from tests.simulation.many import Many
-
-CUT = Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK)
 
 
 class Unsynced:
@@ -154,7 +145,7 @@ class Rank:
         self.next_s: float | None = None
         self.ordinal = 0
         self.listeners: dict[str | int, Callable[[RankMessage], None]] = {}
-        self.coordinator: Coordinator
+        self.door: Door
 
     # A start, step by step -----------------------------------------------------------------------
 
@@ -292,63 +283,40 @@ class Rank:
 
     def go_on_from(self, id: CheckpointId | None) -> None:
         """Go on from what was restored, of which this rank has read its part."""
-        coordinator = self.coordinator
-        if id is not None:
-            coordinator.verifier.on_restored(id, self._read_whole)
-        coordinator.ledger.continue_from(id, attempt=self.attempt.number)
+        self.door.continue_from(id, attempt=self.attempt.number, read_whole=self._read_whole)
         for tier, of, error in self._found_damage:
             there = tier == "host" or self.stores[tier].is_committed(of)
-            coordinator.found_damage(tier, of, str(error), repairable=there)
+            self.door.found_damage(tier, of, str(error), repairable=there)
 
     def start(self, start: Start, held: tuple[Listing, ...]) -> None:
-        """Build the ledger of what all ranks have their parts of, and begin."""
-        listings = self.listings
+        """Begin to plan, by what all ranks have their parts of."""
         for store in self.stores.values():
             if self.owns(store.name):
                 with suppress(BackendError, FencedError):
                     store.discard_unfinished(attempt=self.attempt)
-        ledger = Ledger(
-            self.world.rules,
-            "host",
-            shard=self.shard,
-            scattered=start.scattered,
-            on_few_nodes=start.on_few_nodes,
-            decided=decided_in(held),
-        )
-        ledger.load(merge(held), held)
-        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.wall_s)
-        ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.commits)
-        note_overtaken(ledger, start.overtaken)
         attempt = self.attempt
-        self.runner = TaskRunner(
-            self.stores,
-            {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
-            lambda: attempt,
-        )
-        self.life = life = Life()
-        self.world.lives.append(life)
-        self.coordinator = life.coordinator = Coordinator(
-            ledger=ledger,
-            lanes={
-                name: LaneLimits(
-                    parallel=2, budget_bytes=1 << 20, window=3 if store.is_packed else 0
-                )
-                for name, store in self.stores.items()
-            },
-            host=self.memory,
+        self.runner = Worker(self.stores, lambda: attempt, buffer_bytes=2 * CHUNK)
+        self.door = Door(
+            rules=self.world.rules,
+            stores=self.stores,
+            memory=self.memory,
+            images=images_of(self.memory),
+            listings=self.listings,
+            held=held,
             submit=self.tasks.append,
+            now_s=self.world.now_s,
+            wall_s=self.wall_s,
             max_wait_s=self.world.max_wait_s,
             when_full=self.world.when_full,
+            shard=self.shard,
+            start=start,
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
-            unread=[x.tier for x in listings if x.error is not None],
-            decided={x.tier: x.decided for x in listings if x.error is None},
-            notify=life.events.append,
-            leftovers=self.inheritance,
         )
+        self.coordinator = self.door.planner  # for the tests of this planner
+        self.world.lives.append(self.door)
         self._listen()
-        self.coordinator.start()
+        self.door.start()
 
     @property
     def wall_s(self) -> float:
@@ -356,7 +324,7 @@ class Rank:
         return self.world.now_s + self.world.wall_ahead_s.get(self.node, 0.0)
 
     def _listen(self) -> None:
-        message_tree, post = self.world.network.message_trees[self.number], self.coordinator.post
+        message_tree, post = self.world.network.message_trees[self.number], self.door.post
         listeners: dict[str | int, Callable[[RankMessage], None]] = {}
         self.listeners = listeners  # a zombie's are not those of the process in its place
 
@@ -380,7 +348,7 @@ class Rank:
     # Saving --------------------------------------------------------------------------------------
 
     def _line(self, step: int) -> Lineage:
-        self.ordinal = max(self.ordinal, self.coordinator.ledger.least_ordinal) + 1
+        self.ordinal = max(self.ordinal, self.door.least_ordinal) + 1
         return Lineage(
             run="run",
             checkpoint=CheckpointId(step, self.world.attempt.number),
@@ -391,15 +359,10 @@ class Rank:
 
     def ask(self, step: int) -> list[Any]:
         """Ask for room; the answer (region, error) is appended once there is one."""
-        answer: list[Any] = []
-        self.coordinator.post(
-            AdmissionRequest(
-                id=CheckpointId(step, self.world.attempt.number),
-                image_bytes=IMAGE,
-                records_bytes=0,
-                deadline_s=self.world.now_s + self.world.max_wait_s,
-                on_answer=lambda region, error: answer.extend((region, error)),
-            )
+        answer = self.door.ask_for_memory(
+            CheckpointId(step, self.world.attempt.number),
+            image_bytes=IMAGE,
+            deadline_s=self.world.now_s + self.world.max_wait_s,
         )
         self.step()
         return answer
@@ -420,7 +383,7 @@ class Rank:
         line = self._line(step)
         handle, _ = self._handle(line)
         handle.on_given_up(outcome, error)
-        self.coordinator.post(SaveGivenUp(id=line.checkpoint, error=error, outcome=outcome))
+        self.door.post(SaveGivenUp(id=line.checkpoint, error=error, outcome=outcome))
         self.step()
         return handle
 
@@ -429,7 +392,7 @@ class Rank:
         id = CheckpointId(step, self.world.attempt.number)
         if not any(other > id for other in self.handles):
             self._line(step)  # it has its place in this rank's line too
-        self.coordinator.post(SaveGivenUp(id=id, error=error, outcome=SaveOutcome.FAILED))
+        self.door.post(SaveGivenUp(id=id, error=error, outcome=SaveOutcome.FAILED))
         self.step()
 
     def begin(self, step: int, region: FakeRegion) -> Snapshot:
@@ -449,7 +412,7 @@ class Rank:
             share=self.world.share(line.checkpoint, self.number),
         )
         region.image[:] = b"\x55" * IMAGE  # above the watermark nothing is what it will be
-        self.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        self.door.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
         self.step()
         return snapshot
 
@@ -457,46 +420,22 @@ class Rank:
         """Let the watermark rise; at the end the image is sealed."""
         end = CUT.chunk_range(final - 1)[1] if final else 0
         snapshot.region.image[:end] = image_of(snapshot.id, self.number)[:end]
-        self.coordinator.post(CaptureAdvanced(id=snapshot.id, final_chunks=final))
+        self.door.post(CaptureAdvanced(id=snapshot.id, final_chunks=final))
         if final == CUT.chunk_count:
             self._seal(snapshot)
         self.step()
 
     def _seal(self, snapshot: Snapshot) -> None:
-        image = snapshot.region.image
-        ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
-        snapshot.manifest = Manifest(
-            lineage=snapshot.lineage,
-            shard=self.shard,
-            image_bytes=IMAGE,
-            data_start=DATA_START,
-            chunk_bytes=CHUNK,
-            digests=tuple(chunk_digest(image[start:end]) for start, end in ranges),
-            structure=snapshot.structure,
-            pieces=snapshot.pieces,
-        )
-        data = snapshot.manifest.encode()
-        manifest = keys.manifest_name(self.shard)
         own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
-        snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
-            lineage=snapshot.lineage,
-            world_size=self.shard.world_size,
-            files=(
-                NamedFile(name=keys.shard_name(self.shard), bytes=IMAGE, digest=None),
-                NamedFile(name=manifest, bytes=len(data), digest=sha256(data)),
-            ),
-            nodes=(str(self.node),),
-            wall_time_s=snapshot.wall_time_s,
-            metrics=metrics_of(own),
-            tags=tags_of(own),
-        )
+        # each rank measures something else; rank 0's counts
+        manifest, commit = make_records(snapshot, measured=own)
         if snapshot.share is None:
-            snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
+            snapshot.region.seal(manifest=manifest, commit=commit)
             snapshot.handle.on_captured()
-        self.coordinator.post(CaptureSealed(id=snapshot.id))
+        self.door.post(CaptureSealed(id=snapshot.id))
 
     def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
-        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error, region=snapshot.region))
+        self.door.post(CaptureFailed(id=snapshot.id, error=error, region=snapshot.region))
         self.step()
 
     def save(self, step: int) -> SaveHandle:
@@ -507,23 +446,22 @@ class Rank:
         self.advance(snapshot, CUT.chunk_count)
         return snapshot.handle
 
-    def order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
+    def order(self, kind: CommandKind, id: CheckpointId) -> list[Answer]:
         """Give an order; its answer is appended once there is one."""
-        answer: list[dict[str, BaseException]] = []
-        order = Command(kind=kind, id=id, on_answer=answer.append)
-        self.coordinator.post(order)
+        answer: list[Answer] = []
+        self.door.command(kind, id, answer.append)
         self.step()
         return answer
 
     # Driving -------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        self.next_s = self.coordinator.step(self.world.now_s)
+        self.next_s = self.door.step(self.world.now_s)
 
     @property
     def is_told(self) -> bool:
-        """Something has come that its coordinator has not taken."""
-        return not self.coordinator.inbox._arrived.empty()
+        """Something has come that its planner has not taken."""
+        return self.door.is_told
 
     def run_one(self, draw: random.Random) -> bool:
         """Carry out one waiting task; False when none waits."""
@@ -539,7 +477,7 @@ class Rank:
         what = f"rank {self.number}: {type(task).__name__} {getattr(task, 'id', '')}"
         self.world.trace.append(f"{what} on {task.tier}: {outcome.error or 'done'}")
         self.world.ran(self, task)
-        self.coordinator.post(outcome)
+        self.door.post(outcome)
         self.step()
 
     # Looking -------------------------------------------------------------------------------------
@@ -549,6 +487,5 @@ class Rank:
         return {id for id, _ in images_of(self.memory)}
 
     def committed(self, tier: str) -> set[CheckpointId]:
-        """What this rank's ledger says is committed on a tier."""
-        entries = self.coordinator.ledger.entries.values()
-        return {e.id for e in entries if e.state(tier) is CopyState.COMMITTED}
+        """What this rank's planner says is committed on a tier."""
+        return self.door.whole_on(tier)

@@ -1,5 +1,11 @@
 """The simulation sees what it is for: each of some bugs, planted by hand, makes an hour of training break a promise."""
 
+# These are bugs of the present planner and its worker, in classes of theirs: another planner needs its own of them.
+# forget_a_pin, decide_per_rank, keep_the_turn_of_a_copy_that_fails, blame_a_copy_for_its_tier,
+# forget_what_was_set_aside, try_a_copy_for_ever, take_a_misread_for_damage.
+# These are bugs of what policies see, core/types/view.py, in members that the present planner fills:
+# evict_before_the_successors_commit, count_uncommitted_ones, drop_a_leased_copy, rely_on_what_nobody_has_read.
+
 from __future__ import annotations
 
 from collections.abc import Callable

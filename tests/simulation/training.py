@@ -1,7 +1,7 @@
 """One rank's training loop on a virtual clock: its steps take their time, the production cadence says which are saved,
 and saves hold it up.
 
-It knows no tier and no coordinator: it is told how its saves go on.
+It knows no tier and no planner: it is told how its saves go on.
 """
 
 from __future__ import annotations

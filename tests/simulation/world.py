@@ -1,5 +1,5 @@
-"""A run in miniature: the production coordinator, ledger, policies, tiers and task runner over memory backends, driven
-by a virtual clock on one thread. Tasks are carried out when the test says so, in an order that a seed decides.
+"""A run in miniature: the production planner, policies, tiers and task runner over memory backends, driven by a virtual
+clock on one thread. Tasks are carried out when the test says so, in an order that a seed decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from tests.memory_backend import MemoryBackend
 from tests.rules import retained
-from tests.simulation.noted import Life
+from tests.simulation.door import Answer, Door, Worker
 from tests.simulation.wants import metrics_of, tags_of
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.handle import SaveHandle
@@ -28,7 +28,7 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
-from tierfall.core.format.catalog import FoundCopy, Listing, decided_in, merge, next_attempt
+from tierfall.core.format.catalog import FoundCopy, Listing, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced, sha256
@@ -42,12 +42,7 @@ from tierfall.core.format.records import (
     parse_commit,
     parse_manifest,
 )
-from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import TaskRunner
-from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Task
+from tierfall.core.scheduler.ledger.tasks import CommandKind, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, UnreachableError
@@ -62,7 +57,6 @@ from tierfall.core.types.values import (
 )
 from tierfall.core.types.view import TierRules
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.leftovers import adopt_images
 from tierfall.setup.tiers import make_durable
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
@@ -71,9 +65,8 @@ SHARD = Shard(0, 1)
 DATA_START = 4096
 CHUNK = 4096
 IMAGE = DATA_START + 3 * CHUNK - 100
+CUT = Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK)
 PART = 4096
-
-
 NO_CODECS: Mapping[str, Codec] = {}
 
 
@@ -99,6 +92,36 @@ def read_image(store: StoredTier, commit: Commit, shard: Shard = SHARD) -> bytes
 @lru_cache(maxsize=64)
 def _image(id: str) -> bytes:
     return random.Random(id).randbytes(IMAGE)
+
+
+def make_records(snapshot: Snapshot, *, measured: CheckpointId) -> tuple[bytes, bytes]:
+    """Make the manifest and the commit record of an image that is whole, with the metrics and tags of ``measured``."""
+    ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
+    shard, image = snapshot.shard, snapshot.region.image
+    snapshot.manifest = Manifest(
+        lineage=snapshot.lineage,
+        shard=shard,
+        image_bytes=IMAGE,
+        data_start=DATA_START,
+        chunk_bytes=CHUNK,
+        digests=tuple(chunk_digest(image[start:end]) for start, end in ranges),
+        structure=snapshot.structure,
+        pieces=snapshot.pieces,
+    )
+    data = snapshot.manifest.encode()
+    snapshot.commit = Commit(
+        lineage=snapshot.lineage,
+        world_size=shard.world_size,
+        files=(
+            NamedFile(name=keys.shard_name(shard), bytes=IMAGE, digest=None),
+            NamedFile(name=keys.manifest_name(shard), bytes=len(data), digest=sha256(data)),
+        ),
+        nodes=(snapshot.node,),
+        wall_time_s=snapshot.wall_time_s,
+        metrics=metrics_of(measured),
+        tags=tags_of(measured),
+    )
+    return data, snapshot.commit.encode()
 
 
 class CommitReader:
@@ -222,10 +245,9 @@ def file_rules(
 
 def images_of(memory: FakeMemory) -> list[tuple[CheckpointId, Any]]:
     """The sealed images in memory, as tiers.host has them."""
+    commits = [(commit_in_memory(x.commit()), x) for x in memory.regions if x.sealed]
     return [
-        (commit_in_memory(region.commit()).lineage.checkpoint, SimpleNamespace(region=region))
-        for region in memory.regions
-        if region.sealed
+        (x.lineage.checkpoint, SimpleNamespace(commit=x, region=region)) for x, region in commits
     ]
 
 
@@ -301,7 +323,7 @@ class World:
         self.ordinal = 0
         self.trace: list[str] = []
         self.sees: Callable[[Task], None] = lambda task: None
-        self.lives: list[Life] = []
+        self.lives: list[Door] = []
         self.start()
 
     @property
@@ -334,32 +356,27 @@ class World:
         for store in answered:
             store.discard_unfinished(attempt=self.attempt)
         self._attempt_taken()
-        ledger = Ledger(self.rules, "host", decided=decided_in(everything))
-        ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
-        ledger.load(merge(everything), everything)
-        adopt_images(ledger, held, [], ())
         tasks: list[Task] = []  # a zombie's go on to come here, once another process has its own
         self.tasks = tasks
-        self.runner = TaskRunner(
-            self.stores,
-            {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
-            lambda: self.attempt,
-        )
-        life = Life()
-        self.lives.append(life)
-        self.coordinator = life.coordinator = Coordinator(
-            ledger=ledger,
-            lanes={name: self._limits(store) for name, store in self.stores.items()},
-            host=self.memory,
+        self.runner = Worker(self.stores, lambda: self.attempt, buffer_bytes=2 * CHUNK)
+        self.door = Door(
+            rules=self.rules,
+            stores=self.stores,
+            memory=self.memory,
+            images=held,
+            listings=listings,
+            held=everything,
             submit=lambda task: self._take(task) if tasks is self.tasks else tasks.append(task),
+            now_s=self.now_s,
+            wall_s=self.wall_s,
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
-            unread=[x.tier for x in listings if x.error is not None],
-            decided={x.tier: x.decided for x in listings if x.error is None},
+            run_bytes_min=self.run_bytes_min,
             set_pace=self.set_pace,
-            notify=life.events.append,
         )
-        self.coordinator.start()
+        self.coordinator = self.door.planner  # for the tests of this planner
+        self.lives.append(self.door)
+        self.door.start()
 
     def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
         return tuple(
@@ -395,14 +412,6 @@ class World:
     def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
         """Nothing here takes time."""
 
-    def _limits(self, store: StoredTier) -> LaneLimits:
-        return LaneLimits(
-            parallel=2,
-            budget_bytes=1 << 20,
-            window=3 if store.is_packed else 0,
-            run_bytes_min=0 if store.is_packed else self.run_bytes_min,
-        )
-
     def take_other_memory(self) -> None:
         """The next start finds the memory of another machine, which is empty."""
         self.memory = FakeMemory(self.memory.capacity_bytes // IMAGE)
@@ -420,6 +429,10 @@ class World:
         self.tasks = []
         self.stores = self._open_stores()
 
+    def rules_of(self, tier: str) -> TierRules:
+        """What a tier was asked for."""
+        return next(rules for rules in self.rules if rules.name == tier)
+
     # Saving ------------------------------------------------------------------------------------------
 
     def image(self, id: CheckpointId) -> bytes:
@@ -430,15 +443,11 @@ class World:
         self, step: int, *, image_bytes: int = IMAGE, records_bytes: int = 0
     ) -> list[Any]:
         """Ask to be admitted; the answer (region, error) is appended once there is one."""
-        answer: list[Any] = []
-        self.coordinator.post(
-            AdmissionRequest(
-                id=CheckpointId(step, self.attempt.number),
-                image_bytes=image_bytes,
-                records_bytes=records_bytes,
-                deadline_s=self.now_s + self.max_wait_s,
-                on_answer=lambda region, error: answer.extend((region, error)),
-            )
+        answer = self.door.ask_for_memory(
+            CheckpointId(step, self.attempt.number),
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=self.now_s + self.max_wait_s,
         )
         self.step()
         return answer
@@ -461,7 +470,7 @@ class World:
         snapshot = Snapshot(
             lineage=line,
             shard=SHARD,
-            geometry=Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK),
+            geometry=CUT,
             structure="s",
             pieces=Spliced(b"[]"),
             region=region,
@@ -471,52 +480,23 @@ class World:
             node="n",
         )
         region.image[:] = self.image(id)
-        self.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        self.door.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
         return snapshot
 
     def advance(self, snapshot: Snapshot, final_chunks: int) -> None:
-        self.coordinator.post(CaptureAdvanced(id=snapshot.id, final_chunks=final_chunks))
+        self.door.post(CaptureAdvanced(id=snapshot.id, final_chunks=final_chunks))
 
     def seal(self, snapshot: Snapshot) -> None:
         """Finish a capture: digests, manifest, commit record, seal."""
-        cut = snapshot.geometry
-        image = snapshot.region.image
-        digests = []
-        for index in range(cut.chunk_count):
-            start, end = cut.chunk_range(index)
-            digests.append(chunk_digest(image[start:end]))
-        manifest = Manifest(
-            lineage=snapshot.lineage,
-            shard=SHARD,
-            image_bytes=IMAGE,
-            data_start=DATA_START,
-            chunk_bytes=CHUNK,
-            digests=tuple(digests),
-            structure="s",
-            pieces=Spliced(b"[]"),
-        )
-        data = manifest.encode()
-        snapshot.manifest = manifest
-        snapshot.commit = Commit(
-            lineage=snapshot.lineage,
-            world_size=1,
-            files=(
-                NamedFile(name=keys.shard_name(SHARD), bytes=IMAGE, digest=None),
-                NamedFile(name=keys.manifest_name(SHARD), bytes=len(data), digest=sha256(data)),
-            ),
-            nodes=("n",),
-            wall_time_s=snapshot.wall_time_s,
-            metrics=metrics_of(snapshot.id),
-            tags=tags_of(snapshot.id),
-        )
-        snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
+        manifest, commit = make_records(snapshot, measured=snapshot.id)
+        snapshot.region.seal(manifest=manifest, commit=commit)
         snapshot.handle.on_captured()
-        self.advance(snapshot, cut.chunk_count)
-        self.coordinator.post(CaptureSealed(id=snapshot.id))
+        self.advance(snapshot, CUT.chunk_count)
+        self.door.post(CaptureSealed(id=snapshot.id))
 
     def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
         region = snapshot.region
-        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error, region=region))
+        self.door.post(CaptureFailed(id=snapshot.id, error=error, region=region))
 
     def save(self, step: int) -> SaveHandle:
         """Save one step wholly into memory; memory must have room."""
@@ -531,8 +511,8 @@ class World:
 
     def step(self) -> float | None:
         while True:
-            next_s = self.coordinator.step(self.now_s)
-            if self.coordinator.inbox.is_empty:
+            next_s = self.door.step(self.now_s)
+            if not self.door.is_told:
                 return next_s
 
     def run_one(self) -> bool:
@@ -548,7 +528,7 @@ class World:
         outcome = self.runner.run(task)
         what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
         self.trace.append(f"{what}: {outcome.error or 'done'}")
-        self.coordinator.post(outcome)
+        self.door.post(outcome)
         self.step()
 
     def run_all(self) -> None:
@@ -557,7 +537,7 @@ class World:
             continue
 
     def settle(self, *, limit_s: float = 1000.0) -> None:
-        """Carry out everything, letting time pass where the coordinator waits for it."""
+        """Carry out everything, letting time pass where the planner waits for it."""
         until = self.now_s + limit_s
         while True:
             next_s = self.step()
@@ -569,9 +549,9 @@ class World:
                 return
             self.now_s = max(self.now_s, next_s)
 
-    def order(self, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
-        answer: list[dict[str, BaseException]] = []
-        self.coordinator.post(Command(kind=kind, id=id, on_answer=answer.append))
+    def order(self, kind: CommandKind, id: CheckpointId) -> Answer:
+        answer: list[Answer] = []
+        self.door.command(kind, id, answer.append)
         self.settle()
         assert answer, f"{kind} of {id} was not answered"
         return answer[0]
@@ -597,8 +577,8 @@ class Process(Protocol):
 
     attempt: Attempt
     tasks: list[Task]
-    runner: TaskRunner
-    coordinator: Coordinator
+    runner: Worker
+    door: Door
 
 
 class Zombie:
@@ -606,18 +586,17 @@ class Zombie:
     hang, and what it had begun there is never done."""
 
     def __init__(self, process: Process, shared: Collection[str]) -> None:
-        attempt, self._coordinator = process.attempt, process.coordinator
-        self._tasks, self._runner = process.tasks, process.runner
-        self._runner._attempt = lambda: attempt
+        self._door, self._tasks, self._runner = process.door, process.tasks, process.runner
+        self._runner.keep(process.attempt)
         self._shared = shared
-        self.number = attempt.number
-        self.name = f"zombie {attempt.number}"
+        self.number = process.attempt.number
+        self.name = f"zombie {self.number}"
 
     def go_on(self, draw: random.Random, now_s: float, blind: Collection[str] = ()) -> list[str]:
         """Do some of what it has to do, and say what became of it; nothing on the tiers ``blind``."""
         output = []
         for _ in range(draw.randint(1, 6)):
-            self._coordinator.step(now_s)
+            self._door.step(now_s)
             able = [t for t in self._tasks if t.tier in self._shared and t.tier not in blind]
             if not able:
                 break
@@ -626,8 +605,8 @@ class Zombie:
             outcome = self._runner.run(task)
             what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
             output.append(f"{self.name}: {what}: {outcome.error or 'done'}")
-            self._coordinator.post(outcome)
-        self._coordinator.step(now_s)
+            self._door.post(outcome)
+        self._door.step(now_s)
         return output
 
 

@@ -1,0 +1,364 @@
+"""The one door between the simulation and the planner: events go in, orders and facts come out.
+
+A world opens a ``Door`` for each process that it starts. Orders are tasks: they come by ``submit``, the world has a
+``Worker`` carry them out when it is their time, and posts the outcomes. All else that a simulation knows of a planner
+are plain values. So another planner needs another ``Door``, and nothing else here changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tierfall.core.capture.snapshot import HostMemory
+from tierfall.core.format.catalog import Listing, decided_in, merge
+from tierfall.core.format.decided import DecidedList
+from tierfall.core.format.records import Attempt
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.executor import TaskRunner
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Event, Task
+from tierfall.core.types import events
+from tierfall.core.types.values import CheckpointId, CopyState, Shard, WhenFull
+from tierfall.core.types.view import TierRules
+from tierfall.session.leftovers import adopt_images, note_overtaken
+from tierfall.session.start import Start
+from tierfall.tiers.stored import StoredTier
+
+Answer = dict[str, BaseException]
+"""What a command is answered: the tiers where it failed."""
+
+
+class State(StrEnum):
+    """The state of a copy."""
+
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    THERE = "there"
+    LEAVING = "leaving"
+    DAMAGED = "damaged"
+
+
+STATES = {
+    CopyState.ABSENT: State.ABSENT,
+    CopyState.ARRIVING: State.ARRIVING,
+    CopyState.SEALED: State.THERE,
+    CopyState.COMMITTED: State.THERE,
+    CopyState.LEAVING: State.LEAVING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One checkpoint on one tier. ``good``: this start has written it, or read it whole. ``readers``: how many tasks
+    read it."""
+
+    state: State
+    good: bool
+    bytes: int
+    readers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a planner knows of a checkpoint. ``copies`` are by tier, without those that are absent and not being read.
+    ``owed`` are tiers, and so is ``set_aside``: where this start does not try again what has failed. ``in_memory``:
+    this rank's image is in its memory, sealed."""
+
+    id: CheckpointId
+    attempt_id: str | None
+    ordinal: int
+    started_from: CheckpointId | None
+    world_size: int
+    bytes: int
+    metrics: Mapping[str, float]
+    tags: frozenset[str]
+    wall_time_s: float | None
+    at_end: bool
+    pinned: bool
+    deleted: bool
+    owed: frozenset[str]
+    set_aside: frozenset[str]
+    in_memory: bool
+    copies: Mapping[str, Copy]
+
+    def state(self, tier: str) -> State:
+        return self.copies[tier].state if tier in self.copies else State.ABSENT
+
+    @property
+    def is_read(self) -> bool:
+        """Some copy is being read."""
+        return any(copy.readers for copy in self.copies.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a planner has counted since its start: copies, and saves that were superseded. ``commits`` is by tier."""
+
+    commits: Counter[str]
+    deleted: int
+    given_up: int
+    set_aside: int
+    superseded: int
+
+
+class Worker(TaskRunner):
+    """Carries out tasks, for the attempt that ``attempt`` names at that moment."""
+
+    def __init__(
+        self, stores: Mapping[str, StoredTier], attempt: Callable[[], Attempt], *, buffer_bytes: int
+    ) -> None:
+        pools = {name: BufferPool(bytes=buffer_bytes, count=4) for name in stores}
+        super().__init__(stores, pools, attempt)
+
+    def keep(self, attempt: Attempt) -> None:
+        """Carry out all that follows for this attempt."""
+        self._attempt = lambda: attempt
+
+
+class Door:
+    """The planner of one process. ``events`` are what it tells of saves and copies, in their order."""
+
+    def __init__(
+        self,
+        *,
+        rules: tuple[TierRules, ...],
+        stores: Mapping[str, StoredTier],
+        memory: HostMemory,
+        images: Sequence[tuple[CheckpointId, Any]],
+        listings: Sequence[Listing],
+        held: Sequence[Listing],
+        submit: Callable[[Task], None],
+        now_s: float,
+        wall_s: float,
+        max_wait_s: float,
+        when_full: WhenFull,
+        shard: Shard = ALONE,
+        start: Start | None = None,
+        message_tree: MessageTree | None = None,
+        shared: Mapping[str, bool] | None = None,
+        run_bytes_min: int = 0,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
+    ) -> None:
+        """``images`` lie in ``memory``; ``listings`` are what this process sees of the tiers, ``held`` what all have
+        their parts of. ``start`` is what ranks have agreed on (None: this one is alone), ``shared`` says which tiers
+        all of them see. ``run_bytes_min`` is how long a write is at least to a tier that does not pack."""
+        begun = start or Start()
+        ledger = Ledger(
+            rules,
+            "host",
+            shard=shard,
+            scattered=begun.scattered,
+            on_few_nodes=begun.on_few_nodes,
+            decided=decided_in(held),
+        )
+        ledger.set_clock(now_s=now_s, wall_time_s=wall_s)
+        ledger.load(merge(held), held)
+        ledger.note_partial(x for x in listings if x.tier in begun.seen)
+        leftovers = adopt_images(ledger, images, [], begun.displaced)
+        note_overtaken(ledger, begun.overtaken)
+        self.events: list[events.Event] = []
+        self.planner = Coordinator(
+            ledger=ledger,
+            lanes={
+                name: LaneLimits(
+                    parallel=2,
+                    budget_bytes=1 << 20,
+                    window=3 if store.is_packed else 0,
+                    run_bytes_min=0 if store.is_packed else run_bytes_min,
+                )
+                for name, store in stores.items()
+            },
+            host=memory,
+            submit=submit,
+            max_wait_s=max_wait_s,
+            when_full=when_full,
+            message_tree=message_tree,
+            shared=shared,
+            unread=[x.tier for x in listings if x.error is not None],
+            decided={x.tier: x.decided for x in listings if x.error is None},
+            set_pace=set_pace,
+            notify=self.events.append,
+            leftovers=None if start is None else leftovers,
+        )
+        self._ledger = ledger
+
+    # Events in -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to plan."""
+        self.planner.start()
+
+    def post(self, event: Event) -> None:
+        """Tell it what has happened: the outcome of a task, a part of a capture, a message of another rank."""
+        self.planner.post(event)
+
+    def step(self, now_s: float) -> float | None:
+        """Let it plan by what has come; return when to call this again, if nothing comes."""
+        return self.planner.step(now_s)
+
+    @property
+    def is_told(self) -> bool:
+        """Something has come since the last step."""
+        return not self.planner.inbox.is_empty
+
+    def ask_for_memory(
+        self, id: CheckpointId, *, image_bytes: int, deadline_s: float, records_bytes: int = 0
+    ) -> list[Any]:
+        """Ask for memory for a save; the answer (region, error) is appended once there is one."""
+        answer: list[Any] = []
+        self.post(
+            AdmissionRequest(
+                id=id,
+                image_bytes=image_bytes,
+                records_bytes=records_bytes,
+                deadline_s=deadline_s,
+                on_answer=lambda region, error: answer.extend((region, error)),
+            )
+        )
+        return answer
+
+    def command(
+        self, kind: CommandKind, id: CheckpointId, on_answer: Callable[[Answer], None]
+    ) -> None:
+        """A person commands something."""
+        self.post(Command(kind=kind, id=id, on_answer=on_answer))
+
+    def continue_from(
+        self,
+        id: CheckpointId | None,
+        *,
+        attempt: int,
+        read_whole: tuple[str, ...] | None = None,
+    ) -> None:
+        """The training goes on from what was restored, as this attempt. ``read_whole``: where this rank has read all of
+        its image, which the ranks tell each other (None: they do not)."""
+        if id is not None and read_whole is not None:
+            self.planner.verifier.on_restored(id, read_whole)
+        self._ledger.continue_from(id, attempt=attempt)
+
+    def found_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
+        """A restore has found that a copy is damaged."""
+        self.planner.found_damage(tier, id, why, repairable=repairable)
+
+    def drain(self, until_s: float, *, now_s: float, asker: object) -> None:
+        """A deadline comes up."""
+        self.planner.drain_schedule.begin(asker, until_s, now_s)
+
+    def apply_rules(self) -> None:
+        """Look at all tiers anew for what is to be deleted."""
+        self.planner.deleter.plan_all_tiers()
+
+    # Facts out -----------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> dict[CheckpointId, Checkpoint]:
+        """All that are known, wherever they are."""
+        return {entry.id: _facts_of(entry) for entry in self._ledger.entries.values()}
+
+    def whole_on(self, tier: str) -> set[CheckpointId]:
+        """The checkpoints of which a tier has a whole copy, as far as this rank knows."""
+        return {id for id, known in self.checkpoints.items() if known.state(tier) is State.THERE}
+
+    @property
+    def owed(self) -> tuple[tuple[CheckpointId, str], ...]:
+        """The copies that tiers are owed, in the order of their saves."""
+        return self.planner.owed_copies()
+
+    @property
+    def decided(self) -> DecidedList:
+        """What is decided by the lists of all tiers that were read."""
+        return self._ledger.decided
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The tiers that this start could not look at."""
+        return frozenset(self.planner._decisions._unread)
+
+    @property
+    def failing(self) -> frozenset[str]:
+        """The tiers that take no copies at present."""
+        return frozenset(self._ledger.failing)
+
+    @property
+    def errors(self) -> tuple[BaseException, ...]:
+        """Why copies were given up, and what else is told when the run is closed."""
+        return tuple(self.planner.errors)
+
+    @property
+    def is_fenced(self) -> bool:
+        """There is a newer attempt: nothing more is written."""
+        return self.planner.fenced is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being done, or could be."""
+        return self.planner.busy()
+
+    @property
+    def is_copying(self) -> bool:
+        """A copy is on its way to some tier."""
+        return any(lane.active for lane in self.planner.lanes.values())
+
+    @property
+    def least_ordinal(self) -> int:
+        """The next save's ordinal is above that: other ranks have counted so far."""
+        return self._ledger.least_ordinal
+
+    @property
+    def on_few_nodes(self) -> Mapping[tuple[str, CheckpointId], bool]:
+        """The copies in peer memory that fewer nodes have than should; True: they may have been reported."""
+        return dict(self._ledger.on_few_nodes)
+
+    @property
+    def counts(self) -> Counts:
+        counted = self.planner.counters
+        return Counts(
+            commits=Counter(counted.commits),
+            deleted=counted.deleted_copies,
+            given_up=counted.given_up_copies,
+            set_aside=counted.set_aside_copies,
+            superseded=counted.superseded_saves,
+        )
+
+
+def _facts_of(entry: LedgerEntry) -> Checkpoint:
+    commit = entry.commit
+    tiers = {*entry.states, *entry.damage, *(tier for tier, count in entry.leases.items() if count)}
+    return Checkpoint(
+        id=entry.id,
+        attempt_id=entry.attempt_id,
+        ordinal=entry.ordinal,
+        started_from=entry.started_from,
+        world_size=entry.shard.world_size,
+        bytes=entry.image_bytes,
+        metrics=commit.metrics if commit else {},
+        tags=entry.tags,
+        wall_time_s=commit.wall_time_s if commit else None,
+        at_end=commit is not None and commit.lineage.at_end,
+        pinned=entry.pinned,
+        deleted=entry.deleted,
+        owed=frozenset(entry.owed),
+        set_aside=frozenset(entry.set_aside),
+        in_memory=entry.region is not None and entry.region.sealed,
+        copies={tier: _copy_of(entry, tier) for tier in sorted(tiers)},
+    )
+
+
+def _copy_of(entry: LedgerEntry, tier: str) -> Copy:
+    state = STATES[entry.state(tier)]
+    if state is State.ABSENT and tier in entry.damage:
+        state = State.DAMAGED
+    return Copy(
+        state=state,
+        good=tier in entry.verified,
+        bytes=entry.bytes.get(tier, 0),
+        readers=entry.leases.get(tier, 0),
+    )
