@@ -16,6 +16,7 @@ from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.session import Session
 from tierfall.tiers.arena.region import Region
 from tierfall.tiers.image_writer import RawImageWriter
+from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
 
@@ -62,8 +63,8 @@ PEER_POINTS = {
     "request": Point(PeerBackend, "request"),
     "published": POINTS["published"],
     "documents": Point(StoredTier, "write_manifest", after=True, of=_is_peers),
-    "commit": Point(StoredTier, "commit", of=_is_peers),
-    "committed": Point(StoredTier, "commit", after=True, of=_is_peers),
+    "commit": Point(PeerCache, "commit"),
+    "committed": Point(PeerCache, "commit", after=True),
     "read": POINTS["restore"],
 }
 """Of a job whose checkpoints go to peer memory. The first rank of each node commits there."""
