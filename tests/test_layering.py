@@ -81,7 +81,7 @@ LINES = {
     ("backends",): 6_969,
     ("tiers",): 4_214,
     ("tierfall/config",): 2_665,
-    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_637,
+    ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
     ("tierfall/ops",): 3_394,
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_185,

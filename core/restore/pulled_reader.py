@@ -2,8 +2,8 @@
 only some can read comes from them.
 
 All ranks take the same steps (``CandidateStep``): each says which images it sees, then what it needs; all compute who
-reads it (``assign``), and each pulls what it needs. A chunk that the rank which was to read it does not send, or finds
-damaged, is read by this rank or another one.
+reads it (``assign``), and each pulls what it needs. If that rank sends nothing, or finds a chunk damaged, this rank or
+another one reads the chunk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ T = TypeVar("T")
 Pieces = Callable[[xxhash.xxh3_128], Iterable[memoryview]]
 """Yields the views to fill with a chunk, and adds them to the digest."""
 SILENT_IN_MAX_WAIT = 4
-"""A rank may be silent for this part of ``max_wait``, before what it was to read is read otherwise."""
+"""A rank may be silent for this part of ``max_wait``; then other ranks read its part."""
 
 
 @dataclass(slots=True, kw_only=True)

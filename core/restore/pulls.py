@@ -404,7 +404,7 @@ class PullNetwork:
                 )
         if is_first:
             logger.warning(
-                "restore: rank %d does not send what it is asked for: %s. Other ranks read what it was to read",
+                "restore: rank %d does not send what it is asked for: %s. Other ranks read its part",
                 hop, str(error) or type(error).__name__,
             )  # fmt: skip
 

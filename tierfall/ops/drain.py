@@ -364,7 +364,7 @@ class _Drain:
         logger.info("drain: %s to %s, again in %.1f s: %s", id, part.store.name, wait_s, error)
 
     def _add_decided(self, store: StoredTier) -> None:
-        """Add what the list of a tier lacks of what is decided by those of the others."""
+        """Add to the list of a tier what the lists of the other tiers have, and it has not."""
         try:
             add_decided(store, self._decided)
         except TierfallError as error:

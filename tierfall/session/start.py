@@ -70,14 +70,13 @@ class Start(Message):
     reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier;
     ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
     checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
-    that lags. ``displaced`` are those that are complete, and of which memory of some rank has another's image: no rank
-    flushes them.
-    ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank has read;
-    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
-    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
-    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
-    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
-    they are whole or damaged there.
+    that lags. ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank
+    flushes them. ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank
+    has read; ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the
+    attempts began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by
+    the record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the
+    ranks that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
+    though they are whole or damaged there.
     """
 
     attempt: Attempt | None = None
