@@ -34,8 +34,8 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Entry
 from tierfall.backends.posix.writer import PosixWriter
 from tierfall.backends.wrappers.base import Wrapper
+from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.format.records import parse_commit
-from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types import keys as names
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.values import CheckpointId

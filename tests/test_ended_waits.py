@@ -11,7 +11,7 @@ import pytest
 
 import tierfall
 from tests.steps import blank, refuse_threads, state_of, step_in, steps_on, wait_until
-from tierfall.core.scheduler.ledger.throughput import TierThroughput
+from tierfall.core.flush.rates import TierThroughput
 from tierfall.core.types.errors import (
     CapacityError,
     ConfigError,

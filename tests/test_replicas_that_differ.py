@@ -240,7 +240,7 @@ def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_st
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are killed before the tensor is named: the images were never sealed."""
-    from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+    from tierfall.core.flush.replicas import ReplicaAssigner
 
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]

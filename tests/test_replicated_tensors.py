@@ -25,9 +25,8 @@ from tests.replica_ranks import (
     save_all,
     save_whole,
 )
+from tierfall.core.flush.commits import GroupSeals, TierCommits
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.scheduler.group.seals import GroupSeals
-from tierfall.core.scheduler.group.tier_commits import TierCommits
 from tierfall.core.types.errors import CaptureError
 
 

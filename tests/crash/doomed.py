@@ -19,8 +19,8 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.writer import PosixWriter
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flush.admission import Admissions, Superseder
+from tierfall.core.flush.coordinator import Coordinator
+from tierfall.core.flush.memory import Admissions, Superseder
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.arena import Arena
 from tierfall.tiers.arena.region import Region

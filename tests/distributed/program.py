@@ -16,9 +16,9 @@ import torch
 
 import tierfall
 from tests.distributed import killing
+from tierfall.core.flush.commits import Commits
+from tierfall.core.flush.flusher import Flusher
 from tierfall.core.ranks.transport import StoreTransport
-from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.group.commits import Commits
 
 RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from tests.simulation.world import IMAGE
-from tierfall.core.scheduler.ledger.tasks import CopyRun, Task
+from tierfall.core.flush.tasks import CopyRun, Task
 
 Act = Callable[[], None]
 

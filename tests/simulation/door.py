@@ -14,19 +14,19 @@ from enum import StrEnum
 from typing import Any
 
 from tierfall.core.capture.snapshot import HostMemory
+from tierfall.core.flush.coordinator import Coordinator
+from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
+from tierfall.core.flush.lane import LaneLimits
+from tierfall.core.flush.tasks import AdmissionRequest, Command, CommandKind, Event, Task
+from tierfall.core.flush.worker import TaskRunner
 from tierfall.core.format.catalog import Listing, decided_in, merge
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.topology import ALONE
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import TaskRunner
-from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
-from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Event, Task
 from tierfall.core.types import events
-from tierfall.core.types.values import CheckpointId, CopyState, Shard, WhenFull
+from tierfall.core.types.values import CheckpointId, CopyState, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.session.leftovers import adopt_images, note_overtaken
 from tierfall.session.start import Start
@@ -140,7 +140,6 @@ class Door:
         wall_s: float,
         max_wait_s: float,
         when_full: WhenFull,
-        shard: Shard = ALONE,
         start: Start | None = None,
         message_tree: MessageTree | None = None,
         shared: Mapping[str, bool] | None = None,
@@ -154,7 +153,10 @@ class Door:
         ledger = Ledger(
             rules,
             "host",
-            shard=shard,
+            group=Group(
+                topology=ALONE if message_tree is None else message_tree.topology,
+                shared=shared or {},
+            ),
             scattered=begun.scattered,
             on_few_nodes=begun.on_few_nodes,
             decided=decided_in(held),
@@ -181,7 +183,6 @@ class Door:
             max_wait_s=max_wait_s,
             when_full=when_full,
             message_tree=message_tree,
-            shared=shared,
             unread=[x.tier for x in listings if x.error is not None],
             decided={x.tier: x.decided for x in listings if x.error is None},
             set_pace=set_pace,
@@ -250,7 +251,7 @@ class Door:
 
     def drain(self, until_s: float, *, now_s: float, asker: object) -> None:
         """A deadline comes up."""
-        self.planner.drain_schedule.begin(asker, until_s, now_s)
+        self.planner.begin_drain(asker, until_s)
 
     def apply_rules(self) -> None:
         """Look at all tiers anew for what is to be deleted."""
@@ -280,7 +281,7 @@ class Door:
     @property
     def unread(self) -> frozenset[str]:
         """The tiers that this start could not look at."""
-        return frozenset(self.planner._decisions._unread)
+        return frozenset(self.planner.unread)
 
     @property
     def failing(self) -> frozenset[str]:

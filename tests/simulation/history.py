@@ -35,11 +35,11 @@ from tests.simulation.world import (
     start_in,
 )
 from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.flush.tasks import CommandKind, DeleteCopy, Task
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import Decided, DecidedList, Word
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.scheduler.ledger.tasks import CommandKind, DeleteCopy, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError

@@ -22,8 +22,8 @@ from tests.simulation.tries import check_tries
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.flush.tasks import CopyRun, DeleteCopy, Task
 from tierfall.core.format.records import parse_attempt_record
-from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, Task
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.events import SetAside

@@ -19,12 +19,12 @@ from tests.simulation.mounts import MachineFile
 from tests.simulation.rank import Rank, Troubled, Unsynced
 from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.core.capture.snapshot import ReplicaShare
+from tierfall.core.flush.tasks import Task
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.restore.agreement import choose_candidates
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import Inventory, merge_ranks
-from tierfall.core.scheduler.ledger.tasks import Task
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull

@@ -22,12 +22,12 @@ from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.core.capture.snapshot import ReplicaShare, Snapshot
+from tierfall.core.flush.tasks import CommitCopy, Task
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.image.dedup import ReplicaDigests
 from tierfall.core.ranks.messages import Topic
-from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import (
     BackendError,

@@ -19,7 +19,7 @@ from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.tries import check_tries
 from tests.simulation.world import IMAGE
-from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, OpenShard, ReadDecided, Task
+from tierfall.core.flush.tasks import CopyRun, DeleteCopy, OpenShard, ReadDecided, Task
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
 

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from tests.simulation.many import Many
 from tests.simulation.world import Place, decided_on
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.format.decided import DecidedList, Word
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.stored import StoredTier
 

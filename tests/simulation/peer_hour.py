@@ -21,7 +21,7 @@ from tests.simulation.peer_world import PEER_TIER, Machine, PeerRank, PeerWorld
 from tests.simulation.rank import CUT
 from tests.simulation.world import FakeRegion, file_rules
 from tierfall.core.capture.snapshot import Snapshot
-from tierfall.core.scheduler.ledger.tasks import AbortShard, CommitCopy, DeleteCopy, Task
+from tierfall.core.flush.tasks import AbortShard, CommitCopy, DeleteCopy, Task
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import TierKind, WhenFull
 from tierfall.core.types.view import TierRules

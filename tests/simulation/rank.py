@@ -41,6 +41,7 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
+from tierfall.core.flush.tasks import CommandKind, Task
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Lineage
@@ -49,7 +50,6 @@ from tierfall.core.ranks.message_tree import (
     RankMessage,
 )
 from tierfall.core.restore.inventory import TierMessage, describe, unite_copies, unlisted
-from tierfall.core.scheduler.ledger.tasks import CommandKind, Task
 from tierfall.core.types.errors import (
     BackendError,
     FencedError,
@@ -308,7 +308,6 @@ class Rank:
             wall_s=self.wall_s,
             max_wait_s=self.world.max_wait_s,
             when_full=self.world.when_full,
-            shard=self.shard,
             start=start,
             message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.faults import Fault, FaultKind, Faulty, Operation
 from tests.simulation.door import Answer, State
 from tests.simulation.world import IMAGE, World, attempt_of, file_rules
-from tierfall.core.scheduler.ledger.tasks import CommandKind
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import AccessDeniedError, UnreachableError
 from tierfall.core.types.values import CheckpointId
@@ -41,10 +41,10 @@ FIRST = CheckpointId(1, 1)
 def imported(tree: ast.Module) -> Iterator[str]:
     """What a module imports of the planner."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and "core.scheduler" in (node.module or ""):
+        if isinstance(node, ast.ImportFrom) and "core.flush" in (node.module or ""):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if "core.scheduler" in name.name)
+            yield from (name.name for name in node.names if "core.flush" in name.name)
 
 
 def reached_into(tree: ast.Module) -> Iterator[int]:

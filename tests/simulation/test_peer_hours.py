@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.peer_hour import peer_rules, run_peer_hour
 from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld
-from tierfall.core.scheduler.ledger.tasks import CopyRun
+from tierfall.core.flush.tasks import CopyRun
 
 SEEDS = {1: (0, 3, 6, 7, 21), 2: (501,)}
 """501 with two copies broke a promise once: a size was divided by that of a step that a node has nothing of."""

@@ -4,7 +4,7 @@ one loss after the other.
 
 # Two tests name what is inside the present planner, and its worker: another planner needs its own of them.
 # test_a_commit_record_that_is_lost_on_its_way_is_written_anew (LOST_WRITES_MAX),
-# test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_it_is_there (patches of executor).
+# test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_it_is_there (patches of worker).
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFail
 from tests.simulation.world import FakeRegion, commit_in_memory, file_rules
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import ON_PEERS
-from tierfall.core.scheduler import executor
-from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
+from tierfall.core.flush.commits import LOST_WRITES_MAX
+from tierfall.core.flush import worker
 from tierfall.core.types.errors import (
     IntegrityError,
     LostWriteError,
@@ -212,7 +212,7 @@ def test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_i
     """The first try breaks off at its end: the next one deletes nothing before it begins."""
     world = World(copies=2)
     world.replace([0])
-    real, failed = executor.publish_image, list[Shard]()
+    real, failed = worker.publish_image, list[Shard]()
 
     def publish_image(*arguments: Any, shard: Shard, **more: Any) -> Any:
         if shard.rank == 1 and not failed:
@@ -220,9 +220,9 @@ def test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_i
             raise LostWriteError("on purpose")
         return real(*arguments, shard=shard, **more)
 
-    monkeypatch.setattr(executor, "publish_image", publish_image)
+    monkeypatch.setattr(worker, "publish_image", publish_image)
     # The keepers did not answer when they were asked for their record, and this node's own one names others' images.
-    monkeypatch.setattr(executor, "_committed_before", lambda task, store: None)
+    monkeypatch.setattr(worker, "_committed_before", lambda task, store: None)
     world.settle(after_each=world.watch.check)
     assert failed, "the copies were not made again"
     assert world.where(ONE) == [3] * 4

@@ -18,15 +18,15 @@ from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import Image, check_digest
+from tierfall.core.flush.commits import Commits
+from tierfall.core.flush.deleter import Deleter
+from tierfall.core.flush.facts import CopyFailures, LedgerEntry
+from tierfall.core.flush.flusher import Flusher
+from tierfall.core.flush.lane import FlushLane
 from tierfall.core.format import catalog
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Manifest
-from tierfall.core.scheduler import executor
-from tierfall.core.scheduler.deletion.deleter import Deleter
-from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
+from tierfall.core.flush import worker
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
@@ -184,7 +184,7 @@ def take_a_misread_for_damage(patch: pytest.MonkeyPatch) -> None:
         check_digest(image.tier, manifest, index, chunk_digest(view))
         return view
 
-    patch.setattr(executor, "read_chunk", read_once)
+    patch.setattr(worker, "read_chunk", read_once)
 
 
 def ignore_what_other_ranks_have_listed(patch: pytest.MonkeyPatch) -> None:

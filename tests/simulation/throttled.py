@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.simulation.world import World
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.scheduler.ledger.tasks import CopyRun, Task
+from tierfall.core.flush.tasks import CopyRun, Task
 from tierfall.core.types.view import TierRules
 
 

@@ -28,6 +28,7 @@ from tierfall.core.capture.snapshot import (
 )
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
+from tierfall.core.flush.tasks import CommandKind, Task
 from tierfall.core.format.catalog import FoundCopy, Listing, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import DecidedList
@@ -42,7 +43,6 @@ from tierfall.core.format.records import (
     parse_commit,
     parse_manifest,
 )
-from tierfall.core.scheduler.ledger.tasks import CommandKind, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, UnreachableError

@@ -32,9 +32,9 @@ from tierfall.cli.ls_show import held_members
 from tierfall.cli.usage import Asked, Exit, StepName, at_terminal, refuse
 from tierfall.config import Config
 from tierfall.config.sections import OnClose
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.keys import check_tag
 from tierfall.core.types.text import format_some, members

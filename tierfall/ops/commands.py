@@ -21,13 +21,13 @@ from pathlib import Path
 from tierfall.backends.posix.backend import NoFolderError
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.config import Config
+from tierfall.core.flush.decisions import WORDS
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge, to_view
 from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.group.decisions import WORDS
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,

@@ -20,11 +20,11 @@ from functools import partial
 from tierfall.config import Config, StoredTierConfig
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.verify import CopyVerifier
+from tierfall.core.flush.flusher import OLDER_OWED_MAX
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.commit_files import shards_of
 from tierfall.core.format.records import Attempt, NamedFile
 from tierfall.core.runtime import retries
-from tierfall.core.scheduler.flush.flusher import OLDER_OWED_MAX
 from tierfall.core.types.errors import (
     BackendError,
     FencedError,

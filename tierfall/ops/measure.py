@@ -25,10 +25,10 @@ from tierfall.backends.open import place_of
 from tierfall.config import Config, HostTierConfig, Tier
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import READ_THREADS
+from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,

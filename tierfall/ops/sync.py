@@ -23,6 +23,7 @@ from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import publish_image, removed_on_failure
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
+from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.commit_files import (
     files_of,
@@ -44,7 +45,6 @@ from tierfall.core.format.records import (
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.threads import run_in_threads
-from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import (

@@ -20,6 +20,7 @@ import torch
 from tierfall.config import Config
 from tierfall.core.capture.device_copies import device_of
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
@@ -32,7 +33,6 @@ from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.runtime.public_calls import public_call, public_class
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError

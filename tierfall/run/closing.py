@@ -113,7 +113,7 @@ def agree_on_end(
     coordinator, attempt = session.coordinator, lineage.attempt.number
     if decision.plan is not ClosingPlan.SAVE:
         reached = CheckpointId(decision.reached, attempt)
-        session.call_soon(partial(coordinator.group.end_saves, reached))
+        session.call_soon(partial(coordinator.end_saves, reached))
     if step is not None and decision.plan is ClosingPlan.FLUSH:
         session.call_soon(partial(coordinator.owe_to_all_tiers, CheckpointId(step, attempt)))
     if decision.gone:

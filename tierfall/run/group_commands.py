@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
-from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId

@@ -40,6 +40,8 @@ from tierfall.core.capture.snapshot import (
     Snapshot,
 )
 from tierfall.core.capture.spill import DeviceSlab
+from tierfall.core.flush.replicas import ReplicaAssigner
+from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.format.records import Lineage, records_bytes_max
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
@@ -53,8 +55,6 @@ from tierfall.core.runtime.streams import Streams
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.sampling.replicas import ReplicaPlan
-from tierfall.core.scheduler.group.dedup import ReplicaAssigner
-from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk_cache import WalkCache
@@ -538,7 +538,7 @@ class Layouts:
     @property
     def _divider(self) -> ReplicaAssigner | None:
         """What assigns replicas to ranks; None where one rank writes all."""
-        return self._session.coordinator.commits.replicas if self._session.ranks.many else None
+        return self._session.coordinator.replicas if self._session.ranks.many else None
 
     def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Return whether the ranks still use the assignment that a layout was planned with."""

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.commit_files import shards_of
 from tierfall.core.format.records import Commit, geometry, parse_manifest
 from tierfall.core.restore.inventory import Inventory, unite_listings
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard

@@ -10,10 +10,9 @@ from typing import Any
 
 from tierfall.config.sections import OnClose
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.flush.tasks import AdmissionRequest, Command, CommandKind
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind
 from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,

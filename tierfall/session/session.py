@@ -15,6 +15,10 @@ from typing import Any, TypeVar
 
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
+from tierfall.core.flush.coordinator import Coordinator
+from tierfall.core.flush.facts import Group, Ledger
+from tierfall.core.flush.tasks import LedgerQuery
+from tierfall.core.flush.worker import TaskRunner, Workers
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.message_tree import RankMessage
@@ -25,11 +29,6 @@ from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import TaskRunner
-from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import LedgerQuery
-from tierfall.core.scheduler.workers import Workers
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError
 from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
@@ -105,7 +104,6 @@ class Session:
             unread=[x.tier for x in tiers.listings if x.error is not None],
             decided={x.tier: x.decided for x in tiers.listings if x.error is None},
             message_tree=self.ranks.message_tree,
-            shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].limit_rate(bytes_per_s),
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
@@ -400,7 +398,10 @@ def _load_ledger(
     ledger = Ledger(
         tier_rules(tiers.config),
         tiers.host.name,
-        shard=tiers.ranks.shard,
+        group=Group(
+            topology=tiers.ranks.topology,
+            shared={tier.name: is_shared(tier) for tier in tiers.config.stored},
+        ),
         scattered=start.scattered,
         on_few_nodes=start.on_few_nodes,
         decided=decided_in(listings),

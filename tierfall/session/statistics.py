@@ -8,9 +8,8 @@ from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.restore.restore import RestoreResult
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.values import LossClass, SaveOutcome
 from tierfall.core.types.view import LossBound, newest_surviving
 from tierfall.session.session import Session

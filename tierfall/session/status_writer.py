@@ -18,11 +18,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierfall.config import Config
+from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.lane import FlushLane
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
-from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass

@@ -21,13 +21,13 @@ from tierfall.backends.wrappers.retry import RetryPolicy, wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.flush.lane import LaneLimits
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, NotAskedError
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.threads import run_in_parallel
-from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,

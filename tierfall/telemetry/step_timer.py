@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.scheduler.flush.throttle import Flushing, Throttle
+from tierfall.core.flush.throttle import Flushing, Throttle
 from tierfall.policies.cadence import PROFILE_STEPS, mean_within
 
 SEEN = 64

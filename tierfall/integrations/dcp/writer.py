@@ -37,10 +37,10 @@ from torch.futures import Future
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.image_writes import Load, write_view
+from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.group.external_commits import ExternalCommits
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache

@@ -1,0 +1,817 @@
+"""Commits: what rank 0 decides for the saves and copies of all ranks, and this rank's part in it.
+
+A rank does nothing with a copy before rank 0 has announced it, and rank 0 announces it as soon as it can decide; no
+rank waits for an answer. The images that all ranks hold of a save become one checkpoint in memory, or the save is given
+up by all:
+
+    every rank                 rank 0
+    image complete (sealed) -> all are, and replicated state is equal: alike (nothing is compared: whole, at once)
+    sealed in memory        -> all are: the checkpoint is whole
+
+The uploads of all ranks become one committed copy on a tier, or are deleted again:
+
+    every rank             rank 0                      leaders of nodes (rank 0 alone, on a shared tier)
+                           admits the copy          ->
+    uploaded            -> all have: commit         -> write the commit record
+                           all have: committed      <- node committed
+    copy failed         -> given up on this tier, by all (after a retryable error it is retried: stuck)
+
+On a tier that all nodes share, one commit record names the files of all ranks; elsewhere each node's record names those
+of its own. All of it belongs to the coordinator's thread and does no I/O: workers write the records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tierfall.core.flush.deleter import Deleter
+from tierfall.core.flush.drain import DrainSchedule
+from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.flusher import CaptureEvents, Flusher
+from tierfall.core.flush.messages import (
+    CommitFacts,
+    CommittedBytes,
+    CommittedCopy,
+    DeletedCopy,
+    DrainDeadline,
+    GivenUpCopy,
+    ImageShare,
+    LateRanks,
+    MessageKind,
+    Ordinal,
+    Reason,
+    SaveFailure,
+    ShardSealed,
+    StuckCopy,
+    UploadedFiles,
+    WholeCheckpoint,
+    kind_of,
+    read_all,
+    remember,
+)
+from tierfall.core.flush.replicas import ReplicaAssigner
+from tierfall.core.flush.tasks import CommitCopy, DeleteCopy, Outcome, RecordStart
+from tierfall.core.format.records import Commit, NamedFile
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    RankMessage,
+    RankReported,
+)
+from tierfall.core.ranks.messages import CheckpointTopic
+from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types.errors import (
+    CapacityError,
+    CaptureError,
+    FencedError,
+    FlushError,
+    LostWriteError,
+)
+from tierfall.core.types.text import format_ranks
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+
+logger = logging.getLogger("tierfall")
+
+LOST_WRITES_MAX = 3
+"""How often a commit record is written anew where what was written of it was lost."""
+END_S = 1.0
+"""Seconds for which a save that not all ranks have begun is kept, once no rank begins a save any more: rank 0 gets what
+there is meanwhile, to name the ranks."""
+_Copy = tuple[str, CheckpointId]
+
+
+@dataclass(slots=True)
+class _PendingRecord:
+    """A commit record that this rank writes, or tries again at ``not_before_s`` (``waits``); it was refused ``tries``
+    times, first at ``since_s``."""
+
+    task: CommitCopy
+    since_s: float = 0.0
+    not_before_s: float = 0.0
+    waits: bool = False
+    tries: int = 0
+
+
+class TierCommits:
+    """Copies on tiers, from the uploads of the ranks to the commit record; see the module."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        flusher: Flusher,
+        deleter: Deleter,
+        on_committed: Callable[[str, LedgerEntry], None],
+    ) -> None:
+        """``on_committed`` is called with the tier and the checkpoint, after the ledger has it."""
+        self._ledger = context.ledger
+        self._group = context.group
+        self._messages = context.messages
+        self._dispatch = context.dispatch
+        self._wake_at = context.wake_at
+        self._flusher = flusher
+        self._deleter = deleter
+        self._on_committed = on_committed
+        self._pending: dict[_Copy, _PendingRecord] = {}
+        self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
+        self._uploaded: dict[_Copy, list[NamedFile]] = {}
+        self._given_up: dict[_Copy, None] = {}
+        """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
+
+    # Giving up -------------------------------------------------------------------------------------
+
+    def has_given_up(self, tier: str, id: CheckpointId) -> bool:
+        """Return whether rank 0 has announced that a copy is given up, on this tier or on all."""
+        return (tier, id) in self._given_up or ("", id) in self._given_up
+
+    def remember_given_up(self, tier: str, id: CheckpointId) -> None:
+        remember(self._given_up, (tier, id), None)
+
+    def give_up(
+        self,
+        tier: str,
+        id: CheckpointId,
+        reason: str,
+        *,
+        by_rule: bool = False,
+        set_aside: bool = False,
+    ) -> None:
+        """Announce to all ranks that a copy is given up; for rank 0. See ``GivenUpCopy``."""
+        if self.has_given_up(tier, id):
+            return
+        self.remember_given_up(tier, id)
+        complete = (tier, id) in self._ledger.committing
+        self._ledger.committing.discard((tier, id))
+        body = GivenUpCopy(reason=reason, complete=complete, by_rule=by_rule, set_aside=set_aside)
+        self._messages.announce(MessageKind.GIVEN_UP, id, tier, body)
+
+    def on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
+        entry = self._ledger.entries.get(id)
+        error = self._error_of(tier, id, message.reason)
+        remember(self._ledger.lost_copies, (tier, id), error)
+        self._end(tier, id)
+        if entry is None:
+            return  # applied when this rank saves the checkpoint
+        self._delete_files(entry, tier, str(error), complete=message.complete)
+        if message.by_rule:
+            self._flusher.queue.give_up_on_this_rank(entry, tier, message.reason)
+            self._flusher.stop_copy(entry, tier, error)
+        elif message.set_aside and tier in entry.owed:
+            self._flusher.set_aside(entry, tier, error)
+        elif tier in entry.owed:
+            entry.overtaken.add(tier)  # only in this start: the next one may still copy it
+            self._flusher.give_up_copy(entry, tier, error)
+        self._ledger.forget_if_gone(entry)
+
+    def _error_of(self, tier: str, id: CheckpointId, reason: str) -> BaseException:
+        """Return the error of a copy that is given up for ``reason``: this rank's own error, or one that it causes."""
+        own = self._messages.own_errors.pop((tier, id), None)
+        if own is not None and not self._ledger.many_ranks:
+            return own
+        error = FlushError(f"flush of {id} to {tier}: {reason}")
+        error.__cause__ = own
+        return error
+
+    def _end(self, tier: str, id: CheckpointId) -> None:
+        """A copy is not written any more; nor is another rank's, if the tier is stuck with it."""
+        self._ledger.admitted.get(tier, {}).pop(id, None)
+        if self._ledger.stuck.get(tier) == id:
+            del self._ledger.stuck[tier]
+            self._flusher.on_recovered(tier)
+
+    def give_up_everywhere(
+        self, tiers: Iterable[str], id: CheckpointId, entry: LedgerEntry | None, reason: str
+    ) -> None:
+        """Delete what this rank has uploaded of a save that all ranks give up."""
+        for tier in tiers:
+            self._end(tier, id)
+            if entry is not None:
+                self._delete_files(entry, tier, reason, complete=False)
+
+    def _delete_files(self, entry: LedgerEntry, tier: str, reason: str, *, complete: bool) -> None:
+        """Delete what this rank has uploaded of a copy that will not be committed.
+
+        ``complete``: all ranks have uploaded, so a commit record may exist. The rank that owns the record then deletes
+        it first, and all files after it.
+        """
+        uploaded = self._uploaded.get((tier, entry.id))
+        self._forget(entry, tier)
+        record = self._pending.pop((tier, entry.id), None)
+        self._messages.forget(MessageKind.UPLOADED, entry.id, tier)
+        if uploaded is None:
+            return
+        entry.set_state(tier, CopyState.ABSENT)
+        in_flight = record is not None and not record.waits
+        if not complete:
+            if uploaded:
+                self._deleter.collect_unfinished(tier, entry.id, reason)
+        elif self._group.owns(tier) and not in_flight:  # else when the commit's outcome is known
+            self._retract(tier, entry.id, reason)
+        self._ledger.forget_if_gone(entry)
+
+    def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
+        self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
+
+    def _forget(self, entry: LedgerEntry, tier: str) -> None:
+        copy = (tier, entry.id)
+        entry.uploaded_to.discard(tier)
+        self._uploaded.pop(copy, None)
+        self._of_node.pop(copy, None)
+        self._ledger.committing.discard(copy)
+        self._ledger.admitted.get(tier, {}).pop(entry.id, None)
+
+    def on_stuck(self, tier: str, id: CheckpointId, message: StuckCopy) -> None:
+        if message.rank == self._group.topology.rank and tier in self._ledger.failing:
+            return  # this rank detects the recovery of the tier itself
+        if (entry := self._ledger.entries.get(id)) is not None:
+            entry.overtaken.add(tier)
+        # Also if the tier fails on this rank: it may recover here earlier than on the other rank.
+        self._ledger.stuck[tier] = id
+        error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
+        self._flusher.mark_failing(tier, error)
+
+    # Committing ------------------------------------------------------------------------------------
+
+    def contribute(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
+        """Contribute the files of this rank's image, which is on a tier now."""
+        if tier not in entry.owed:  # the copy was given up while its last task ran
+            entry.set_state(tier, CopyState.ABSENT)
+            self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
+            self._ledger.forget_if_gone(entry)
+            return
+        entry.uploaded_to.add(tier)
+        self._uploaded[tier, entry.id] = list(files)
+        self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
+        body = UploadedFiles(files=tuple(files))
+        self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
+
+    def on_all_uploaded(
+        self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
+    ) -> None:
+        """Continue a copy that all ranks have uploaded, or all ranks of this leader's node (``of_node_only``)."""
+        uploads = read_all(UploadedFiles, bodies)
+        if not self._group.is_shared(tier):
+            local = self._group.topology.local_ranks
+            self._of_node[tier, id] = {rank: uploads[rank] for rank in local}
+        if of_node_only:
+            return
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.commit is None or self.has_given_up(tier, id):
+            return
+        self._ledger.committing.add((tier, id))
+        if self._group.is_shared(tier):
+            self._commit(entry, tier, replace(entry.commit, files=_files(uploads)))
+            return
+        facts = CommitFacts(
+            wall_time_s=entry.commit.wall_time_s,
+            metrics=entry.commit.metrics,
+            tags=entry.commit.tags,
+        )
+        self._messages.announce(MessageKind.COMMIT, id, tier, facts)
+
+    def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
+        """Write the commit record of this node's images, after all nodes have uploaded theirs."""
+        uploads = self._of_node.pop((tier, entry.id), None)
+        if uploads is None or entry.commit is None:
+            return  # this rank is no leader of a node
+        if not any(upload.files for upload in uploads.values()):  # no image is on this node
+            self._contribute_committed(tier, entry.id, 0)
+            return
+        commit = replace(
+            entry.commit,
+            files=_files(uploads),
+            wall_time_s=facts.wall_time_s,
+            metrics=facts.metrics,
+            tags=facts.tags,
+        )
+        self._commit(entry, tier, commit)
+
+    def _commit(self, entry: LedgerEntry, tier: str, commit: Commit) -> None:
+        task = CommitCopy(
+            tier=tier,
+            id=entry.id,
+            commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
+            name_latest=self._flusher.is_newest(tier, entry),
+        )
+        self._pending[tier, entry.id] = _PendingRecord(task)
+        self._dispatch(task)
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Apply the outcome of writing a commit record."""
+        task, error = outcome.task, outcome.error
+        assert isinstance(task, CommitCopy)
+        tier, id = task.tier, task.id
+        record = self._pending.get((tier, id))
+        if record is None or self.has_given_up(tier, id):
+            self._pending.pop((tier, id), None)
+            self._retract(tier, id, "it was given up meanwhile, by all")
+            return
+        if error is not None and self._may_succeed(record, error):
+            self._try_again(record, error)
+            return
+        del self._pending[tier, id]
+        if error is not None and not self._ledger.many_ranks:
+            entry = self._ledger.entries[id]
+            self._forget(entry, tier)
+            self._flusher.commit_failed(tier, entry, error)
+        elif error is not None:
+            self._messages.report_copy_failed(tier, id, error)
+        elif self._group.is_shared(tier):
+            self._announce_committed(tier, id, {0: outcome.value.stored_bytes})
+        else:
+            self._contribute_committed(tier, id, outcome.value.stored_bytes)
+
+    def _may_succeed(self, record: _PendingRecord, error: BaseException) -> bool:
+        """Return whether a record that was refused may be written by another try."""
+        if isinstance(error, LostWriteError) and self._ledger.many_ranks:
+            return record.tries < LOST_WRITES_MAX
+        return getattr(error, "retryable", False)
+
+    def _try_again(self, record: _PendingRecord, error: BaseException) -> None:
+        """Schedule another try to write a commit record, after a retryable error."""
+        task, now_s = record.task, self._ledger.now_s
+        entry = self._ledger.entries[task.id]
+        record.since_s = record.since_s if record.tries else now_s
+        record.tries += 1
+        record.waits = True
+        wait_s = retries.wait_s(record.tries, has_deadline=bool(self._ledger.deadlines))
+        record.not_before_s = now_s + wait_s
+        self._flusher.note_stall(task.tier, entry, error, record.since_s, record.not_before_s)
+        # A newer checkpoint may be committed before this one.
+        if task.tier in self._ledger.failing:
+            entry.overtaken.add(task.tier)
+
+    def try_now(self) -> None:
+        """Try each record that waits at once."""
+        for record in self._pending.values():
+            record.not_before_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        for record in self._pending.values():
+            if record.waits and now_s >= record.not_before_s:
+                record.waits = False
+                self._dispatch(record.task)
+            elif record.waits:
+                self._wake_at(record.not_before_s)
+
+    def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
+        body = CommittedBytes(bytes=stored_bytes)
+        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=True)
+
+    def on_all_committed(self, tier: str, id: CheckpointId, bodies: Bodies) -> None:
+        if not self.has_given_up(tier, id):
+            committed = read_all(CommittedBytes, bodies)
+            self._announce_committed(tier, id, {r: one.bytes for r, one in committed.items()})
+
+    def _announce_committed(
+        self, tier: str, id: CheckpointId, bytes_by_rank: Mapping[int, int]
+    ) -> None:
+        body = CommittedCopy(bytes_by_rank=bytes_by_rank)
+        self._messages.announce(MessageKind.COMMITTED, id, tier, body)
+
+    def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
+        leader = 0 if self._group.is_shared(tier) else self._group.topology.local_ranks[0]
+        self._ledger.stuck.pop(tier, None)
+        self._forget(entry, tier)
+        if tier in self._ledger.peer_tiers:
+            entry.note_on_peers()
+        self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
+        self._on_committed(tier, entry)
+        self._ledger.partial.discard((tier, entry.id))
+        self._ledger.on_few_nodes.pop((tier, entry.id), None)
+        self._delete_partial(tier, entry)
+
+    def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
+        """Delete older copies of which only a part is left. They were kept in case the parts of other nodes return."""
+        if not self._group.owns(tier):
+            return
+        older = [id for where, id in self._ledger.partial if where == tier]
+        for id in older:
+            entry = self._ledger.entries.get(id)
+            is_owed = entry is not None and tier in entry.owed
+            is_pinned = self._ledger.decided.is_pinned(id, None)
+            if (id.attempt, id.step) < newer.age_order and not (is_owed or is_pinned):
+                self._ledger.partial.discard((tier, id))
+                reason = "only a part of it is there, and a newer one is whole"
+                known = self._ledger.decided
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, known=known))
+
+
+def _files(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
+    """Return the uploaded files in the order of the ranks."""
+    return tuple(file for rank in sorted(uploads) for file in uploads[rank].files)
+
+
+@dataclass(slots=True)
+class _RankWait:
+    """This rank waits for the others' contributions of one kind. ``flushed``: rank 0 was sent what there is."""
+
+    kind: MessageKind = MessageKind.SEALED
+    since_s: float | None = None
+    flushed: bool = False
+
+
+class GroupSeals:
+    """Saves, from the images of the ranks to one checkpoint in memory; see the module.
+
+    An image that is to be compared is sealed only once the comparison is done: no later start could repeat it. A rank
+    that waits longer than ``max_wait`` for the others reports it, and rank 0 gives the save up.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        tier_commits: TierCommits,
+        saves: CaptureEvents,
+        tiers: Iterable[str],
+        max_wait_s: float,
+    ) -> None:
+        self._messages = context.messages
+        self._ledger = context.ledger
+        self._wake_at = context.wake_at
+        self._tier_commits = tier_commits
+        self._saves = saves
+        self._tiers = tuple(tiers)
+        self._max_wait_s = max_wait_s
+        self.replicas = ReplicaAssigner(
+            context.messages,
+            wake_at=context.wake_at,
+            max_wait_s=max_wait_s,
+            refuse=self.give_up,
+        )
+        self._whole: dict[CheckpointId, None] = {}
+        self._waits: dict[CheckpointId, _RankWait] = {}
+        self._reached: CheckpointId | None = None
+        """Set once no rank saves any more: the last checkpoint that all ranks have begun to save, or restored."""
+
+    def contribute(self, entry: LedgerEntry) -> None:
+        """This rank's image is complete."""
+        entry.awaiting_ranks = True
+        self._waits[entry.id] = _RankWait()
+        share = None
+        if (made := entry.share) is not None:
+            self.replicas.sealed(entry.id, made)
+            digests = None if made.digests is None else made.digests.by_group()
+            share = ImageShare(
+                structure=made.structure, assignment=made.assignment, digests=digests
+            )
+        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry), share=share)
+        self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
+
+    # Rank 0 ----------------------------------------------------------------------------------------
+
+    def on_gathered(self, id: CheckpointId, bodies: Bodies) -> None:
+        """All ranks' images are complete, or sealed after the comparison."""
+        if self._tier_commits.has_given_up("", id):
+            return
+        images = read_all(ShardSealed, bodies)
+        ordinals = {rank: image.ordinal for rank, image in images.items()}
+        others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
+        if others:  # their images would not be restored together
+            self._announce_ordinal(max(ordinals.values()))
+            text = (
+                f"{format_ranks(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
+                f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
+            )
+            self.give_up(id, SaveFailure(text=text))
+            return
+        shares = {rank: image.share for rank, image in images.items() if image.share is not None}
+        if not self.replicas.images_agree(id, shares):
+            self._tier_commits.remember_given_up("", id)
+        elif any(share.digests is not None for share in shares.values()):
+            self._messages.announce(MessageKind.ALIKE, id)
+        else:
+            remember(self._whole, id, None)
+            total = sum(image.image_bytes for image in images.values())
+            self._messages.announce(MessageKind.WHOLE, id, body=WholeCheckpoint(image_bytes=total))
+
+    def on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
+        """A rank has waited too long for the others, or waits in vain."""
+        if id in self._whole or any(of == id for _, of in self._ledger.committing):
+            return  # the last of them contributed just now, or has uploaded its image
+        kinds = (MessageKind.SEALED, MessageKind.COMPARED)
+        missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
+        who = format_ranks(missing) if missing else "another rank"
+        when = "before the training ended"
+        if not late.ended:
+            when = f"within max_wait ({self._max_wait_s:g} s) of rank {rank}"
+        text = f"{who} did not save step {id.step} {when}: every rank saves the same steps"
+        self._announce_ordinal(late.ordinal)
+        self.give_up(id, SaveFailure(text=text))
+
+    def _announce_ordinal(self, ordinal: int) -> None:
+        """Raise the number of checkpoints that all ranks count at least."""
+        self._messages.announce_of_run(MessageKind.ORDINAL, Ordinal(ordinal=ordinal))
+
+    def give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+        """Have all ranks give a save up."""
+        self._tier_commits.remember_given_up("", id)
+        self._messages.announce(MessageKind.SAVE_GIVEN_UP, id, body=failure)
+
+    # Every rank ------------------------------------------------------------------------------------
+
+    def on_alike(self, entry: LedgerEntry) -> None:
+        """Seal an image that was compared, if it is not sealed yet. The checkpoint is whole once all ranks have sealed:
+        a kill before could leave a newer image to some ranks and an older one to others."""
+        if entry.failed:
+            return
+        self.replicas.compared(entry.id)
+        if entry.share is not None and entry.share.digests is not None:
+            assert entry.region is not None
+            assert entry.manifest is not None
+            assert entry.commit is not None
+            entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
+            entry.share.digests = None
+            if entry.handle is not None:
+                entry.handle.on_captured()
+        self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
+        body = ShardSealed(ordinal=entry.ordinal, image_bytes=image_bytes_of(entry))
+        self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
+
+    def on_whole(self, entry: LedgerEntry, whole: WholeCheckpoint) -> None:
+        self._waits.pop(entry.id, None)
+        entry.image_bytes = whole.image_bytes
+        entry.awaiting_ranks = False
+        if entry.state(self._ledger.host) is CopyState.ARRIVING:
+            entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def on_given_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+        entry = self._ledger.entries.get(id)
+        reason = self.replicas.named(failure)
+        kind = CapacityError if failure.outcome is not SaveOutcome.FAILED else CaptureError
+        error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
+        self._waits.pop(id, None)
+        self.replicas.save_given_up(id)
+        self._messages.forget(MessageKind.SEALED, id)
+        self._messages.forget(MessageKind.COMPARED, id)
+        remember(self._ledger.lost_saves, id, (error, failure.outcome))
+        self._tier_commits.give_up_everywhere(self._tiers, id, entry, reason)
+        if entry is not None:
+            self._saves.give_up(entry, error, failure.outcome)
+
+    # Time ------------------------------------------------------------------------------------------
+
+    def end_saves(self, reached: CheckpointId) -> None:
+        """Have all ranks give up the steps after ``reached`` of that attempt, within ``END_S``: no rank begins a save
+        any more, and not all have begun these."""
+        self._reached = reached
+        for id, wait in self._waits.items():
+            if self._is_past_end(id):
+                self._waits[id] = _RankWait(wait.kind)
+
+    def tick(self, now_s: float) -> None:
+        """Report a wait that is over; after half of it, have rank 0 sent what there is, so that it can name the ranks
+        that are late."""
+        self.replicas.tick(now_s)
+        for id, wait in list(self._waits.items()):
+            bound_s = END_S if self._is_past_end(id) else self._max_wait_s
+            if wait.since_s is None:
+                wait.since_s = now_s
+            elif now_s >= wait.since_s + bound_s:
+                del self._waits[id]
+                ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
+                body = LateRanks(ordinal=ordinal, ended=self._is_past_end(id))
+                self._messages.report(MessageKind.LATE, id, body=body)
+                continue
+            elif now_s >= wait.since_s + bound_s / 2 and not wait.flushed:
+                wait.flushed = True
+                self._messages.flush_partial(wait.kind, id)
+            self._wake_at(wait.since_s + bound_s / 2)
+            self._wake_at(wait.since_s + bound_s)
+
+    def _is_past_end(self, id: CheckpointId) -> bool:
+        reached = self._reached
+        return reached is not None and id.attempt == reached.attempt and id.step > reached.step
+
+
+class Commits:
+    """Receives the messages about saves and copies, and about the run."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        tiers: Iterable[str],
+        flusher: Flusher,
+        deleter: Deleter,
+        saves: CaptureEvents,
+        drain_schedule: DrainSchedule,
+        on_committed: Callable[[str, LedgerEntry], None],
+        try_again: Callable[[], None],
+        max_wait_s: float,
+    ) -> None:
+        self._ledger = context.ledger
+        self._group = context.group
+        self._messages = context.messages
+        self._flusher = flusher
+        self._deleter = deleter
+        self._drain_schedule = drain_schedule
+        self._try_again = try_again
+        self.copies = TierCommits(
+            context, flusher=flusher, deleter=deleter, on_committed=on_committed
+        )
+        self.seals = GroupSeals(
+            context, tier_commits=self.copies, saves=saves, tiers=tiers, max_wait_s=max_wait_s
+        )
+        self.replicas = self.seals.replicas
+
+    def share_deadline(self, left_s: float) -> None:
+        """Have all ranks drain for a deadline that this rank knows: rank 0 announces it."""
+        body = DrainDeadline(left_s=left_s)
+        if self._group.decides:
+            self._messages.announce_of_run(MessageKind.DRAIN, body)
+        else:
+            self._messages.report_of_run(MessageKind.DRAIN, body)
+
+    def begin_drain(self, asker: object, until_s: float) -> None:
+        """Work towards a deadline until ``asker`` ends it or it has passed; what waits is tried at once."""
+        self._try_again()
+        self._drain_schedule.begin(asker, until_s, self._ledger.now_s)
+
+    def on_message(self, news: RankMessage) -> None:
+        kind = kind_of(news)
+        match news:
+            case RankReported() if kind in _OF_RUN:
+                self._on_run_report(kind, news)
+            case DecisionAnnounced() if kind in _OF_RUN:
+                self._on_run_decision(kind, news.body)
+            case MessagesGathered():
+                self._on_gathered(CheckpointTopic.parse(news.topic), news)
+            case RankReported():
+                self._on_report(CheckpointTopic.parse(news.topic), news)
+            case DecisionAnnounced():
+                self._on_decision(CheckpointTopic.parse(news.topic), news.body)
+
+    def _on_run_report(self, kind: str, news: RankReported) -> None:
+        rank, body = news.rank, news.body
+        match kind:
+            case MessageKind.DRAIN:
+                left_s = DrainDeadline.from_json(body, rank=rank).left_s
+                self.begin_drain(f"rank {rank}", self._ledger.now_s + left_s)
+                self.share_deadline(left_s)
+            case MessageKind.ORDINAL:
+                ordinal = Ordinal.from_json(body, rank=rank)
+                self._messages.announce_of_run(MessageKind.ORDINAL, ordinal)
+            case MessageKind.FENCED:
+                text = self._group.topology.name_rank(rank, Reason.from_json(body, rank=rank).text)
+                self._messages.announce_of_run(MessageKind.FENCED, Reason(text=text))
+
+    def _on_run_decision(self, kind: str, body: object) -> None:
+        match kind:
+            case MessageKind.DRAIN if not self._group.decides:  # rank 0 plans for it
+                left_s = DrainDeadline.from_json(body, rank=0).left_s
+                self.begin_drain("rank 0", self._ledger.now_s + left_s)
+            case MessageKind.ORDINAL:
+                ordinal = Ordinal.from_json(body, rank=0).ordinal
+                self._ledger.least_ordinal = max(self._ledger.least_ordinal, ordinal)
+            case MessageKind.FENCED:
+                self._flusher.fence(FencedError(Reason.from_json(body, rank=0).text))
+
+    def _on_gathered(self, topic: CheckpointTopic, news: MessagesGathered) -> None:
+        id, tier = topic.id, topic.tier
+        if topic.kind == MessageKind.UPLOADED:
+            self.copies.on_all_uploaded(tier, id, news.bodies, of_node_only=news.passed)
+        elif topic.kind in (MessageKind.SEALED, MessageKind.COMPARED) and not news.passed:
+            self.seals.on_gathered(id, news.bodies)
+        elif topic.kind == MessageKind.NODE_COMMITTED and not news.passed:
+            self.copies.on_all_committed(tier, id, news.bodies)
+
+    def _on_report(self, topic: CheckpointTopic, news: RankReported) -> None:
+        """Rank 0 decides, once, by what one rank cannot do."""
+        id, tier, rank, body = topic.id, topic.tier, news.rank, news.body
+        if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.replicas.end_naming(
+            id
+        ):
+            return
+        if self.copies.has_given_up(tier, id):
+            return
+        match topic.kind:
+            case MessageKind.LATE:
+                self.seals.on_late(id, LateRanks.from_json(body, rank=rank), rank)
+            case MessageKind.SAVE_FAILED:
+                failure = SaveFailure.from_json(body, rank=rank)
+                text = self._group.topology.name_rank(rank, failure.text)
+                self.seals.give_up(id, replace(failure, text=text))
+            case MessageKind.STUCK:
+                stuck = StuckCopy(rank=rank, reason=Reason.from_json(body, rank=rank).text)
+                self._messages.announce(MessageKind.STUCK, id, tier, stuck)
+            case MessageKind.GIVE_UP:
+                reason = Reason.from_json(body, rank=rank).text
+                self.copies.give_up(tier, id, reason, by_rule=True)
+            case MessageKind.COPY_FAILED | MessageKind.SET_ASIDE:
+                text = self._group.topology.name_rank(rank, Reason.from_json(body, rank=rank).text)
+                set_aside = topic.kind == MessageKind.SET_ASIDE
+                self.copies.give_up(tier, id, text, set_aside=set_aside)
+
+    def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
+        id, tier = topic.id, topic.tier
+        match topic.kind:
+            case MessageKind.ADMITTED:
+                self._ledger.admitted.setdefault(tier, {})[id] = None
+            case MessageKind.SAVE_GIVEN_UP:
+                self.seals.on_given_up(id, SaveFailure.from_json(body, rank=0))
+            case MessageKind.STUCK:
+                self.copies.on_stuck(tier, id, StuckCopy.from_json(body, rank=0))
+            case MessageKind.GIVEN_UP:
+                self.copies.on_given_up(tier, id, GivenUpCopy.from_json(body, rank=0))
+            case _ if (entry := self._ledger.entries.get(id)) is not None:
+                self._on_decision_of(entry, topic, body)
+
+    def _on_decision_of(self, entry: LedgerEntry, topic: CheckpointTopic, body: object) -> None:
+        """Apply a decision about a checkpoint that this rank has."""
+        tier = topic.tier
+        match topic.kind:
+            case MessageKind.ALIKE:
+                self.seals.on_alike(entry)
+            case MessageKind.WHOLE:
+                self.seals.on_whole(entry, WholeCheckpoint.from_json(body, rank=0))
+            case MessageKind.COMMIT:
+                self.copies.on_commit(tier, entry, CommitFacts.from_json(body, rank=0))
+            case MessageKind.COMMITTED:
+                self.copies.on_committed(tier, entry, CommittedCopy.from_json(body, rank=0))
+            case MessageKind.DELETE_COPY if not self._group.decides:  # else it is under way
+                self._on_deleted(entry, tier, DeletedCopy.from_json(body, rank=0))
+
+    def _on_deleted(self, entry: LedgerEntry, tier: str, message: DeletedCopy) -> None:
+        """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
+        is_shared = self._group.is_shared(tier)
+        if entry.pinned and not is_shared:  # since then: this node's part stays
+            self._ledger.partial.add((tier, entry.id))
+        if is_shared or entry.pinned or not self._group.topology.is_leader:
+            entry.note_gone(tier)
+            self._ledger.forget_if_gone(entry)
+            return
+        self._deleter.delete(
+            DeleteCopy(
+                tier=tier,
+                id=entry.id,
+                reason=message.reason,
+                known=self._ledger.decided,
+                next_latest=message.next_latest,
+            )
+        )
+
+    def tick(self, now_s: float) -> None:
+        """Try again what is due, and report waits that are over."""
+        self.copies.tick(now_s)
+        self.seals.tick(now_s)
+
+
+_OF_RUN = (MessageKind.DRAIN, MessageKind.ORDINAL, MessageKind.FENCED)
+"""What is about the run, and no checkpoint: the topic has no other part."""
+
+
+class StartRecords:
+    """Records of where this attempt began, on tiers that hold abandoned checkpoints and none of this attempt yet.
+
+    A tier that receives few checkpoints may receive none of the new lineage before the tiers that have some are lost.
+    The abandoned checkpoints on it would then count as live again. ``tiers`` are those that this process writes to.
+    """
+
+    def __init__(self, context: Context, *, tiers: Iterable[str]) -> None:
+        self._ledger = context.ledger
+        self._dispatch = context.dispatch
+        self._tiers = frozenset(tiers)
+        self._recorded: set[tuple[str, int]] = set()
+        self._conditions = Conditions()
+
+    def committed(self, tier: str, commit: Commit | None) -> None:
+        """A checkpoint was committed on a tier: if it is of this attempt, record the attempt's start on the others."""
+        attempt = self._ledger.attempt
+        if commit is None or commit.lineage.checkpoint.attempt != attempt:
+            return
+        self._recorded.add((tier, attempt))
+        if all((other, attempt) in self._recorded for other in self._tiers):
+            return
+        abandoned = self._ledger.abandoned()
+        for other in self._tiers:
+            if (other, attempt) in self._recorded:
+                continue
+            self._recorded.add((other, attempt))
+            if any(
+                entry.id in abandoned and entry.state(other) is CopyState.COMMITTED
+                for entry in self._ledger.entries.values()
+            ):
+                self._dispatch(RecordStart(tier=other, id=commit.lineage.checkpoint, commit=commit))
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Apply an outcome. After a failure the record is written with the next commit."""
+        task = outcome.task
+        assert isinstance(task, RecordStart)
+        number = task.id.attempt
+        if outcome.error is not None:
+            self._conditions.report(
+                (task.tier, number), logging.WARNING,
+                "%s: the start of attempt %d is not recorded yet: %s",
+                task.tier, number, outcome.error,
+            )  # fmt: skip
+            self._recorded.discard((task.tier, number))
+        else:
+            text = "%s: the start of attempt %d is recorded"
+            self._conditions.end((task.tier, number), text, task.tier, number)

@@ -1,0 +1,628 @@
+"""The coordinator: it receives events, records them in the ledger, asks the policies and dispatches tasks.
+
+It does no I/O and reads no clock: ``step(now)`` handles the events that have arrived and returns when to call it again.
+In production one thread calls it (``worker.Workers``); tests and simulations call it with a virtual clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from tierfall.core.capture.snapshot import (
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    HostMemory,
+    SaveGivenUp,
+)
+from tierfall.core.flush.commits import Commits, StartRecords
+from tierfall.core.flush.decisions import DamageReports, Decisions
+from tierfall.core.flush.deleter import DecidedLists, Deleter
+from tierfall.core.flush.drain import DrainSchedule
+from tierfall.core.flush.emitter import Context, EventEmitter
+from tierfall.core.flush.external_commits import ExternalCommits
+from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.flush.flusher import CaptureEvents, Flusher, FlushQueue, TierRoom
+from tierfall.core.flush.lane import FlushLane, LaneLimits
+from tierfall.core.flush.memory import Admissions, LeftoverMemory, Superseder
+from tierfall.core.flush.messages import Messages, kind_of
+from tierfall.core.flush.tasks import (
+    AbortShard,
+    AddDecided,
+    AdmissionRequest,
+    AssignmentRequest,
+    CheckChunk,
+    Command,
+    CommitCopy,
+    CopyRun,
+    DeleteCopy,
+    Event,
+    FinishCopy,
+    LedgerQuery,
+    NoteDamage,
+    OpenCheck,
+    OpenShard,
+    Outcome,
+    ReadCommit,
+    ReadDecided,
+    RecordStart,
+    Task,
+    Uploaded,
+)
+from tierfall.core.flush.throttle import Backlog, Throttle
+from tierfall.core.flush.verifier import BackgroundVerifier
+from tierfall.core.format.commit_files import files_of
+from tierfall.core.format.decided import DecidedList
+from tierfall.core.ranks.message_tree import (
+    DecisionAnnounced,
+    MessagesGathered,
+    MessageTree,
+    RankMessage,
+    RankReported,
+)
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.types.errors import BackendError, FencedError
+from tierfall.core.types.events import Notify, ignore
+from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
+from tierfall.core.types.view import DrainDecision
+from tierfall.policies.flush import still_owed
+
+logger = logging.getLogger("tierfall")
+
+ABORT_S = 1.0
+"""Bound in seconds on aborting the writer of a refused copy: the aborting thread may be the one that closes the run."""
+LOOKS = (ReadDecided, OpenCheck, CheckChunk)
+"""Tasks that change no tier. A wait until all tasks have ended leaves these out."""
+
+
+class Inbox:
+    """The queue of events. Any thread may post events; the coordinator's thread processes them in order. ``stopped`` is
+    the error with which all further events are refused."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._received: deque[Event] = deque()
+        self._caused: deque[Event] = deque()
+        self._processing_thread: int | None = None
+        self.stopped: BaseException | None = None
+
+    def post(self, event: Event) -> None:
+        """Add an event. An event that the coordinator's thread posts while it handles another one, such as a message to
+        its own rank, precedes those that have arrived: a query then sees all effects of earlier events."""
+        if self._processing_thread == threading.get_ident():
+            self._caused.append(event)
+        else:
+            self._arrived.put(event)
+        if self.stopped is not None:
+            self._refuse_all(self.stopped)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._caused or self._received) and self._arrived.empty()
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until an event has arrived."""
+        try:
+            self._received.append(self._arrived.get(timeout=timeout))
+        except queue.Empty:
+            return
+
+    def take(self) -> Iterator[Event]:
+        """Yield the events that have arrived. If the caller fails, ``stop`` refuses the remaining ones."""
+        while not self._arrived.empty():
+            self._received.append(self._arrived.get_nowait())
+        self._processing_thread = threading.get_ident()
+        try:
+            while events := self._caused or self._received:
+                yield events.popleft()
+        finally:
+            self._processing_thread = None
+
+    def stop(self, error: BaseException) -> None:
+        """Refuse all present and future events: callers that wait for an answer receive ``error``."""
+        if self.stopped is None:
+            self.stopped = error
+        self._refuse_all(self.stopped)
+
+    def _refuse_all(self, error: BaseException) -> None:
+        # several threads may run this at once
+        while True:
+            try:
+                event = (self._caused or self._received).popleft()
+            except IndexError:
+                try:
+                    event = self._arrived.get_nowait()
+                except queue.Empty:
+                    return
+            refuse = _REFUSALS.get(type(event))
+            if refuse is not None:
+                refuse(event, error)
+
+
+class Coordinator:
+    """See the module. Any thread may call ``post``; one thread calls everything else."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, LaneLimits],
+        host: HostMemory,
+        submit: Callable[[Task], None],
+        max_wait_s: float,
+        when_full: WhenFull = WhenFull.WAIT,
+        unread: Collection[str] = (),
+        decided: Mapping[str, DecidedList] | None = None,
+        message_tree: MessageTree | None = None,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
+        verify_bytes_per_s: float | None = None,
+        notify: Notify = ignore,
+        leftovers: LeftoverMemory | None = None,
+    ) -> None:
+        """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
+        listed when the run was opened, ``decided`` has what the list of each tier had then. ``message_tree`` sends the
+        messages of the ranks of ``ledger.group`` (None: this is the only one). ``set_pace`` limits a tier's write rate
+        (None: no limit); ``verify_bytes_per_s`` limits background verification per tier (None: no limit)."""
+        self.inbox = Inbox()
+        self.steps = 0
+        self.ledger = ledger
+        self.rates = ledger.rates
+        self._submit = submit
+        self._leftovers = leftovers
+        self._tasks_out = 0
+        self._due_s: float | None = None
+        self._idle_events: dict[InterruptibleEvent, bool] = {}
+        """By event, whether it is set although other work than copies is in progress."""
+        self.emitter = EventEmitter(notify)
+        self.counters = self.emitter.counters
+        context = Context(
+            ledger=ledger,
+            messages=Messages(message_tree or self._message_tree_of_one()),
+            emitter=self.emitter,
+            dispatch=self._dispatch,
+            wake_at=self._wake_at,
+        )
+        self._messages = context.messages
+        self.lanes = {
+            tier: FlushLane(tier, limits=limits, context=context) for tier, limits in lanes.items()
+        }
+        owned = [t for t in lanes if ledger.group.owns(t) and t not in ledger.peer_tiers]
+        read = {tier: found for tier, found in (decided or {}).items() if tier in owned}
+        lists = DecidedLists(ledger, read)
+        self.deleter = Deleter(context, tiers=lanes, lists=lists)
+        self.verifier = BackgroundVerifier(
+            context, tiers=lanes, deleter=self.deleter, bytes_per_s=verify_bytes_per_s
+        )
+        self.backlog = Backlog(context)
+        self.throttle = Throttle(context, backlog=self.backlog, set_pace=set_pace)
+        self.drain_schedule = DrainSchedule(context, lanes=self.lanes, throttle=self.throttle)
+        self.flush_queue = FlushQueue(context, drain_schedule=self.drain_schedule)
+        self._flusher = Flusher(
+            context,
+            lanes=self.lanes,
+            deleter=self.deleter,
+            queue=self.flush_queue,
+            room=TierRoom(
+                context,
+                lanes=self.lanes,
+                deleter=self.deleter,
+                verifier=self.verifier,
+                queue=self.flush_queue,
+            ),
+            backlog=self.backlog,
+            max_wait_s=max_wait_s,
+        )
+        self.errors = self._flusher.errors
+        self.durable = self._flusher.durable
+        self._admissions = Admissions(
+            context,
+            host=host,
+            flusher=self._flusher,
+            superseder=Superseder(context, lanes=self.lanes),
+            backlog=self.backlog,
+            leftovers=leftovers,
+            when_full=when_full,
+            max_wait_s=max_wait_s,
+        )
+        self._captures = CaptureEvents(
+            context, lanes=self.lanes, flusher=self._flusher, backlog=self.backlog
+        )
+        self.commits = Commits(
+            context,
+            tiers=lanes,
+            flusher=self._flusher,
+            deleter=self.deleter,
+            saves=self._captures,
+            drain_schedule=self.drain_schedule,
+            on_committed=self._on_committed,
+            try_again=self.try_again,
+            max_wait_s=max_wait_s,
+        )
+        self.replicas = self.commits.replicas
+        self._decisions = Decisions(
+            context,
+            copies=self.commits.copies,
+            lanes=self.lanes.values(),
+            deleter=self.deleter,
+            admissions=self._admissions,
+            backlog=self.backlog,
+            lists=lists,
+            owned=owned,
+            unread=unread,
+        )
+        self._start_records = StartRecords(context, tiers=lanes)
+        self.external_commits = ExternalCommits(context, on_commit=self._on_external_commit)
+        self._damage_reports = DamageReports(context, tiers=lanes, deleter=self.deleter)
+        listening = (
+            self._decisions,
+            self.verifier,
+            self._damage_reports,
+            self.external_commits,
+            self.replicas,
+        )
+        self._listeners: dict[str, Callable[[RankMessage], None]] = {
+            kind: component.on_message for component in listening for kind in component.KINDS
+        }
+        """What receives messages of a kind; ``commits`` receives the others."""
+
+    def _message_tree_of_one(self) -> MessageTree:
+        ranks = Ranks.alone()
+        ranks.set_listener(self.inbox.post)
+        return ranks.message_tree
+
+    # Starting and stopping -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Determine, from what was found at open, which copies are owed and what is to be deleted."""
+        self._note_owed()
+        self._decisions.start()
+
+    def begin_anew(self) -> None:
+        """This start continues no checkpoint: the rules of the tiers may be applied."""
+        self.ledger.has_begun = True
+
+    def post(self, event: Event) -> None:
+        self.inbox.post(event)
+
+    def wait_for_event(self, timeout: float | None) -> None:
+        """Block until an event has arrived; for the thread that calls ``step`` in production."""
+        self.inbox.wait(timeout)
+
+    def stop(self, error: BaseException) -> None:
+        """Handle no further event: whoever waits for a result receives ``error``."""
+        self.inbox.stop(error)
+        error = self.inbox.stopped or error
+        for entry in self.ledger.entries.values():
+            if entry.handle is not None and (entry.owed or entry.snapshot is not None):
+                entry.handle.on_stopped(error)
+            entry.owed.clear()
+        self.replicas.stop()
+        self._decisions.fail_all(error)
+        self._admissions.fail_all(error)
+
+    def _note_owed(self, only: LedgerEntry | None = None) -> None:
+        """Determine which tiers are owed a copy of the checkpoints that were found, or of one of them."""
+        view = self.ledger.view()
+        # No rank flushes what is scattered; a rank that holds its shard in memory would count it as owed.
+        flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
+        view = replace(view, checkpoints=flushed)
+        for checkpoint in flushed:
+            entry = self.ledger.entries[checkpoint.id]
+            if only not in (None, entry):
+                continue
+            commit, own = entry.commit, self.ledger.shard
+            if commit and (entry.shard, commit.world_size) == (own, own.world_size):
+                owed = still_owed(view, checkpoint)
+                entry.owed.update(
+                    name for name in owed if name in self.lanes and name not in entry.damage
+                )
+                self.backlog.on_owed(entry.id, tuple(entry.owed))
+
+    # One step --------------------------------------------------------------------------------------
+
+    def step(self, now_s: float) -> float | None:
+        """Handle all events, dispatch all tasks that can begin, and return when to call again at the latest."""
+        self.ledger.now_s = self.emitter.now_s = now_s
+        self._due_s = None
+        self.ledger.refresh()
+        self.steps += 1
+        handled: list[Event] = []
+        while (
+            not self.inbox.is_empty
+        ):  # what rank 0 decides by an event is a message to itself, too
+            for event in self.inbox.take():
+                handled.append(event)
+                _EVENT_HANDLERS[type(event)](self, event)
+        has_news = self._admissions.observe(handled)
+        self.drain_schedule.tick(now_s)
+        for _ in range(2):  # a change by one of them may be what another waits for
+            self._decisions.advance(now_s)
+            for lane in self.lanes.values():
+                self._flusher.drive(lane, now_s, begin=True, has_news=has_news)
+            self._admissions.try_admit(now_s)
+        for lane in self.lanes.values():  # abort in this step what an admission gave up
+            self._flusher.drive(lane, now_s, begin=False)
+        self.backlog.tick(now_s)
+        self.throttle.adjust(now_s)
+        self.commits.tick(now_s)
+        if self.fenced is None:
+            self.deleter.retry(now_s)
+            self._collect_unfinished()
+            self.verifier.tick(now_s, has_news=has_news)
+            if has_news:
+                self.deleter.plan_changed()
+            self.deleter.dispatch_planned()
+        for bell, copies_only in list(self._idle_events.items()):
+            if not (self._owes_copies() if copies_only else self.busy()):
+                del self._idle_events[bell]
+                bell.set()
+        return self._due_s
+
+    def _dispatch(self, task: Task) -> None:
+        if not isinstance(task, LOOKS):
+            self._tasks_out += 1
+        self.rates.on_begun(task, self.ledger.now_s)
+        self._submit(task)
+
+    def _wake_at(self, when_s: float) -> None:
+        """Have ``step`` called at that time at the latest. Each step asks anew for what it still waits for."""
+        if when_s > self.ledger.now_s and (self._due_s is None or when_s < self._due_s):
+            self._due_s = when_s
+
+    def _collect_unfinished(self) -> None:
+        """Delete what failed attempts left of copies that are not owed any more."""
+        for tier, id in list(self.ledger.unfinished):
+            entry = self.ledger.entries.get(id)
+            is_owed = entry is not None and tier in entry.owed
+            if tier in self.lanes and not is_owed and not self.lanes[tier].is_copying(id):
+                self.deleter.collect_unfinished(tier, id, "it was left unfinished")
+
+    # Events ----------------------------------------------------------------------------------------
+
+    def _on_admission_request(self, request: AdmissionRequest) -> None:
+        self.backlog.on_save_requested(request.image_bytes, self.ledger.now_s)
+        self._admissions.enqueue(request)
+
+    def _on_capture_begun(self, event: CaptureBegun) -> None:
+        self.replicas.save_begun(event.snapshot.id)
+        self._captures.on_begun(event)
+
+    def _on_capture_sealed(self, event: CaptureSealed) -> None:
+        if (entry := self._captures.on_sealed(event)) is not None:
+            self.commits.seals.contribute(entry)
+
+    def _on_save_given_up(self, event: SaveGivenUp) -> None:
+        """A save ended before its capture began."""
+        self.replicas.save_begun(event.id)
+        self._messages.report_save_failed(event.id, event.error, event.outcome)
+
+    def _on_message(self, news: RankMessage) -> None:
+        """Pass a message of another rank to the component that it is for."""
+        self._listeners.get(kind_of(news), self.commits.on_message)(news)
+
+    def _on_query(self, query: LedgerQuery) -> None:
+        try:
+            value = query.function()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the answer
+            query.on_answer(None, error)
+        else:
+            query.on_answer(value, None)
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        if not isinstance(outcome.task, LOOKS):
+            self._tasks_out -= 1
+        self.rates.on_ended(outcome, self.ledger.now_s)
+        self._flusher.on_task_error(outcome.error)
+        _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
+
+    def _on_deleted(self, outcome: Outcome) -> None:
+        task, now_s = outcome.task, self.ledger.now_s
+        assert isinstance(task, DeleteCopy)
+        if self.deleter.on_deleted(task, outcome, now_s):
+            self._flusher.on_room_made(self.lanes[task.tier], now_s)
+        if isinstance(outcome.value, DecidedList):
+            self._decisions.on_found(task.tier, outcome.value)
+        self._decisions.on_deleted(task, outcome)
+
+    def _on_copy_outcome(self, outcome: Outcome) -> None:
+        task = outcome.task
+        assert isinstance(task, OpenShard | CopyRun | FinishCopy | AbortShard)
+        lane = self.lanes[task.tier]
+        active = lane.active
+        done = lane.on_outcome(outcome)
+        if done is not None and active is not None:  # this rank's image is on the tier
+            entry = active.entry
+            self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
+            files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
+            self.commits.copies.contribute(lane.tier, entry, files)
+        elif lane.stalled is not None:
+            self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
+        elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
+            self._flusher.on_recovered(lane.tier)
+
+    def _on_committed(self, tier: str, entry: LedgerEntry) -> None:
+        """A checkpoint was committed on a tier."""
+        self.verifier.on_committed(tier)
+        self._decisions.on_committed(tier)
+        if self.ledger.group.decides and self.fenced is None:
+            self._start_records.committed(tier, entry.commit)
+        if self._leftovers is not None and not self.ledger.restoring:
+            self._leftovers.on_committed(tier, entry)
+
+    def _on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
+        """A checkpoint that another process committed on a tier was added to the ledger."""
+        if self.fenced is None:
+            self._note_owed(entry)
+        self.deleter.plan_tier(tier)
+        self._on_committed(tier, entry)
+
+    # Requests on the coordinator's thread, by ``LedgerQuery`` ----------------------------------------
+
+    @property
+    def fenced(self) -> FencedError | None:
+        """The error that reports a newer attempt: this process writes nothing more."""
+        return self.ledger.fenced
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The tiers that could not be listed when the run was opened."""
+        return self._decisions.unread
+
+    def late_tiers(self, command: Command) -> tuple[str, ...]:
+        """Return the tiers whose answer a command waits for; none if something is still being read or written."""
+        return self._decisions.late_tiers(command)
+
+    def found_damage(
+        self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
+    ) -> None:
+        """A reader of this rank found that a copy differs from its digests or lacks files. Not ``repairable``: its
+        commit record is gone, too."""
+        if tier == self.ledger.host:
+            self._captures.on_damage_found(id, why)
+        else:
+            self._messages.report_damage(tier, id, why, repairable=repairable)
+
+    def try_again(self) -> None:
+        """Try at once whatever waits for its next try: a tier may work again."""
+        for lane in self.lanes.values():
+            lane.not_before_s = min(lane.not_before_s, self.ledger.now_s)
+        self.commits.copies.try_now()
+        self.deleter.try_now()
+
+    def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
+        """Work towards a deadline on the clock of ``step``, until ``asker`` ends it; return the outlook."""
+        self.commits.begin_drain(asker, until_s)
+        return self.drain_schedule.plan
+
+    def share_deadline(self, left_s: float) -> None:
+        """Let all ranks work towards a deadline that only this rank knows."""
+        self.commits.share_deadline(left_s)
+
+    def end_saves(self, reached: CheckpointId) -> None:
+        """Have all ranks give up the steps after ``reached`` of that attempt: no rank begins a save any more, and not
+        all have begun these."""
+        self.commits.seals.end_saves(reached)
+
+    def owe_to_all_tiers(self, id: CheckpointId) -> None:
+        """Owe every tier a copy of a checkpoint that this process saved, whatever ``flush.every`` says."""
+        entry = self.ledger.entries.get(id)
+        if entry is None or entry.failed or entry.deleted or self.fenced is not None:
+            return
+        is_here = entry.awaiting_ranks or entry.readable_on(self.ledger.host)
+        if entry.snapshot is None and not is_here:
+            return
+        has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
+        entry.owed.update(
+            tier
+            for tier in self.lanes
+            if tier not in has_copy and not self.commits.copies.has_given_up(tier, id)
+        )
+
+    def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
+        """Set an event once no work is in progress and every copy that can be made is made; ``copies_only``: whatever
+        else is in progress, such as a deletion."""
+        self._idle_events[bell] = copies_only
+
+    def forget_idle_event(self, bell: InterruptibleEvent) -> None:
+        self._idle_events.pop(bell, None)
+
+    def busy(self) -> bool:
+        """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
+        if self._tasks_out or self._decisions.busy() or self.deleter.busy():
+            return True
+        return self._owes_copies()
+
+    def _owes_copies(self) -> bool:
+        if self._admissions.busy() or not self.inbox.is_empty:
+            return True
+        return any(e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open())
+
+    def _may_be_copied(self, entry: LedgerEntry) -> bool:
+        """Return whether some tier may receive a copy now; before a deadline, also one that accepts none at present."""
+        owed: Set[str] = entry.owed
+        if not self.ledger.deadlines:
+            owed = owed - self.ledger.failing.keys()
+        return any(not self.drain_schedule.is_held_back(entry.id, tier) for tier in owed)
+
+    def owed_copies(self) -> tuple[tuple[CheckpointId, str], ...]:
+        """Return the copies that are owed, in the order of their saves."""
+        entries = sorted(self.ledger.open(), key=lambda e: e.age_order)
+        return tuple((e.id, tier) for e in entries for tier in sorted(e.owed))
+
+    def set_aside_copies(self) -> tuple[tuple[CheckpointId, str], ...]:
+        """Return the copies that only the next start tries again."""
+        entries = sorted(self.ledger.open(), key=lambda e: e.age_order)
+        return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
+
+
+def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
+    """Abort the writer that a refused ``OpenShard`` has opened: no task will continue its copy."""
+    if not isinstance(outcome.task, OpenShard) or not isinstance(outcome.value, tuple):
+        return
+    writer, _ = outcome.value
+    if writer is None:
+        return
+    tier = outcome.task.tier
+    aborted = BoundedCalls().call_all({tier: writer.abort}, {tier: ABORT_S}, doing="abort")[tier]
+    match aborted.error:
+        case BackendError() as failure:
+            logger.warning("%s: an unfinished file remains: %s", tier, failure)
+        case _:
+            aborted.get()
+
+
+def _refuse_save(event: CaptureBegun, error: BaseException) -> None:
+    event.snapshot.handle.on_given_up(SaveOutcome.FAILED, error)
+
+
+_REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {
+    CaptureBegun: _refuse_save,
+    AdmissionRequest: lambda request, error: request.on_answer(None, error),
+    LedgerQuery: lambda query, error: query.on_answer(None, error),
+    Command: lambda command, error: command.on_answer({"tierfall": error}),
+    AssignmentRequest: lambda request, error: request.on_answer(None),
+    Outcome: _refuse_outcome,
+}
+"""How an event of each type is refused. For other types no caller waits, and they are discarded."""
+
+_EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
+    AdmissionRequest: Coordinator._on_admission_request,
+    AssignmentRequest: lambda coordinator, event: coordinator.replicas.request(event),
+    CaptureBegun: Coordinator._on_capture_begun,
+    CaptureAdvanced: lambda coordinator, event: coordinator._captures.on_advanced(event),
+    CaptureSealed: Coordinator._on_capture_sealed,
+    CaptureFailed: lambda coordinator, event: coordinator._captures.on_failed(event),
+    SaveGivenUp: Coordinator._on_save_given_up,
+    Command: lambda coordinator, event: coordinator._decisions.submit(event),
+    LedgerQuery: Coordinator._on_query,
+    Outcome: Coordinator._on_outcome,
+    MessagesGathered: Coordinator._on_message,
+    DecisionAnnounced: Coordinator._on_message,
+    RankReported: Coordinator._on_message,
+}
+
+_OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
+    OpenShard: Coordinator._on_copy_outcome,
+    CopyRun: Coordinator._on_copy_outcome,
+    FinishCopy: Coordinator._on_copy_outcome,
+    AbortShard: Coordinator._on_copy_outcome,
+    CommitCopy: lambda coordinator, outcome: coordinator.commits.copies.on_outcome(outcome),
+    DeleteCopy: Coordinator._on_deleted,
+    AddDecided: lambda coordinator, outcome: coordinator._decisions.on_added(outcome),
+    NoteDamage: lambda coordinator, outcome: coordinator._damage_reports.on_noted(outcome),
+    ReadDecided: lambda coordinator, outcome: coordinator._decisions.on_read(outcome),
+    ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
+    RecordStart: lambda coordinator, outcome: coordinator._start_records.on_outcome(outcome),
+    OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
+    CheckChunk: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
+}
+"""What handles an event, and the outcome of a task, of a type."""

@@ -1,0 +1,254 @@
+"""What the coordinator's components share, and their events for the event log and statistics, with the time of the
+coordinator's clock.
+
+Belongs to the coordinator's thread and does no I/O: the receiver of an event must return at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
+from tierfall.core.flush.messages import Messages
+from tierfall.core.flush.tasks import DeleteCopy, Task
+from tierfall.core.types import events
+from tierfall.core.types.events import Notify
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+logger = logging.getLogger("tierfall")
+
+REMEMBERED = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the components of the coordinator count for ``statistics``, since open. ``commits`` is by tier."""
+
+    superseded_saves: int = 0
+    flush_failures: int = 0
+    given_up_copies: int = 0
+    set_aside_copies: int = 0
+    deleted_copies: int = 0
+    commits: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """When a copy began, and what its lane had read from each source by then."""
+
+    id: CheckpointId
+    since_s: float
+    read: dict[str, int]
+
+
+class EventEmitter:
+    """The coordinator sets ``now_s`` at the start of each step. Components count in ``counters``."""
+
+    def __init__(self, notify: Notify = events.ignore) -> None:
+        self._notify = notify
+        self.counters = Counters()
+        self.now_s = 0.0
+        self._saves: dict[CheckpointId, float] = {}
+        self._ended: dict[CheckpointId, float] = {}
+        self._copies: dict[str, _Copying] = {}
+
+    # Saves -------------------------------------------------------------------------------------------
+
+    def save_begun(self, entry: LedgerEntry) -> None:
+        self._remember(self._saves, entry.id)
+        self._notify(
+            events.SaveBegun(
+                at_s=self.now_s,
+                id=entry.id,
+                bytes=image_bytes_of(entry),
+                tiers=tuple(sorted(entry.owed)),
+            )
+        )
+
+    def captured(self, entry: LedgerEntry) -> None:
+        stats = entry.handle.stats if entry.handle is not None else None
+        self._notify(
+            events.Captured(
+                at_s=self.now_s,
+                id=entry.id,
+                bytes=image_bytes_of(entry),
+                seconds=self.now_s - self._saves.get(entry.id, self.now_s),
+                blocked_s=stats.blocked_s if stats else 0.0,
+                lazy=stats.lazy if stats else False,
+            )
+        )
+
+    def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
+        """Emit the end of a save once: at the first report of any component."""
+        self._saves.pop(id, None)
+        if id in self._ended:
+            return
+        self._remember(self._ended, id)
+        self._notify(
+            events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
+        )
+
+    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId) -> None:
+        times[id] = self.now_s
+        if len(times) > REMEMBERED:
+            del times[next(iter(times))]
+
+    # Copies ------------------------------------------------------------------------------------------
+
+    def flush_begun(
+        self, tier: str, entry: LedgerEntry, read: Mapping[str, int], *, tries: int
+    ) -> None:
+        """A copy begins, after ``tries`` failures of its tier; ``read`` has the bytes read from each source so far."""
+        self._copies[tier] = _Copying(entry.id, self.now_s, dict(read))
+        self._notify(
+            events.FlushBegun(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=tier,
+                bytes=image_bytes_of(entry),
+                tries=tries,
+            )
+        )
+
+    def flush_done(self, tier: str, entry: LedgerEntry, read: Mapping[str, int]) -> None:
+        """A copy is uploaded; ``read`` is as in ``flush_begun``."""
+        begun = self._copies.pop(tier, _Copying(entry.id, self.now_s, {}))
+        sources = {
+            source: count - begun.read.get(source, 0)
+            for source, count in read.items()
+            if count > begun.read.get(source, 0)
+        }
+        self._notify(
+            events.FlushDone(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=tier,
+                bytes=image_bytes_of(entry),
+                seconds=self.now_s - begun.since_s,
+                sources=sources,
+            )
+        )
+
+    def flush_stalled(
+        self, tier: str, id: CheckpointId, error: BaseException, again_s: float
+    ) -> None:
+        if not self._is_under_way(tier, id):
+            return
+        self._notify(
+            events.FlushStalled(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                reason=_reason(error),
+                again_s=max(0.0, again_s - self.now_s),
+            )
+        )
+
+    def _is_under_way(self, tier: str, id: CheckpointId) -> bool:
+        """Return False for a copy that is uploaded: only its commit record may be missing."""
+        return tier in self._copies and self._copies[tier].id == id
+
+    def flush_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        if not self._is_under_way(tier, id):
+            return
+        begun = self._copies.pop(tier)
+        self._notify(
+            events.FlushFailed(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                reason=_reason(error),
+                seconds=self.now_s - begun.since_s,
+            )
+        )
+
+    def flush_given_up(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        self._notify(events.FlushGivenUp(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
+
+    def set_aside(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        self._notify(events.SetAside(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
+
+    def committed(self, tier: str, id: CheckpointId, bytes: int) -> None:
+        since_s = self._saves.get(id)
+        self._notify(
+            events.Committed(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                bytes=bytes,
+                seconds=None if since_s is None else self.now_s - since_s,
+            )
+        )
+
+    # Leaving -----------------------------------------------------------------------------------------
+
+    def evicted(self, tier: str, entry: LedgerEntry, reason: str) -> None:
+        self._notify(
+            events.Evicted(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=tier,
+                bytes=entry.bytes.get(tier, 0),
+                reason=reason,
+            )
+        )
+
+    def deleted(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
+        logger.info("%s: %s is deleted: %s", task.tier, task.id, task.reason)
+        self._notify(
+            events.Dropped(
+                at_s=self.now_s,
+                id=task.id,
+                tier=task.tier,
+                bytes=bytes,
+                reason=task.reason,
+                seconds=seconds,
+                unfinished=task.unfinished,
+            )
+        )
+
+    def deletion_failed(self, task: DeleteCopy, error: BaseException) -> None:
+        self._notify(
+            events.DropFailed(at_s=self.now_s, id=task.id, tier=task.tier, reason=_reason(error))
+        )
+
+    # Trouble -----------------------------------------------------------------------------------------
+
+    def tier_failing(self, tier: str, error: BaseException) -> None:
+        self._notify(events.TierFailing(at_s=self.now_s, tier=tier, reason=_reason(error)))
+
+    def tier_recovered(self, tier: str) -> None:
+        self._notify(events.TierRecovered(at_s=self.now_s, tier=tier))
+
+    def failed(self, doing: str, error: BaseException) -> None:
+        self._notify(events.OperationFailed(at_s=self.now_s, doing=doing, reason=_reason(error)))
+
+
+def image_bytes_of(entry: LedgerEntry) -> int:
+    """Return the bytes of this rank's image; 0 while unknown."""
+    if entry.geometry is not None:
+        return entry.geometry.image_bytes
+    return entry.commit.image_bytes if entry.commit is not None else 0
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or repr(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What all components of the coordinator work with. ``dispatch`` queues a task for the workers; its outcome arrives
+    at the coordinator. ``wake_at`` has the coordinator step again at a time of its clock."""
+
+    ledger: Ledger
+    messages: Messages
+    emitter: EventEmitter
+    dispatch: Callable[[Task], None]
+    wake_at: Callable[[float], None]
+
+    @property
+    def group(self) -> Group:
+        return self.ledger.group

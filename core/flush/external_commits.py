@@ -1,0 +1,152 @@
+"""External commits: checkpoints of this start that another process writes, known once their commit record is stored.
+
+The training process assigns such a checkpoint its ordinal, and moves none of its bytes. At a search, rank 0 reads the
+commit records of the expected checkpoints and announces those that exist to all ranks. From then on each is flushed
+and retained like any other checkpoint. Belongs to the coordinator's thread; workers read the records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.facts import LedgerEntry, entry_of
+from tierfall.core.flush.messages import ExternalCommit, MessageKind, kind_of
+from tierfall.core.flush.tasks import Outcome, ReadCommit
+from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.ranks.message_tree import DecisionAnnounced, RankMessage
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.types.errors import KeyNotFoundError
+from tierfall.core.types.values import CheckpointId, CopyState
+
+logger = logging.getLogger("tierfall")
+
+
+class ExternalCommits:
+    """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
+
+    ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
+    ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
+    """
+
+    KINDS = frozenset((MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS))
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        on_commit: Callable[[str, LedgerEntry], None],
+    ) -> None:
+        """``on_commit`` is called with a checkpoint that is now in the ledger, and its tier."""
+        self._ledger = context.ledger
+        self._messages = context.messages
+        self._dispatch = context.dispatch
+        self._on_commit = on_commit
+        self._reads_records = context.group.decides
+        self._expected: dict[CheckpointId, str] = {}
+        self._reading: dict[CheckpointId, CheckpointId | None] = {}
+        self._newest: CheckpointId | None = None
+        self._searches: list[tuple[InterruptibleEvent, bool]] = []
+        self._conditions = Conditions()
+
+    def expect(self, id: CheckpointId, tier: str) -> None:
+        """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
+        checkpoints."""
+        self._expected[id] = tier
+
+    def search(self, done: InterruptibleEvent, *, last: bool = False) -> None:
+        """Search for the records of expected checkpoints. ``done`` is set when all of them have been read.
+
+        ``last``: no other search follows, so a checkpoint without a record is left to the next start. On ranks other
+        than 0 the last search ends when rank 0 has announced the result of each checkpoint, any other one at once.
+        """
+        self._searches.append((done, last))
+        if self._reads_records:
+            self._read(self._expected)
+        self._end_if_idle()
+
+    def _read(self, ids: Iterable[CheckpointId]) -> None:
+        for id in [id for id in ids if id not in self._reading]:
+            self._reading[id] = self._newest
+            self._dispatch(ReadCommit(tier=self._expected[id], id=id))
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Apply the outcome of reading one commit record."""
+        task = outcome.task
+        assert isinstance(task, ReadCommit)
+        newest = self._reading.pop(task.id)
+        if outcome.error is None or isinstance(outcome.error, KeyNotFoundError):
+            known = "not written" if outcome.error else "written"
+            self._conditions.end(task.id, "%s: %s is %s there", task.tier, task.id, known)
+        if outcome.error is None:
+            self._on_found(task, outcome.value)
+        elif isinstance(outcome.error, KeyNotFoundError):
+            self._on_missing(task, newest)
+        else:
+            self._conditions.report(
+                task.id, logging.WARNING, "%s: not known yet whether %s was written there: %s",
+                task.tier, task.id, outcome.error,
+            )  # fmt: skip
+        self._end_if_idle()
+
+    def on_message(self, news: RankMessage) -> None:
+        """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""
+        assert isinstance(news, DecisionAnnounced)
+        if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
+            message = ExternalCommit.from_json(news.body, rank=0)
+            what = f"{message.tier}: commit record that rank 0 has read"
+            commit = parse_commit(message.commit.encode(), what=what)
+            self._enter(commit, message.tier)
+            found = commit.lineage.checkpoint
+            left = {id: tier for id, tier in self._expected.items() if id > found}
+        else:
+            left = {}
+        if not self._reads_records:
+            self._expected = left
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._reading:
+            return
+        last = any(last for _, last in self._searches)
+        if last and self._reads_records:
+            if self._expected:
+                logger.info("not written yet, and left to the next start: %s", [*self._expected])
+            self._expected.clear()
+            self._messages.announce_of_run(MessageKind.NO_MORE_EXTERNAL_COMMITS)
+        self._notify(last=not self._expected)
+
+    def _notify(self, *, last: bool) -> None:
+        """End the searches; the last one only if ``last``."""
+        for done, is_last in self._searches:
+            if last or not is_last:
+                done.set()
+        self._searches = [(done, is_last) for done, is_last in self._searches if not done.is_set]
+
+    def _on_found(self, task: ReadCommit, commit: Commit) -> None:
+        """Announce a checkpoint that is committed, and read the records of earlier ones again."""
+        del self._expected[task.id]
+        self._newest = task.id if self._newest is None else max(self._newest, task.id)
+        self._read([id for id in self._expected if id < task.id])
+        body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
+        self._messages.announce_of_run(MessageKind.EXTERNAL_COMMIT, body)
+
+    def _on_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
+        """A checkpoint has no record. ``newest`` had been found when the read began: if that is a later checkpoint, the
+        save of this one has failed, and its files are collected."""
+        if newest is not None and task.id < newest:
+            del self._expected[task.id]
+            self._ledger.unfinished[task.tier, task.id] = 0
+        elif self._newest is not None and task.id < self._newest:
+            self._read([task.id])
+
+    def _enter(self, commit: Commit, tier: str) -> None:
+        id = commit.lineage.checkpoint
+        entry = entry_of(id, commit, self._ledger.shard)
+        entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
+        entry.verified.add(tier)  # it was written by this start
+        self._ledger.has_begun = True
+        self._ledger.enter(entry)
+        self._on_commit(tier, entry)

@@ -1,0 +1,831 @@
+"""Facts: the ledger, which is the one record of every copy of every checkpoint, and the group of ranks.
+
+Only the coordinator's thread writes it. It contains facts and answers queries; the coordinator and the policies decide
+what follows. A run may have thousands of checkpoints, of which a save changes one: summaries of all entries are updated
+only for those that may have changed. A component that looks an entry up may change it, so a lookup counts as a change.
+Entries on which saves, copies or commands work are *open*, and updated each time.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import ON_PEERS, HostRegion, ReplicaShare, Snapshot
+from tierfall.core.flush.rates import TierThroughput
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
+from tierfall.core.format.commit_files import plain
+from tierfall.core.format.decided import DecidedList
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Commit, Geometry, Manifest
+from tierfall.core.ranks.topology import ALONE, Topology
+from tierfall.core.types import keys
+from tierfall.core.types.errors import FencedError, FlushError, TierfallError
+from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard, TierKind
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerEntry:
+    """One checkpoint. All members that are sets or dicts are by tier.
+
+    Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
+    ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
+    occupies ``bytes``; a rule may delete a ``repairable`` one, any other one is kept. ``leases`` counts the tasks that
+    read a copy.
+
+    Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
+    ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
+    copy any more, and why; ``overtaken``: a copy failed, so that newer ones may be committed before it.
+
+    This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
+    is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
+    during capture. ``commit`` is the record for uncompressed images. ``image_bytes``: those of all ranks; 0 while not
+    known.
+
+    ``pinned``, ``deleted`` and ``tags`` are what persons have decided, with the tags of its save.
+    """
+
+    id: CheckpointId
+    ordinal: int
+    started_from: CheckpointId | None
+    shard: Shard
+    attempt_id: str | None = None
+    commit: Commit | None = None
+    image_bytes: int = 0
+    manifest: Manifest | None = None
+    geometry: Geometry | None = None
+    region: HostRegion | None = None
+    snapshot: Snapshot | None = None
+    handle: SaveHandle | None = None
+    share: ReplicaShare | None = None
+    final_chunks: int = 0
+    adopted: bool = False
+    awaiting_ranks: bool = False
+    failed: bool = False
+    pinned: bool = False
+    deleted: bool = False
+    tags: frozenset[str] = frozenset()
+    states: dict[str, CopyState] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    damage: dict[str, str] = field(default_factory=dict)
+    verified: set[str] = field(default_factory=set)
+    repairable: set[str] = field(default_factory=set)
+    leases: dict[str, int] = field(default_factory=dict)
+    owed: set[str] = field(default_factory=set)
+    uploaded_to: set[str] = field(default_factory=set)
+    commit_unknown_on: set[str] = field(default_factory=set)
+    failures: dict[str, CopyFailures] = field(default_factory=dict)
+    set_aside: dict[str, BaseException] = field(default_factory=dict)
+    overtaken: set[str] = field(default_factory=set)
+    changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether no work on it is in progress or owed: it then changes only by lookup."""
+        return not (
+            self.owed
+            or self.set_aside
+            or self.uploaded_to
+            or self.commit_unknown_on
+            or self.awaiting_ranks
+            or self.failed
+            or self.snapshot is not None
+            or self.region is not None
+            or any(self.leases.values())
+            or any(
+                state not in (CopyState.COMMITTED, CopyState.LEAVING)
+                for state in self.states.values()
+            )
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether some tier has all of it."""
+        return any(
+            state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
+        )
+
+    def note_on_peers(self) -> None:
+        """Note beside the image in memory, once, that peer memory has committed its checkpoint: a start after a loss
+        sees which checkpoints were reported."""
+        if self.region is None or not self.region.sealed:
+            return
+        try:
+            if ON_PEERS not in self.region.marks():
+                self.region.add_mark(ON_PEERS)
+        except TierfallError as error:
+            logger.warning("%s in memory does not say that peer memory has it: %s", self.id, error)
+
+    def free(self) -> None:
+        """Release its memory region."""
+        if self.region is not None:
+            self.region.release()
+            self.region = None
+
+    @property
+    def pieces(self) -> Spliced | None:
+        """The table of its tensors; None while unknown."""
+        known = self.manifest or self.snapshot
+        return None if known is None else known.pieces
+
+    def decide(self, decided: DecidedList) -> None:
+        """Apply what is decided about it."""
+        self.changed.add(self.id)
+        self.pinned = decided.is_pinned(self.id, self.attempt_id)
+        self.deleted = decided.is_deleted(self.id, self.attempt_id)
+        given = self.commit.tags if self.commit else ()
+        self.tags = decided.tags(self.id, self.attempt_id, given)
+
+    @property
+    def start(self) -> AttemptStart | None:
+        """The start of its attempt; None where every commit record is damaged."""
+        if self.attempt_id is None:
+            return None
+        return AttemptStart(
+            attempt=self.id.attempt,
+            attempt_id=self.attempt_id,
+            started_from=self.started_from,
+            began_s=self.commit.wall_time_s if self.commit else 0.0,
+        )
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        """Sorts checkpoints by the time of their saves, over attempts and rewinds."""
+        return (self.id.attempt, self.id.step)
+
+    def state(self, tier: str) -> CopyState:
+        return self.states.get(tier, CopyState.ABSENT)
+
+    def readable_on(self, tier: str) -> bool:
+        return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
+
+    def has_record_on(self, tier: str) -> bool:
+        """Return whether a commit record is on a tier, of a good copy or of a damaged one."""
+        state = self.state(tier)
+        return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in self.damage)
+
+    def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
+        self.changed.add(self.id)
+        if state is CopyState.ABSENT:
+            self.states.pop(tier, None)
+            self.verified.discard(tier)
+            if tier not in self.damage:
+                self.bytes.pop(tier, None)
+            return
+        self.states[tier] = state
+        if bytes is not None:
+            self.bytes[tier] = bytes
+
+    def note_damage(self, tier: str, why: str, *, repairable: bool) -> None:
+        """Mark the copy on a tier as damaged: it protects nothing from now on."""
+        self.damage[tier] = why
+        if repairable:
+            self.repairable.add(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def note_damage_kept(self, tier: str, why: str) -> None:
+        """Note that the copy on a tier differs from what was written, but keep it: some of its tensors may be good."""
+        self.changed.add(self.id)
+        self.damage[tier] = why
+
+    def forget_damage(self, tier: str) -> None:
+        """The damaged copy on a tier was deleted."""
+        self.changed.add(self.id)
+        self.damage.pop(tier, None)
+        self.repairable.discard(tier)
+
+    def note_gone(self, tier: str) -> None:
+        """The tier has no copy of it any more."""
+        self.forget_damage(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def note_kept(self, tier: str) -> None:
+        """A deletion was not carried out: the good or damaged copy is still there."""
+        self.set_state(tier, CopyState.ABSENT if tier in self.damage else CopyState.COMMITTED)
+
+    def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
+        """Owe these tiers no copy any more; the handle reports ``error``."""
+        self.changed.add(self.id)
+        for tier in self.owed.intersection(tiers):
+            self.owed.discard(tier)
+            if self.handle is not None:
+                self.handle.on_tier_failed(tier, error)
+
+    def given_up(self, why: str) -> FlushError:
+        return FlushError(f"flush of {self.id} is given up: {why}")
+
+    def lease(self, tier: str, change: int) -> None:
+        self.changed.add(self.id)
+        self.leases[tier] = self.leases.get(tier, 0) + change
+
+
+@dataclass(slots=True, kw_only=True)
+class CopyFailures:
+    """Consecutive failures of one copy to one tier, all retryable or all permanent (``lasts``).
+
+    ``others_arrived`` counts the failures before which the tier had received another copy since the last failure.
+    ``arrivals`` is the number of copies that it had received at the last failure.
+    """
+
+    lasts: bool = False
+    count: int = 0
+    others_arrived: int = 0
+    arrivals: int = 0
+
+    def record(self, arrivals: int, *, lasts: bool) -> None:
+        """Count a failure; ``arrivals`` is how many copies the tier has received by now."""
+        if lasts is not self.lasts:
+            self.lasts, self.count, self.others_arrived = lasts, 0, 0
+        self.others_arrived += self.count > 0 and arrivals > self.arrivals
+        self.count += 1
+        self.arrivals = arrivals
+
+
+def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> LedgerEntry:
+    """Return the entry of a commit record (None: every one is damaged). ``shard`` is this rank's; it applies where as
+    many ranks saved the checkpoint."""
+    return LedgerEntry(
+        id=id,
+        ordinal=commit.lineage.ordinal if commit else 0,
+        started_from=commit.lineage.started_from if commit else None,
+        shard=_shard(commit, shard),
+        attempt_id=commit.lineage.attempt_id if commit else None,
+        commit=plain(commit) if commit else None,
+    )
+
+
+def _shard(commit: Commit | None, own: Shard) -> Shard:
+    if commit is None or commit.world_size == own.world_size:
+        return own
+    named = (keys.parse_shard(file.name) for file in commit.files)
+    return next((shard for shard in named if shard is not None), Shard(0, commit.world_size))
+
+
+class LedgerEntries(dict[CheckpointId, LedgerEntry]):
+    """Entries by checkpoint. Iterating over ``values`` is no lookup: an entry found there is changed by
+    its own methods, which report the change, or is open already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed: set[CheckpointId] = set()
+        self._sorted: list[CheckpointId] = []
+
+    def __getitem__(self, id: CheckpointId) -> LedgerEntry:
+        entry = super().__getitem__(id)
+        self.changed.add(id)
+        return entry
+
+    def get(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
+        entry = super().get(id)
+        if entry is not None:
+            self.changed.add(id)
+        return entry
+
+    def __setitem__(self, id: CheckpointId, entry: LedgerEntry) -> None:
+        if id not in self:
+            insort(self._sorted, id, key=_key)
+        entry.changed = self.changed
+        self.changed.add(id)
+        super().__setitem__(id, entry)
+
+    def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
+        """Remove an entry, if it is there."""
+        if id in self:
+            del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
+            self.changed.add(id)
+        return super().pop(id, None)
+
+    def peek(self, id: CheckpointId) -> LedgerEntry:
+        """Return an entry that the caller does not change."""
+        return super().__getitem__(id)
+
+    def ids(self, *, newest_first: bool = False) -> Iterator[CheckpointId]:
+        """Yield all checkpoints, sorted by step and attempt."""
+        return reversed(self._sorted) if newest_first else iter(self._sorted)
+
+
+def _key(id: CheckpointId) -> tuple[int, int]:
+    return id.step, id.attempt
+
+
+class AbandonedLines:
+    """The abandoned checkpoints, updated as checkpoints are added and removed.
+
+    An attempt that has committed something counts also when all of that is deleted; one that has only saved into memory
+    counts while such an image is there.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[Key, AttemptStart] = {}
+        self._of_memory: dict[Key, AttemptStart] = {}
+        self._whole: dict[CheckpointId, tuple[str | None, Key | None]] = {}
+        self._counts: Counter[Key] = Counter()
+        self._abandoned: set[CheckpointId] = set()
+        self._flipped: set[CheckpointId] = set()
+        self._is_left: Callable[[CheckpointId, str | None], bool] = abandoned_by(())
+        self._outdated = False
+
+    def set_starts(self, starts: Mapping[Key, AttemptStart]) -> None:
+        """Set the starts of the attempts that have committed something."""
+        self._starts = dict(starts)
+        self._outdated = True
+
+    def choose_attempt(self, number: int, attempt_id: str) -> None:
+        """Of attempts that share a number, count the one with this id."""
+        for key, start in self._starts.items():
+            if key[0] == number:
+                self._starts[key] = replace(start, passed_over=key[1] != attempt_id)
+        self._outdated = True
+
+    def note(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
+        """Update a checkpoint; None: it was removed."""
+        self._forget(id)
+        if entry is None or not (entry.is_whole or entry.damage):
+            return
+        start = entry.start
+        self._whole[id] = (entry.attempt_id, None if start is None else start.key)
+        if start is not None:
+            self._note_start(start, committed=CopyState.COMMITTED in entry.states.values())
+        if not self._outdated and self._is_left(id, entry.attempt_id):
+            self._abandoned.add(id)
+            self._flipped.add(id)
+
+    def _note_start(self, start: AttemptStart, *, committed: bool) -> None:
+        self._counts[start.key] += 1
+        if start.key in self._starts:
+            return
+        if start.key not in self._of_memory:
+            self._of_memory[start.key] = start
+            self._outdated = True
+        if committed:
+            self._starts[start.key] = self._of_memory.pop(start.key)
+
+    def _forget(self, id: CheckpointId) -> None:
+        _, key = self._whole.pop(id, (None, None))
+        if key is not None:
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                self._outdated |= self._of_memory.pop(key, None) is not None
+        if id in self._abandoned:
+            self._abandoned.discard(id)
+            self._flipped.add(id)
+
+    def abandoned(self) -> Set[CheckpointId]:
+        """Return the abandoned checkpoints: a live set."""
+        if self._outdated:
+            self._outdated = False
+            self._is_left = abandoned_by([*self._starts.values(), *self._of_memory.values()])
+            new = {id for id, (of, _) in self._whole.items() if self._is_left(id, of)}
+            self._flipped |= new ^ self._abandoned
+            self._abandoned = new
+        return self._abandoned
+
+    def take_flipped(self) -> Set[CheckpointId]:
+        """Return the checkpoints whose membership has changed since the last call."""
+        flipped, self._flipped = self._flipped, set()
+        return flipped
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a run. Rank 0 decides which copy a tier receives next, when a checkpoint is complete, what is given
+    up and what is deleted. ``shared`` has, per stored tier, whether all ranks see the same files there; a tier that it
+    lacks is shared."""
+
+    topology: Topology = ALONE
+    shared: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is rank 0."""
+        return self.topology.is_root
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of each checkpoint."""
+        return Shard(self.topology.rank, self.topology.world_size)
+
+    def is_shared(self, tier: str) -> bool:
+        return self.shared.get(tier, True)
+
+    def owns(self, tier: str) -> bool:
+        """Return whether this rank writes commit records, and what is decided, on a tier."""
+        return self.topology.is_root if self.is_shared(tier) else self.topology.is_leader
+
+    def is_split(self, tier: str) -> bool:
+        """Return whether other nodes store parts of the copies on a tier."""
+        return not self.is_shared(tier) and len(self.topology.nodes) > 1
+
+    def ranks_on(self, tier: str) -> tuple[int, ...]:
+        """Return the ranks whose images this rank sees on a tier."""
+        if self.is_shared(tier):
+            return tuple(range(self.topology.world_size))
+        return self.topology.local_ranks
+
+
+class Ledger:
+    """All entries, and summaries of them. ``view`` is what policies see of it."""
+
+    def __init__(
+        self,
+        rules: tuple[TierRules, ...],
+        host: str,
+        *,
+        group: Group | None = None,
+        scattered: frozenset[CheckpointId] = frozenset(),
+        on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
+        decided: DecidedList | None = None,
+    ) -> None:
+        """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
+        in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
+        be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
+        tier. ``decided`` is what is decided by the lists of all tiers together, the same on all ranks. ``has_begun``:
+        this start has restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``:
+        a listing of this start left out what is there, and they never do. ``reading`` counts the readers of a
+        checkpoint: meanwhile only a command deletes its copies on stored tiers; what could not be read counts to the
+        end. ``restoring``: a restore reads the tiers. ``failing`` tells why tiers accept no copies at present, on this
+        rank or another; ``stuck`` has the copy of another rank that a tier does not accept. ``fenced`` is the error
+        that reports a newer attempt: this process writes nothing more. ``memory_is_short``: the last save that
+        requested a region found no room. ``deadlines`` are the times by which drains are to be done, by who asked.
+        ``admitted`` are the copies that rank 0 has begun, in their order; ``committing`` those that all ranks have
+        uploaded, while rank 0 waits for their commit records. ``lost_saves`` and ``lost_copies`` tell why all ranks
+        have given up a save or a copy, as this rank may begin it later.
+        ``now_s`` is the time of the present step. ``evaluated_at`` is the training step of the last evaluation: earlier
+        checkpoints may lack its metrics."""
+        self.entries = LedgerEntries()
+        self._open: dict[CheckpointId, LedgerEntry] = {}
+        self._recent: set[CheckpointId] = set()
+        self._past: set[CheckpointId] = set()
+        self.lineage = AbandonedLines()
+        self._views: dict[CheckpointId, CheckpointView] = {}
+        self._counted: dict[CheckpointId, tuple[dict[str, int], dict[str, CopyState]]] = {}
+        self._deleted: set[CheckpointId] = set()
+        self._repairable: set[CheckpointId] = set()
+        self._overtaken: set[CheckpointId] = set()
+        self._used: Counter[str] = Counter()
+        self._leaving: Counter[str] = Counter()
+        self._whole: Counter[str] = Counter()
+        self.group = group or Group()
+        self.shard = self.group.shard
+        self.rules = rules
+        self.host = host
+        self.peer_tiers = frozenset(rule.name for rule in rules if rule.kind is TierKind.PEER)
+        self.unfinished: dict[tuple[str, CheckpointId], int] = {}
+        self.partial: set[tuple[str, CheckpointId]] = set()
+        self.scattered = scattered
+        self.on_few_nodes = {
+            (tier, id): may_be_reported
+            for tier, few in on_few_nodes.items()
+            for id, may_be_reported in few.items()
+        }
+        self.decided = decided or DecidedList()
+        self.has_begun = False
+        self.evaluated_at: float = 0
+        self.lags = False
+        self.reading: Counter[CheckpointId] = Counter()
+        self.restoring = False
+        self.failing: dict[str, BaseException] = {}
+        self.stuck: dict[str, CheckpointId] = {}
+        self.fenced: FencedError | None = None
+        self.memory_is_short = False
+        self.deadlines: dict[object, float] = {}
+        self.admitted: dict[str, dict[CheckpointId, None]] = {}
+        self.committing: set[tuple[str, CheckpointId]] = set()
+        self.lost_saves: dict[CheckpointId, tuple[TierfallError, SaveOutcome]] = {}
+        self.lost_copies: dict[tuple[str, CheckpointId], BaseException] = {}
+        self.restored_from: CheckpointId | None = None
+        self.attempt: int | None = None
+        self.least_ordinal = 0
+        self.now_s = 0.0
+        self.wall_offset_s = 0.0
+        self.rates = TierThroughput()
+
+    @property
+    def many_ranks(self) -> bool:
+        """Whether the run has several ranks."""
+        return self.shard.world_size > 1
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether flushes must run unthrottled: a save needs memory, or there is a deadline."""
+        return self.memory_is_short or bool(self.deadlines)
+
+    def rules_of(self, tier: str) -> TierRules:
+        return next(rules for rules in self.rules if rules.name == tier)
+
+    def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
+        """Set the time of the clock of ``step``, and the wall time. Later wall times are derived from that clock, so
+        that setting the wall clock changes no checkpoint's age."""
+        self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
+
+    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
+        """Add the checkpoints that were found on tiers."""
+        known = tuple(known)
+        late = overtaken(known)
+        for checkpoint in known:
+            entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
+            entry.image_bytes = checkpoint.bytes
+            for tier, copy in checkpoint.copies.items():
+                if copy.damage is not None:
+                    entry.bytes[tier] = copy.bytes
+                    why = (
+                        f"it could not be read: {copy.unread}" if copy.unread else str(copy.damage)
+                    )
+                    entry.note_damage(tier, why, repairable=copy.repairable)
+                else:
+                    entry.set_state(tier, copy.state, copy.bytes)
+            entry.overtaken.update(late.get(checkpoint.id, ()))
+            self.enter(entry)
+        listings = tuple(listings)
+        self.lineage.set_starts({start.key: start for start in starts_in(listings)})
+        for listing in listings:
+            for id, bytes in listing.unfinished.items():
+                self.unfinished[listing.tier, id] = bytes
+
+    def enter(self, entry: LedgerEntry) -> None:
+        """Add a checkpoint, with what is decided about it."""
+        entry.decide(self.decided)
+        self.entries[entry.id] = entry
+
+    def learn(self, new: DecidedList) -> list[LedgerEntry]:
+        """Add what is decided; return the entries that it is about."""
+        self.decided |= new
+        found = [e for id in sorted(new.checkpoints) if (e := self.entries.get(id)) is not None]
+        for entry in found:
+            entry.decide(self.decided)
+        return found
+
+    def note_partial(self, listings: Iterable[Listing]) -> None:
+        """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died
+        during their commit or deletion, or a machine is missing."""
+        self.partial = {
+            (listing.tier, copy.id)
+            for listing in listings
+            for copy in listing.copies
+            if copy.state is CopyState.COMMITTED and (copy.damage is None or copy.repairable)
+            if not self._has(listing.tier, copy.id)
+        }
+
+    def _has(self, tier: str, id: CheckpointId) -> bool:
+        entry = self.entries.get(id)
+        return entry is not None and (tier in entry.states or tier in entry.damage)
+
+    def continue_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
+        """Note what was restored, and the attempt that continues from it."""
+        self.restored_from, self.attempt = checkpoint, attempt
+        self.least_ordinal = 0
+        self.has_begun = True
+        entry = None if checkpoint is None else self.entries.get(checkpoint)
+        if entry is not None and entry.attempt_id is not None:
+            # of attempts that share its number, this one counts from now on
+            self.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
+
+    def ordered(self) -> list[LedgerEntry]:
+        """Return the entries by the time of their saves."""
+        return sorted(self.entries.values(), key=lambda entry: entry.age_order)
+
+    def forget_if_gone(self, entry: LedgerEntry) -> None:
+        if not (entry.states or entry.owed or entry.damage or entry.snapshot):
+            self.entries.pop(entry.id)
+
+    def view(
+        self,
+        *,
+        settling: Collection[CheckpointId] = (),
+    ) -> View:
+        """Return the view for policies. ``settling`` are the checkpoints whose commit is in progress."""
+        return View(
+            tiers=self.rules,
+            checkpoints=self._checkpoints(settling),
+            failing=frozenset(self.failing),
+            restored_from=self.restored_from,
+            attempt=self.attempt,
+            restoring=self.restoring,
+            wall_time_s=self.now_s + self.wall_offset_s,
+            many_ranks=self.many_ranks,
+            read_bytes_per_s=self.rates.read_rates(),
+            partial=frozenset(self.partial),
+            on_few_nodes=dict(self.on_few_nodes),
+        )
+
+    def set_retain(self, retain: Mapping[str, tuple[Rule, ...]]) -> None:
+        """Replace what decides which checkpoints tiers keep, by the tiers' names."""
+        self.rules = tuple(replace(r, retain=retain.get(r.name, r.retain)) for r in self.rules)
+
+    def _checkpoints(self, settling: Collection[CheckpointId]) -> tuple[CheckpointView, ...]:
+        views = self.views()
+        reading = {id for id, count in self.reading.items() if count > 0}
+        special = reading.union(settling)
+        if not special:
+            return views
+        return tuple(
+            self._special(view, settling, reading) if view.id in special else view for view in views
+        )
+
+    def _special(
+        self,
+        view: CheckpointView,
+        settling: Collection[CheckpointId],
+        reading: Collection[CheckpointId],
+    ) -> CheckpointView:
+        is_read = view.id in reading
+        copies = {
+            tier: replace(copy, leased=copy.leased or (is_read and tier != self.host))
+            for tier, copy in view.copies.items()
+        }
+        return replace(view, copies=copies, changing=view.id in settling)
+
+    def _view(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointView:
+        """Return the view of an entry."""
+        commit = entry.commit
+        return CheckpointView(
+            id=entry.id,
+            ordinal=entry.ordinal,
+            started_from=entry.started_from,
+            abandoned=abandoned,
+            pinned=entry.pinned,
+            deleted=entry.deleted,
+            copies={
+                tier: CopyView(
+                    state=state,
+                    bytes=entry.bytes.get(tier, 0),
+                    leased=entry.leases.get(tier, 0) > 0,
+                    verified=tier in entry.verified,
+                )
+                for tier, state in entry.states.items()
+            },
+            owed=frozenset(entry.owed),
+            overtaken=frozenset(entry.overtaken),
+            damaged_on=frozenset(entry.repairable),
+            at_end=entry.commit is not None and entry.commit.lineage.at_end,
+            metrics=commit.metrics if commit else {},
+            tags=entry.tags,
+            wall_time_s=commit.wall_time_s if commit else None,
+        )
+
+    @property
+    def all_live(self) -> bool:
+        """Whether no checkpoint is abandoned, or was deleted by a person."""
+        return not self.abandoned() and not self.deleted()
+
+    def live_copies(self, tier: str) -> Iterator[LedgerEntry]:
+        """Yield the committed copies on a tier, newest first, without abandoned and deleted ones."""
+        abandoned = self.abandoned()
+        for entry in map(self.entries.peek, self.entries.ids(newest_first=True)):
+            if (
+                entry.state(tier) is CopyState.COMMITTED
+                and entry.id not in abandoned
+                and not entry.deleted
+            ):
+                yield entry
+
+    def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
+        """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""
+        abandoned, entries = self.abandoned(), self.entries
+        return next(
+            (
+                id
+                for id in entries.ids(newest_first=True)
+                if id not in abandoned
+                and id not in without
+                and entries.peek(id).state(tier) is CopyState.COMMITTED
+                and not entries.peek(id).deleted
+            ),
+            None,
+        )
+
+    def has_no_part(self, tier: str, id: CheckpointId) -> bool:
+        """Return whether a copy that is committed on a tier is there on other nodes alone."""
+        entry = self.entries.get(id)
+        is_there = entry is not None and entry.state(tier) is CopyState.COMMITTED
+        return is_there and entry is not None and entry.bytes.get(tier) == 0
+
+    def used_bytes(self, tier: str) -> int:
+        """Return the bytes of this run on a tier, unfinished copies included."""
+        self._refresh()
+        return self._used[tier] + sum(
+            size for (name, _), size in self.unfinished.items() if name == tier
+        )
+
+    # Summaries -------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Begin a step: entries that were looked up until now do not change any more; update the summaries once more
+        for them."""
+        self._past |= self._recent
+        self._recent.clear()
+
+    def open(self) -> list[LedgerEntry]:
+        """Return the entries that are owed, in memory, or being saved, copied, deleted or read; and some that were."""
+        self._refresh()
+        return list(self._open.values())
+
+    def abandoned(self) -> Set[CheckpointId]:
+        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
+        something counts also when all of that is deleted."""
+        self._refresh()
+        return self.lineage.abandoned()
+
+    def bytes_being_deleted(self, tier: str) -> int:
+        """Return the bytes of copies whose deletion is in progress or is retried."""
+        self._refresh()
+        return self._leaving[tier]
+
+    def whole_copies_on(self, tier: str) -> int:
+        """Return the number of whole copies on a tier."""
+        self._refresh()
+        return self._whole[tier]
+
+    def overtaken(self) -> list[LedgerEntry]:
+        """Return the entries of which a copy failed, so that newer ones may be committed before it."""
+        self._refresh()
+        return [self.entries[id] for id in self._overtaken]
+
+    def repairable(self) -> list[LedgerEntry]:
+        """Return the entries with a damaged copy that a rule may delete."""
+        self._refresh()
+        return [self.entries.peek(id) for id in sorted(self._repairable, key=_key)]
+
+    def deleted(self) -> list[LedgerEntry]:
+        """Return the entries that a person has deleted, while there is something left of them."""
+        self._refresh()
+        return [self.entries.peek(id) for id in sorted(self._deleted, key=_key)]
+
+    def views(self) -> tuple[CheckpointView, ...]:
+        """Return the views of all entries, by step and attempt. Those of open entries are never cached."""
+        self._refresh()
+        abandoned = self.lineage.abandoned()
+        for id in self.lineage.take_flipped():
+            self._views.pop(id, None)
+        for id, entry in list(self._open.items()):
+            if entry.is_settled:
+                del self._open[id]
+        found = []
+        for id in self.entries.ids():
+            view = self._views.get(id)
+            if view is None:
+                view = self._view(self.entries.peek(id), abandoned=id in abandoned)
+                if id not in self._open and id not in self._recent:
+                    self._views[id] = view
+            found.append(view)
+        return tuple(found)
+
+    def _refresh(self) -> None:
+        changed = self.entries.changed
+        self._recent |= changed
+        changed.clear()
+        if not self._recent and not self._past:
+            return
+        for id in self._recent | self._past:
+            self._views.pop(id, None)
+            entry = self.entries.peek(id) if id in self.entries else None
+            if entry is None or entry.is_settled:
+                self._open.pop(id, None)
+            else:
+                self._open[id] = entry
+            self._count(id, entry)
+            _keep_if(self._overtaken, id, entry is not None and bool(entry.overtaken))
+            _keep_if(self._repairable, id, entry is not None and bool(entry.repairable))
+            _keep_if(self._deleted, id, entry is not None and entry.deleted)
+        self._past.clear()
+
+    def _count(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
+        old = self._counted.get(id)
+        new = None if entry is None else (dict(entry.bytes), dict(entry.states))
+        if old == new:
+            return
+        if old is not None:
+            self._add(*old, -1)
+            del self._counted[id]
+        self.lineage.note(id, entry)
+        if new is None:
+            return
+        self._add(*new, 1)
+        self._counted[id] = new
+
+    def _add(self, bytes: dict[str, int], states: dict[str, CopyState], sign: int) -> None:
+        for tier, size in bytes.items():
+            self._used[tier] += sign * size
+            if states.get(tier) is CopyState.LEAVING:
+                self._leaving[tier] += sign * size
+        for tier, state in states.items():
+            if state in (CopyState.SEALED, CopyState.COMMITTED):
+                self._whole[tier] += sign
+
+
+def _keep_if(ids: set[CheckpointId], id: CheckpointId, holds: bool) -> None:
+    if holds:
+        ids.add(id)
+    else:
+        ids.discard(id)

@@ -1,0 +1,917 @@
+"""Flushing: which copy each lane begins next and what makes room for it, and what follows when one is committed, stalls
+or fails; and the captures of saves, from their beginning until their image is sealed or given up.
+
+Rank 0 orders copies by the policy; the other ranks follow what it has admitted. A copy that has begun is finished
+whatever is saved meanwhile: a tier that is slower than the saves would otherwise never receive a whole one. Belongs to
+the coordinator's thread and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+
+from tierfall.core.capture.snapshot import (
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+)
+from tierfall.core.flush.deleter import Deleter
+from tierfall.core.flush.drain import DrainSchedule, PreemptedError
+from tierfall.core.flush.emitter import Context, image_bytes_of
+from tierfall.core.flush.facts import CopyFailures, LedgerEntry
+from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
+from tierfall.core.flush.messages import MessageKind, Ordinal, Reason
+from tierfall.core.flush.throttle import Backlog
+from tierfall.core.flush.verifier import BackgroundVerifier
+from tierfall.core.runtime import retries
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types.errors import (
+    CapacityError,
+    FencedError,
+    FlushError,
+    LostWriteError,
+    StorageFullError,
+)
+from tierfall.core.types.text import format_some
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.types.view import Decision, Eviction, Verdict, View
+from tierfall.policies.backpressure import plan_relief
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import plan_flush
+
+logger = logging.getLogger("tierfall")
+
+
+class FlushQueue:
+    """The copies that each tier is owed, in their order. ``given_up`` counts per tier those that a rule gave up."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        drain_schedule: DrainSchedule,
+    ) -> None:
+        self._ledger = context.ledger
+        self._group = context.group
+        self._drain_schedule = drain_schedule
+        self._messages = context.messages
+        self._emitter = context.emitter
+        self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
+        self.given_up: dict[str, int] = {}
+        self._announced: set[tuple[str, CheckpointId]] = set()
+
+    def waiting(self, tier: str) -> Iterator[LedgerEntry]:
+        """Yield the copies that a tier is owed and that this rank may begin, in their order."""
+        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.uploaded_to)
+        waiting = sorted(owing, key=lambda entry: entry.age_order)
+        if not self._group.decides:
+            admitted = list(self._ledger.admitted.get(tier, ()))
+            yield from sorted(
+                (entry for entry in waiting if entry.id in admitted),
+                key=lambda entry: admitted.index(entry.id),
+            )
+        elif self._drain_schedule.active:
+            yield from self._drain_schedule.in_order(tier, waiting)
+        elif tier in self._in_order or not waiting:
+            yield from waiting
+        else:
+            yield from self._planned(tier, {entry.id: entry for entry in waiting})
+
+    def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
+        planned = []
+        for decision in plan_flush(self._ledger.view(), tier):
+            entry = waiting.pop(decision.checkpoint, None)
+            if entry is None:
+                continue
+            if decision.verdict is Verdict.DROP:
+                self.give_up(entry, tier, decision.reason)
+            else:
+                planned.append(entry)
+        # files of a failed attempt occupy room, and the next attempt overwrites them
+        begun = [entry for entry in planned if (tier, entry.id) in self._ledger.unfinished]
+        yield from begun
+        yield from (entry for entry in planned if entry not in begun)
+        yield from waiting.values()  # abandoned ones
+
+    def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
+        """Return whether the tier has newer copies, and this one fits only if one of them is evicted, or not at all.
+        Copies that a person has deleted count as free room. False for a pinned one, and where copies are made in
+        order."""
+        draining = self._drain_schedule.active
+        is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
+        if entry.pinned or is_in_order:
+            return False
+        abandoned = self._ledger.abandoned()
+        is_late = any(
+            e.id > entry.id and e.id not in abandoned and not e.deleted
+            for e in self._ledger.entries.values()
+            if e.readable_on(tier)
+        )
+        evicts_newer = any(
+            d.checkpoint > entry.id and d.checkpoint not in abandoned
+            for d in plan.deletions
+            if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
+        )
+        missing = plan.missing_bytes - self._deleted_bytes(tier)
+        return is_late and (evicts_newer or (missing > 0 and not fits))
+
+    def _deleted_bytes(self, tier: str) -> int:
+        """Return the bytes of copies on a tier that a person has deleted."""
+        doomed = (e for e in self._ledger.entries.values() if e.deleted)
+        return sum(e.bytes.get(tier, 0) for e in doomed if e.readable_on(tier))
+
+    def give_up(
+        self, entry: LedgerEntry, tier: str, reason: str, *, level: int = logging.INFO
+    ) -> None:
+        """Give up a copy by a configured rule, on all ranks. The save's handle reports it; it is no failure."""
+        if (tier, entry.id) in self._announced:
+            return
+        logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
+        self._announced.add((tier, entry.id))
+        self._messages.report(MessageKind.GIVE_UP, entry.id, tier, Reason(text=reason))
+
+    def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
+        """Give up a copy on this rank, as rank 0 announced."""
+        self._announced.discard((tier, entry.id))
+        if tier not in entry.owed:
+            return
+        self.given_up[tier] = self.given_up.get(tier, 0) + 1
+        error = entry.given_up(f"{tier}: {reason}")
+        self._emitter.flush_given_up(tier, entry.id, error)
+        entry.give_up([tier], error)
+        self._ledger.forget_if_gone(entry)
+
+
+FITTING_UNTIL_ROOM = 3
+"""A disk has room again once so many copies in a row were written without a deletion: images differ in size."""
+
+
+@dataclass(slots=True)
+class FullDisk:
+    """A tier's disk, from the first write that found no space until it has room again. ``error`` is that of the last
+    such write, ``deleted`` are the copies deleted for room, ``fitting`` counts the copies written since."""
+
+    error: StorageFullError
+    deleted: list[CheckpointId] = field(default_factory=list)
+    fitting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoomDecision:
+    """Whether a copy may begin now. If not: ``error`` says that no room can be made, ``never`` that none ever can;
+    without an error, the copy waits."""
+
+    admitted: bool
+    error: CapacityError | None = None
+    never: bool = False
+
+
+ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
+
+
+class TierRoom:
+    """Room on a stored tier for the next copy: what is evicted or given up for it, and when a copy has to wait. The
+    policies decide; rank 0 decides for all ranks, and the deleter dispatches evictions as tasks."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        lanes: Mapping[str, FlushLane],
+        deleter: Deleter,
+        verifier: BackgroundVerifier,
+        queue: FlushQueue,
+    ) -> None:
+        self._ledger = context.ledger
+        self._group = context.group
+        self._lanes = lanes
+        self._deleter = deleter
+        self._verifier = verifier
+        self._queue = queue
+        self._full: dict[str, FullDisk] = {}
+
+    def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
+        """A copy to a tier found no space on its disk."""
+        lane.disk_full = True
+        full = self._full.setdefault(lane.tier, FullDisk(error))
+        full.error, full.fitting = error, -1  # that copy, once it is written, needed a deletion
+
+    def on_committed(self, tier: str) -> None:
+        """A copy was committed on a tier: log that its disk has room again, where that is so."""
+        if tier not in self._full:
+            return
+        self._full[tier].fitting += 1
+        if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
+            deleted := self._full.pop(tier).deleted
+        ):
+            logger.warning(
+                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
+                tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
+            )  # fmt: skip
+
+    def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
+        """Decide whether a copy may begin; start the evictions that it needs."""
+        if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
+            return WAIT
+        if not self._group.decides and not lane.disk_full:
+            return ADMIT  # rank 0 has made room already
+        rules = self._ledger.rules_of(lane.tier)
+        capacity = rules.capacity_bytes
+        need, free = self._need_and_free(lane, entry, capacity)
+        if capacity is not None and need > capacity:
+            return RoomDecision(False, _outgrown(lane.tier, entry, need, capacity), never=True)
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
+            return ADMIT
+        view = self._ledger.view()
+        if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
+            return WAIT
+        plan = self._plan(view, lane, need=need, free=free)
+        if self._group.decides and self._gives_way(view, plan, lane, entry, need, free):
+            return WAIT
+        return self._apply(plan, lane, entry, need=need, free=free)
+
+    def _plan(self, view: View, lane: FlushLane, *, need: int, free: int) -> Eviction:
+        """Return what is evicted for a copy, damaged copies first."""
+        damaged = self._damaged_for_room(view, lane, need - free)
+        plan = plan_eviction(
+            view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
+        )
+        plan = replace(plan, deletions=(*damaged, *plan.deletions))
+        if lane.disk_full and plan.deletions:
+            # a full disk does not say how much is missing: evict one copy, then try again
+            return Eviction(deletions=plan.deletions[:1], missing_bytes=0)
+        return plan
+
+    def _gives_way(
+        self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
+    ) -> bool:
+        """Return whether newer copies on the tier leave this one no room, so that it is given up. It waits while older
+        ones may be evicted for it once a copy there is verified."""
+        displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
+        if not displaces_newer(plan):
+            return False
+        best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
+        if displaces_newer(best) or not self._verifier.is_verifying(lane.tier):
+            reason = "newer ones came first, and there is no room beside them"
+            self._queue.give_up(entry, lane.tier, reason)
+        return True
+
+    def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
+        """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
+        chosen: list[Decision] = []
+        for decision in self._deleter.damaged_for_room(view, lane.tier)[0]:
+            if short_bytes <= 0:
+                break
+            chosen.append(decision)
+            short_bytes -= decision.bytes
+        return chosen
+
+    def _apply(
+        self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
+    ) -> RoomDecision:
+        """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
+        run meanwhile."""
+        tier, decides = lane.tier, self._group.decides
+        fits = free >= need
+        if self._deleter.rules_are_suspended and plan.deletions:
+            return (
+                ADMIT if fits else WAIT
+            )  # nothing is evicted before it is known which copies are good
+        if plan.deletions and decides and plan.missing_bytes == 0:
+            return ADMIT if not self._evict(plan, lane) and fits else WAIT
+        if fits:
+            return ADMIT  # above the high watermark, and nothing more may be evicted
+        if decides and self._verifier.is_verifying(tier):
+            return WAIT  # once that is verified, others may be evicted
+        if decides and self._relieve(lane, plan.missing_bytes):
+            return WAIT
+        return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
+
+    def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
+        """Start the evictions; return False where they have to wait."""
+        ids = [decision.checkpoint for decision in plan.deletions]
+        if not self._deleter.is_due(lane.tier):
+            return False
+        for decision in plan.deletions:
+            begun = self._deleter.request_delete(
+                lane.tier, decision.checkpoint, decision.reason, beside=ids
+            )
+            if begun and lane.disk_full:
+                self._log_deleted_for_disk(lane.tier, decision)
+        lane.disk_full = False
+        return True
+
+    def _log_deleted_for_disk(self, tier: str, decision: Decision) -> None:
+        """Log the first copy that is deleted because a disk is full, and which ones are kept."""
+        full = self._full[tier]
+        full.deleted.append(decision.checkpoint)
+        if len(full.deleted) > 1:
+            return
+        entries = self._ledger.entries
+        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
+        logger.warning(
+            "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
+            "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
+            "disk. The write that failed: %s",
+            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", full.error,
+        )  # fmt: skip
+
+    def _need_and_free(
+        self, lane: FlushLane, entry: LedgerEntry, capacity: int | None
+    ) -> tuple[int, int]:
+        """Return the bytes that a copy of all ranks is expected to occupy, and those available to it."""
+        need = self._expected_bytes(lane.tier, entry)
+        free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
+        free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is overwritten
+        if lane.disk_full:
+            free = min(free, 0)
+        if free >= need and capacity is not None:
+            free += self._ledger.bytes_being_deleted(
+                lane.tier
+            )  # a deletion that failed counts as done
+        return need, free
+
+    def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
+        newest copy there; before there is one, those of its images."""
+        raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
+        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        committed = (e for e in newest_first if e.state(tier) is CopyState.COMMITTED)
+        newest = next(committed, None)
+        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
+            return raw_bytes
+        # what peer memory keeps here may be images of other ranks alone
+        newest_raw_bytes = self._raw_bytes(tier, newest) or newest_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // newest_raw_bytes))
+
+    def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
+        return image_bytes_of(entry) * len(self._group.ranks_on(tier))
+
+    def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
+        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Without this the
+        later copy would wait for this one, and this one for its room."""
+        unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
+        why = "it was left unfinished, and room is needed"
+        others = [id for id in unfinished if id != entry.id]
+        return any([self._deleter.collect_unfinished(lane.tier, id, why) for id in others])
+
+    def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
+        """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
+        entries = self._ledger.entries
+        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
+        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
+        view = self._ledger.view(settling=settling)
+        decisions = plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        for decision in decisions:
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self._queue.give_up(entry, decision.tier, reason, level=logging.WARNING)
+        return bool(decisions)
+
+    def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
+        every_s = retries.longest_s(has_deadline=bool(self._ledger.deadlines))
+        then = f"it is tried again when room is made, and every {every_s:g} s"
+        if self._ledger.many_ranks:
+            then = "all ranks give it up there"
+        found = f"there is room for {format_size(free)}"
+        if lane.disk_full:
+            found = f"the disk is full ({self._full[lane.tier].error})"
+        _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
+        kept = ""
+        if damaged:
+            named = format_some([str(id) for id in damaged])
+            kept = f" Damaged, and not deleted without a command: {named}."
+        return CapacityError(
+            f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
+            f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
+            "the disk, or remove one ('tierfall rm ID')"
+        )
+
+
+def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> CapacityError:
+    return CapacityError(
+        f"flush of {entry.id} to {tier}: it takes {format_size(need)} ({need} bytes) there, and the tier's capacity is "
+        f"{format_size(capacity)} ({capacity} bytes): it is left out. Raise the capacity, or take the tier out of the "
+        "chain"
+    )
+
+
+ARRIVALS_BEFORE_SET_ASIDE = 8
+"""A copy with retryable failures is set aside once it failed again after so many others were committed."""
+OLDER_OWED_MAX = 64
+"""A commit record names at most so many older checkpoints that are still owed, the newest."""
+DURABLE_REMEMBERED = 1024
+
+
+class Flusher:
+    """Which copy each lane begins next, and what follows when one is committed, stalls or fails. ``errors`` are
+    reported at close; ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        lanes: Mapping[str, FlushLane],
+        deleter: Deleter,
+        queue: FlushQueue,
+        room: TierRoom,
+        backlog: Backlog,
+        max_wait_s: float,
+    ) -> None:
+        self._ledger = context.ledger
+        self._group = context.group
+        self._lanes = lanes
+        self._deleter = deleter
+        self.queue = queue
+        self._room = room
+        self._backlog = backlog
+        self._messages = context.messages
+        self._emitter = context.emitter
+        self._wake_at = context.wake_at
+        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in context.ledger.rules}
+        self.errors: list[BaseException] = []
+        self.durable: dict[tuple[CheckpointId, str], None] = {}
+        self._reported_failing: dict[str, CheckpointId] = {}
+        self._conditions = Conditions()
+
+    def drive(self, lane: FlushLane, now_s: float, *, begin: bool, has_news: bool = False) -> None:
+        """Advance a lane; ``begin``: another copy may begin. ``has_news``: there may be room for it by now."""
+        while True:
+            is_due = now_s >= lane.not_before_s
+            if is_due and lane.lacks_room:  # a write shows whether the disk is still full
+                lane.disk_full = lane.lacks_room = False
+            is_due = is_due or (lane.lacks_room and has_news)
+            free = lane.active is None and self._ledger.fenced is None and is_due
+            is_committing = any(tier == lane.tier for tier, _ in self._ledger.committing)
+            if free and begin and not is_committing:
+                self._begin_next(lane, now_s)
+            self._wake_at(lane.not_before_s)
+            if lane.active is None:
+                return
+            # a save needs memory: read from a stored tier where possible, so that images can be evicted
+            lane.spare_memory = self._ledger.memory_is_short
+            others = (other for other in self._lanes.values() if other is not lane)
+            lane.advance(now_s, [run for other in others for run in other.reading()])
+            transfer = lane.aborted()
+            if transfer is None:
+                return
+            self._on_copy_failed(lane, transfer, now_s)
+
+    def _begin_next(self, lane: FlushLane, now_s: float) -> None:
+        waiting = sorted(self.queue.waiting(lane.tier), key=lane.rounds_failed)
+        abandoned = self._ledger.abandoned() if waiting else ()
+        for entry in waiting:
+            if entry.id in abandoned:
+                self.queue.give_up(entry, lane.tier, "it is abandoned")
+            elif lane.has_no_source(entry):
+                error = FlushError(
+                    f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
+                )
+                self._messages.report_copy_failed(lane.tier, entry.id, error)
+            else:
+                decision = self._room.try_admit(lane, entry)
+                if decision.admitted:
+                    lane.lacks_room = False
+                    lane.not_before_s = min(lane.not_before_s, now_s)
+                    self._begin(lane, entry)
+                elif decision.error is not None and decision.never:
+                    self.give_up_for_all(entry, lane.tier, decision.error)
+                elif decision.error is not None:
+                    self._on_no_room(lane, entry, decision.error, now_s)
+                if lane.tier in entry.owed:
+                    return
+
+    def _begin(self, lane: FlushLane, entry: LedgerEntry) -> None:
+        """Begin a copy that has room."""
+        self._emitter.flush_begun(lane.tier, entry, lane.edge_bytes, tries=lane.tries)
+        lane.begin(entry, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
+        if self._group.decides:
+            self._messages.announce_to_others(MessageKind.ADMITTED, entry.id, lane.tier)
+
+    def _on_no_room(
+        self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
+    ) -> None:
+        lane.lacks_room = True
+        if now_s >= lane.not_before_s:
+            # other processes may free room on the disk, or have unpinned a checkpoint
+            lane.not_before_s = now_s + retries.longest_s(has_deadline=bool(self._ledger.deadlines))
+            self._deleter.plan_tier(lane.tier)
+        if self._ledger.many_ranks:  # they do not wait for one of them
+            self._messages.report_copy_failed(lane.tier, entry.id, error)
+        else:
+            self._report_failing(lane.tier, entry, error)
+
+    def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """Report, once for a copy, that a tier does not accept it at present."""
+        last, self._reported_failing[tier] = self._reported_failing.get(tier), entry.id
+        is_news = last != entry.id or tier not in self._ledger.failing
+        self.mark_failing(tier, error)
+        if is_news:
+            self._messages.report(MessageKind.STUCK, entry.id, tier, Reason(text=str(error)))
+
+    def mark_failing(self, tier: str, error: BaseException) -> None:
+        """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
+        the error."""
+        if tier not in self._ledger.failing:
+            self._ledger.failing[tier] = error
+            self._emitter.tier_failing(tier, error)
+            self.errors.append(error)
+            self._conditions.report(tier, logging.ERROR, "%s", error)
+        for entry in self._ledger.open():
+            if tier in entry.owed:
+                self._fail_handle(entry, tier)
+
+    def save_begun(self, entry: LedgerEntry) -> None:
+        """Report tiers that do not accept copies at present to a new save. Where only one copy has failed since the
+        last commit, that copy may be the cause: the new one is tried at once."""
+        for tier in entry.owed & self._ledger.failing.keys():
+            lane = self._lanes[tier]
+            if self._may_be_one_copy(lane):
+                lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
+            else:
+                self._fail_handle(entry, tier)
+
+    def _fail_handle(self, entry: LedgerEntry, tier: str) -> None:
+        if entry.handle is not None:
+            entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
+
+    def on_room_made(self, lane: FlushLane, now_s: float) -> None:
+        lane.not_before_s = min(lane.not_before_s, now_s)
+        if lane.lacks_room:
+            self.on_recovered(lane.tier)
+        lane.disk_full = lane.lacks_room = False
+
+    def on_recovered(self, tier: str) -> None:
+        """A tier accepts copies of this rank again."""
+        if tier not in self._ledger.stuck:
+            self._accepts_copies(tier)
+
+    def _accepts_copies(self, tier: str) -> None:
+        if self._ledger.failing.pop(tier, None) is not None:
+            self._emitter.tier_recovered(tier)
+        owed = sum(tier in entry.owed for entry in self._ledger.open())
+        text = "tier %s accepts copies again; copies that it is still owed: %d"
+        self._conditions.end(tier, text, tier, owed)
+
+    def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
+        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
+        entry, lane = self._ledger.entries[id], self._lanes[tier]
+        entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
+        entry.verified.add(lane.tier)
+        if entry.handle is not None:
+            self._ledger.has_begun = True
+        entry.owed.discard(lane.tier)
+        self._ledger.unfinished.pop((lane.tier, id), None)
+        entry.commit_unknown_on.discard(lane.tier)
+        for fault in (entry.failures, entry.set_aside):
+            fault.pop(lane.tier, None)
+        entry.overtaken.discard(lane.tier)
+        lane.succeeded(entry)
+        self._room.on_committed(tier)
+        self._accepts_copies(lane.tier)
+        self._conditions.end(
+            (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
+        )
+        self._emitter.committed(lane.tier, id, stored_bytes)
+        self._emitter.counters.commits[lane.tier] += 1
+        self.durable[id, lane.tier] = None
+        if len(self.durable) > DURABLE_REMEMBERED:
+            del self.durable[next(iter(self.durable))]
+        self._deleter.plan_tier(lane.tier)
+        self._backlog.on_committed(lane.tier, id)
+        if entry.handle is not None:
+            entry.handle.on_committed(lane.tier)
+
+    def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
+        """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
+        entry, error = transfer.entry, transfer.error
+        assert error is not None
+        self._emitter.flush_failed(lane.tier, entry.id, error)
+        entry.set_state(lane.tier, CopyState.ABSENT)
+        if transfer.published:
+            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
+            entry.commit_unknown_on.add(lane.tier)
+        if lane.tier not in entry.owed:
+            if entry.deleted:
+                lane.forget_stall()
+            self._ledger.forget_if_gone(entry)
+            return
+        if isinstance(error, PreemptedError):
+            logger.info("%s", error)
+            return
+        if isinstance(error, StorageFullError):
+            self._room.on_disk_full(lane, error)
+            return
+        lane.back_off(entry, error, now_s)
+        self._emitter.counters.flush_failures += 1
+        if not self._stop_trying(lane, transfer, error):
+            self._report_failure(lane, entry, error, now_s)
+
+    def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
+        """Set aside a copy that fails while the tier receives others, unless its source could not be read; return
+        whether that was done."""
+        entry = transfer.entry
+        failures = entry.failures.setdefault(lane.tier, CopyFailures())
+        is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
+        failures.record(lane.arrivals, lasts=not is_retryable)
+        tried = failures.count >= TRIES_BEFORE_REPORT
+        others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
+        alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
+        entry.overtaken.add(lane.tier)
+        if alone:
+            self._set_aside(entry, lane.tier, error)
+        return alone
+
+    def _report_failure(
+        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
+    ) -> None:
+        """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
+        failures = entry.failures[lane.tier]
+        self._conditions.report(
+            lane.tier, logging.WARNING, "flush of %s to %s failed (try %d), again in %.1f s: %s",
+            entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        lasts = (
+            failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one_copy(lane)
+        )
+        if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
+            self._report_failing(lane.tier, entry, _flush_error(entry, lane.tier, error))
+
+    def _may_be_one_copy(self, lane: FlushLane) -> bool:
+        """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
+        failed = [self._ledger.entries.get(id) for id in lane.failed]
+        # it may have been forgotten, and found again on another tier
+        failures = failed[0].failures.get(lane.tier) if len(failed) == 1 and failed[0] else None
+        if failures is None or not failures.lasts:
+            return False
+        others = (e for e in self._ledger.open() if e is not failed[0])
+        return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)
+
+    def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
+        """Stop trying a copy, on all ranks, that fails again and again while the tier receives others."""
+        error = FlushError(
+            f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
+            f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
+        )
+        error.__cause__ = cause
+        self._messages.report_set_aside(tier, entry.id, error)
+
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
+        entry.set_aside[tier] = error
+        entry.overtaken.add(tier)
+        entry.owed.discard(tier)
+        self._emitter.counters.set_aside_copies += 1
+        self._emitter.set_aside(tier, entry.id, error)
+        self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
+
+    def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
+        """A copy could not continue. Its written chunks are kept, and it is retried from there."""
+        if lane.stall(now_s):
+            assert lane.active is not None
+            since_s = now_s - lane.failing_for_s(now_s)
+            until_s = lane.not_before_s
+            self.note_stall(lane.tier, lane.active.entry, error, since_s, until_s)
+
+    def note_stall(
+        self,
+        tier: str,
+        entry: LedgerEntry,
+        error: BaseException,
+        since_s: float,
+        until_s: float,
+    ) -> None:
+        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``; the next try is
+        at ``until_s``."""
+        now_s = self._ledger.now_s
+        self._emitter.flush_stalled(tier, entry.id, error, until_s)
+        self._emitter.counters.flush_failures += 1
+        self._conditions.report(
+            tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
+            entry.id, tier, until_s - now_s, error,
+        )  # fmt: skip
+        if now_s - since_s >= self._max_wait_s[tier]:
+            self._report_failing(tier, entry, _flush_error(entry, tier, error))
+
+    def commit_failed(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
+        transfer = Transfer(entry=entry, error=error, published=True)
+        self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
+
+    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        if entry.handle is not None:
+            entry.handle.on_tier_failed(tier, error)
+        self.errors.append(error)
+        if isinstance(error, CapacityError):  # later steps are no smaller, as a rule
+            self._conditions.report((tier, CapacityError), logging.ERROR, "%s", error)
+        else:
+            logger.error("%s", error)
+
+    def on_task_error(self, error: BaseException | None) -> None:
+        """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
+        if isinstance(error, FencedError):
+            self.fence(error)
+            self._messages.report_of_run(MessageKind.FENCED, Reason(text=str(error)))
+
+    def fence(self, error: FencedError) -> None:
+        """A newer attempt exists: this process writes nothing more."""
+        if self._ledger.fenced is None:
+            self._ledger.fenced = error
+            self._emitter.failed("fence", error)
+            self.errors.append(error)
+            logger.error("%s", error)
+        for entry in self._ledger.open():
+            entry.give_up(tuple(entry.owed), error)
+        for lane in self._lanes.values():
+            lane.give_up(error)
+        self._deleter.cancel()
+
+    def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
+        """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
+        abandoned, entries = self._ledger.abandoned(), self._ledger.entries
+        newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
+        return not any(
+            id not in abandoned and entries.peek(id).state(tier) is CopyState.COMMITTED
+            for id in newer
+        )
+
+    def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
+        """Return the older checkpoints that the tier is still owed while newer ones are committed there."""
+        abandoned = self._ledger.abandoned()
+        found = (
+            e.id
+            for e in self._ledger.overtaken()
+            if tier in e.overtaken
+            and e.age_order < entry.age_order
+            and not (e.id in abandoned or e.deleted or e.state(tier) is CopyState.COMMITTED)
+        )
+        return tuple(sorted(found)[-OLDER_OWED_MAX:])
+
+    def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Give up a copy that this rank can never make, on all ranks."""
+        self._messages.report_copy_failed(tier, entry.id, error)
+        self.give_up_copy(entry, tier, error)
+
+    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        entry.owed.discard(tier)
+        self._emitter.counters.given_up_copies += 1
+        self._emitter.flush_given_up(tier, entry.id, error)
+        self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
+        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
+            self._ledger.forget_if_gone(entry)
+
+    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """Abort a copy that was given up, if it is in progress."""
+        lane = self._lanes[tier]
+        if lane.is_copying(entry.id):
+            lane.give_up(error)
+
+
+def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushError:
+    error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+class CaptureEvents:
+    """A snapshot from the beginning of its capture until its image is sealed or given up."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        lanes: Mapping[str, FlushLane],
+        flusher: Flusher,
+        backlog: Backlog,
+    ) -> None:
+        self._ledger = context.ledger
+        self._lanes = lanes
+        self._flusher = flusher
+        self._backlog = backlog
+        self._messages = context.messages
+        self._emitter = context.emitter
+
+    def on_begun(self, event: CaptureBegun) -> None:
+        snapshot = event.snapshot
+        entry = LedgerEntry(
+            id=snapshot.id,
+            ordinal=snapshot.lineage.ordinal,
+            started_from=snapshot.lineage.started_from,
+            shard=snapshot.shard,
+            attempt_id=snapshot.lineage.attempt_id,
+            geometry=snapshot.geometry,
+            region=snapshot.region,
+            snapshot=snapshot,
+            handle=snapshot.handle,
+            share=snapshot.share,
+        )
+        entry.owed.update(name for name in event.tiers if name in self._lanes)
+        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        self._ledger.enter(entry)
+        self._emitter.save_begun(entry)
+        self._backlog.on_owed(entry.id, event.tiers)
+        if (fenced := self._ledger.fenced) is not None:
+            entry.give_up(tuple(entry.owed), fenced)
+        self._flusher.save_begun(entry)
+        for (tier, id), error in self._ledger.lost_copies.items():
+            if id == entry.id:
+                entry.give_up([tier], error)
+        if (lost := self._ledger.lost_saves.get(entry.id)) is not None:
+            self.give_up(entry, *lost)
+            # this rank's lineage counts that save, others' may not
+            self._messages.report_of_run(MessageKind.ORDINAL, Ordinal(ordinal=entry.ordinal))
+
+    def on_advanced(self, event: CaptureAdvanced) -> None:
+        if entry := self._ledger.entries.get(event.id):
+            entry.final_chunks = event.final_chunks
+
+    def on_sealed(self, event: CaptureSealed) -> LedgerEntry | None:
+        """Return the entry of an image that is complete; None if its save was given up."""
+        entry = self._ledger.entries[event.id]
+        assert entry.snapshot is not None
+        entry.manifest = entry.snapshot.manifest
+        entry.commit = entry.snapshot.commit
+        entry.decide(self._ledger.decided)  # with its own tags
+        entry.snapshot = None
+        assert entry.geometry is not None
+        entry.final_chunks = entry.geometry.chunk_count
+        if entry.failed:
+            self._unseal(entry)
+            return None
+        self._emitter.captured(entry)
+        return entry
+
+    def on_damage_found(self, id: CheckpointId, why: str) -> None:
+        """A reader of this rank has found that an image in memory differs from its digests. It is evicted if a tier has
+        the checkpoint; otherwise it is kept, as some of its tensors may be good, and its damage is noted."""
+        entry, host = self._ledger.entries.get(id), self._ledger.host
+        if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
+            return
+        logger.error("%s: %s is damaged in memory: %s", host, id, why)
+        has_another = any(state is CopyState.COMMITTED for state in entry.states.values())
+        if has_another:
+            self._unseal(entry)
+        else:
+            entry.note_damage_kept(host, why)
+
+    def _unseal(self, entry: LedgerEntry) -> None:
+        """Evict an image from memory, for later starts as well."""
+        if entry.region is not None and entry.region.sealed:
+            entry.region.unseal()
+        entry.awaiting_ranks = False
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+
+    def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
+        """Give up a save because another rank's image of it failed."""
+        if entry.failed or entry.state(self._ledger.host) is CopyState.LEAVING:
+            return
+        entry.failed = True
+        self._backlog.forget(entry.id)
+        self._emitter.save_ended(entry.id, outcome, error)
+        self._flusher.errors.append(error)
+        logger.error("%s", error)
+        if entry.handle is not None:
+            entry.handle.on_given_up(outcome, error)
+        entry.owed.clear()
+        self._stop_lanes(entry, error)
+        if entry.snapshot is None:
+            self._unseal(entry)
+
+    def on_failed(self, event: CaptureFailed) -> None:
+        id, error = event.id, event.error
+        self._backlog.forget(id)
+        entry = self._ledger.entries.get(id)
+        if (
+            entry is None
+        ):  # the save failed before its capture was announced, or was reported before
+            event.region.release()
+            self._messages.report_save_failed(id, error, SaveOutcome.FAILED)
+            return
+        if entry.snapshot is None:
+            return
+        if not entry.failed:
+            self._emitter.save_ended(id, SaveOutcome.FAILED, error)
+        self._flusher.errors.append(error)
+        logger.error("save: step %d is given up: %s", id.step, error)
+        if entry.handle is not None:
+            entry.handle.on_given_up(SaveOutcome.FAILED, error)
+        entry.owed.clear()
+        entry.snapshot = None
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+        self._stop_lanes(entry, error)
+        if not entry.failed:
+            self._messages.report_save_failed(id, error, SaveOutcome.FAILED)
+
+    def _stop_lanes(self, entry: LedgerEntry, error: BaseException) -> None:
+        for lane in self._lanes.values():
+            if lane.active is not None and lane.active.entry is entry:
+                lane.give_up(error)

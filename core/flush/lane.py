@@ -1,0 +1,532 @@
+"""A lane: the copies to one stored tier, one at a time and in order, chunk by chunk.
+
+It is a state machine that the coordinator drives. It does no I/O and reads no clock: it dispatches tasks. A chunk is
+dispatched as soon as its bytes are final in some source (below the watermark, or in a whole copy). A task holds a lease
+on its source only while it reads, so that a copy may change its source between two chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tierfall.core.copies.image_writes import ImageUpload
+from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.tasks import (
+    AbortShard,
+    CopyRun,
+    CopySource,
+    FinishCopy,
+    OpenShard,
+    Outcome,
+    Side,
+    Task,
+    Uploaded,
+)
+from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.runtime import retries
+from tierfall.core.types.backend import part_bytes
+from tierfall.core.types.errors import FlushError, KeyNotFoundError, StorageFullError, is_damage
+from tierfall.core.types.values import CheckpointId, CopyState
+
+
+class Phase(StrEnum):
+    OPENING = "opening"
+    COPYING = "copying"
+    FINISHING = "finishing"
+    ABORTING = "aborting"
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    """A copy in progress.
+
+    ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
+    of those that were not begun, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks that
+    read from a stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
+    ``published``: files of it may be visible on the tier, without a commit. ``source_is_unread``: it failed because a
+    source could not be read.
+    """
+
+    entry: LedgerEntry
+    phase: Phase = Phase.OPENING
+    writer: ImageUpload | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    waiting: list[int] = field(default_factory=list)
+    outstanding: set[int] = field(default_factory=set)
+    reading: dict[int, CopyRun] = field(default_factory=dict)
+    in_flight: int = 0
+    in_flight_bytes: int = 0
+    done: int = 0
+    done_bytes: int = 0
+    stalls: int = 0
+    error: BaseException | None = None
+    published: bool = False
+    source_is_unread: bool = False
+
+    def first_waiting_within(self, run: CopyRun) -> int | None:
+        """Return the first waiting range that is contained in ``run``, a read for another tier."""
+        at = bisect_left(self.waiting, bisect_left(self.runs, (run.first, 0)))
+        if at < len(self.waiting) and self.runs[self.waiting[at]][1] <= run.stop:
+            return self.waiting[at]
+        return None
+
+
+class CopySources:
+    """The sources of copies to ``tier``: the fastest that has the bytes and has not returned wrong ones. ``order`` are
+    the tiers that are written to, fastest first; those that are only read come after them."""
+
+    def __init__(self, tier: str, *, order: Sequence[str], host: str) -> None:
+        self._tier = tier
+        self._order = order
+        self._host = host
+        self._bad: dict[CheckpointId, set[str]] = {}
+
+    def find(
+        self, entry: LedgerEntry, chunk: int | None = None, *, spare_memory: bool = False
+    ) -> CopySource | None:
+        """Return the fastest source of a chunk or, without ``chunk``, of the whole image. With ``spare_memory``, use
+        host memory only if no stored tier has it."""
+        bad = self._bad.get(entry.id, ())
+        only_read = (tier for tier in entry.states if tier not in self._order)
+        for tier in (*self._order, *only_read):
+            if tier == self._tier or tier in bad:
+                continue
+            if tier == self._host:
+                if spare_memory and self._is_stored_elsewhere(entry, bad):
+                    continue
+                final = chunk is not None and chunk < entry.final_chunks
+                whole = entry.readable_on(tier) or entry.awaiting_ranks
+                if entry.region is not None and (final or whole):
+                    return CopySource(tier=tier, region=entry.region)
+            elif entry.state(tier) is CopyState.COMMITTED:
+                return CopySource(tier=tier)
+        return None
+
+    def _is_stored_elsewhere(self, entry: LedgerEntry, bad: Collection[str]) -> bool:
+        return any(
+            entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self._tier
+            for tier in self._order
+        )
+
+    def exclude(self, id: CheckpointId, tier: str) -> None:
+        """Read this checkpoint no more from a tier: its bytes there are wrong, or may not be read."""
+        self._bad.setdefault(id, set()).add(tier)
+
+    def readmit(self, id: CheckpointId, tier: str) -> None:
+        """Read this checkpoint from a tier again."""
+        self._bad[id].discard(tier)
+
+    def forget(self, id: CheckpointId) -> None:
+        self._bad.pop(id, None)
+
+
+TRIES_BEFORE_REPORT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimits:
+    """What may be in progress to one tier at once.
+
+    ``parallel`` chunk ranges; ``budget_bytes`` of buffers for reads from stored tiers. ``window``: ranges are copied in
+    order, at most so many ahead of the oldest unfinished one (0: in any order). ``run_bytes_min``: the least length of
+    a range where each becomes a part of a multipart upload (0: one chunk each).
+    """
+
+    parallel: int
+    budget_bytes: int
+    window: int = 0
+    run_bytes_min: int = 0
+
+    def runs(self, cut: Geometry) -> tuple[tuple[int, int], ...]:
+        """Divide the chunks of an image into ranges: first chunk, and chunk after the last."""
+        least = self.run_bytes_min
+        return cut.chunk_ranges(part_bytes(cut.image_bytes, least) if least else 0)
+
+
+class FlushLane:
+    """The state of copies to one stored tier. With ``spare_memory``, host memory is read only if no tier has the bytes.
+    ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
+    the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
+    can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
+    space; ``lacks_room``: no room can be made for the next copy until something changes."""
+
+    def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
+        self.tier = tier
+        self._limits = limits
+        self._ledger = context.ledger
+        order = [rules.name for rules in context.ledger.rules]
+        self._sources = CopySources(tier, order=order, host=context.ledger.host)
+        self._messages = context.messages
+        self._submit = context.dispatch
+        self.active: Transfer | None = None
+        self.tries = 0
+        self.failing_since_s: float | None = None
+        self.not_before_s = 0.0
+        self.disk_full = False
+        self.lacks_room = False
+        self.spare_memory = False
+        self.stalled: BaseException | None = None
+        self.last_error: BaseException | None = None
+        self.edge_bytes: dict[str, int] = {}
+        self.arrivals = 0
+        self.failed: set[CheckpointId] = set()
+
+    # Driving ---------------------------------------------------------------------------------------
+
+    def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
+        """Start a copy, for which there is room. ``leftover`` is as in ``OpenShard``."""
+        self.active = Transfer(entry=entry)
+        entry.set_state(self.tier, CopyState.ARRIVING)
+        source = self._source(entry)
+        needs_reading = entry.manifest is None and entry.snapshot is None
+        if needs_reading and source is None:
+            self.active.error = FlushError(
+                f"flush of {entry.id} to {self.tier}: no tier holds it whole any more"
+            )
+            self.active.phase = Phase.ABORTING
+            return
+        self._dispatch(
+            OpenShard(
+                tier=self.tier,
+                id=entry.id,
+                attempt_id=entry.attempt_id,
+                shard=entry.shard,
+                geometry=entry.geometry,
+                pieces=entry.pieces,
+                leftover=leftover,
+                source=source if needs_reading else None,
+            )
+        )
+
+    def advance(self, now_s: float, other_reads: Sequence[CopyRun]) -> None:
+        """Dispatch what can begin now. ``other_reads`` are reads of other lanes in progress."""
+        transfer = self.active
+        if transfer is None:
+            return
+        ready = now_s >= self.not_before_s
+        if transfer.phase is Phase.COPYING and ready:
+            self._dispatch_runs(transfer, other_reads)
+        if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
+            self._finish(transfer)
+        if transfer.error is not None and transfer.phase is not Phase.ABORTING:
+            self._stop(transfer)
+
+    def reading(self) -> Sequence[CopyRun]:
+        """Return the reads from stored tiers in progress, latest first."""
+        return () if self.active is None else tuple(reversed(self.active.reading.values()))
+
+    def is_copying(self, id: CheckpointId) -> bool:
+        return self.active is not None and self.active.entry.id == id
+
+    def is_publishing(self, id: CheckpointId) -> bool:
+        """Return whether publishing this checkpoint's copy was begun: it may be committed already."""
+        active = self.active
+        if active is None or active.entry.id != id:
+            return False
+        return active.phase is Phase.FINISHING or active.published
+
+    def give_up(self, error: BaseException) -> None:
+        """Abort the active copy once its workers are back."""
+        if self.active is not None and self.active.error is None:
+            self.active.error = error
+
+    def aborted(self) -> Transfer | None:
+        """Return the active transfer once it has failed and no task of it is in progress; the lane is then free."""
+        transfer = self.active
+        if transfer is None or transfer.phase is not Phase.ABORTING or transfer.in_flight:
+            return None
+        if transfer.writer is not None:
+            writer, transfer.writer = transfer.writer, None
+            self._dispatch(AbortShard(tier=self.tier, id=transfer.entry.id, writer=writer))
+            return None
+        self.active = None
+        return transfer
+
+    # Outcomes --------------------------------------------------------------------------------------
+
+    def on_outcome(self, outcome: Outcome) -> Commit | Uploaded | None:
+        """Apply a task's outcome. Returns the files once they are uploaded, or the commit record of a copy that is
+        committed already; else None."""
+        transfer = self.active
+        if transfer is None or transfer.entry.id != outcome.task.id:  # type: ignore[union-attr]
+            raise AssertionError(f"lane {self.tier}: an outcome of a copy that is not active")
+        transfer.in_flight -= 1
+        match outcome.task:
+            case OpenShard():
+                if isinstance(outcome.value, Commit):
+                    self.active = None
+                    return outcome.value
+                self._on_opened(transfer, outcome.task, outcome)
+            case CopyRun():
+                self._on_copied(transfer, outcome.task, outcome)
+            case FinishCopy():
+                if outcome.error is None:
+                    self.active = None
+                    done: Uploaded = outcome.value
+                    return done
+                self._not_finished(transfer, outcome.error)
+            case AbortShard():
+                if outcome.error is not None and transfer.error is None:
+                    transfer.error = outcome.error
+        if transfer.error is not None:
+            transfer.phase = Phase.ABORTING
+        return None
+
+    def _not_finished(self, transfer: Transfer, error: BaseException) -> None:
+        transfer.published = True
+        if getattr(error, "retryable", False):
+            transfer.phase = Phase.COPYING  # all chunks are there: only publishing is retried
+            self.stalled = error
+        else:
+            transfer.error = error
+
+    def _on_opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            transfer.error = outcome.error
+            transfer.source_is_unread = _is_unread_source(outcome)
+            if outcome.side is Side.SOURCE:
+                self._exclude_source(transfer, task.source, outcome.error)
+            return
+        transfer.writer, manifest = outcome.value
+        entry = transfer.entry
+        entry.commit_unknown_on.discard(
+            self.tier
+        )  # the task has checked that it is not committed there
+        if manifest is not None:
+            entry.manifest = manifest
+            entry.geometry = geometry(manifest)
+        assert entry.geometry is not None
+        transfer.runs = self._limits.runs(entry.geometry)
+        transfer.waiting = list(range(len(transfer.runs)))
+        if transfer.error is None:
+            transfer.phase = Phase.COPYING
+
+    def _on_copied(self, transfer: Transfer, task: CopyRun, outcome: Outcome) -> None:
+        transfer.entry.lease(task.source.tier, -1)
+        if task.source.region is None:
+            transfer.in_flight_bytes -= task.end - task.start
+            del transfer.reading[task.number]
+        if outcome.error is None:
+            transfer.done += 1
+            transfer.done_bytes += task.end - task.start
+            transfer.outstanding.discard(task.number)
+            source = task.source.tier
+            self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
+        elif outcome.side is Side.SOURCE and self._exclude_source(
+            transfer, task.source, outcome.error
+        ):
+            insort(transfer.waiting, task.number)
+        elif outcome.side is not Side.SOURCE and getattr(outcome.error, "retryable", False):
+            # written chunks are kept, and the copy continues from there
+            insort(transfer.waiting, task.number)
+            self.stalled = outcome.error
+        elif not isinstance(transfer.error, StorageFullError):  # else the writer is dead by that
+            transfer.error = outcome.error
+            transfer.source_is_unread = _is_unread_source(outcome)
+
+    def _exclude_source(
+        self, transfer: Transfer, source: CopySource | None, error: BaseException
+    ) -> bool:
+        """Exclude a source that returned wrong bytes, or may not be read while there is another, and not one that did
+        not respond; return whether another is left."""
+        if source is None or getattr(error, "retryable", False):
+            return False
+        id, damages = transfer.entry.id, is_damage(error)
+        self._sources.exclude(id, source.tier)
+        is_gone = isinstance(error, KeyNotFoundError)
+        if damages and not is_gone and source.region is None:
+            self._messages.report_damage(source.tier, id, str(error))
+        if self._source(transfer.entry) is not None:
+            return True
+        if not damages:
+            self._sources.readmit(id, source.tier)
+        return False
+
+    # Dispatching -----------------------------------------------------------------------------------
+
+    def _dispatch(self, task: Task) -> None:
+        assert self.active is not None
+        self.active.in_flight += 1
+        self._submit(task)
+
+    def _dispatch_runs(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> None:
+        while transfer.in_flight < self._limits.parallel and transfer.error is None:
+            number = self._next_run(transfer, other_reads)
+            if number is None or self._is_far_ahead(transfer, number):
+                return
+            source = self._source(transfer.entry, chunk=transfer.runs[number][1] - 1)
+            if source is None:
+                if transfer.entry.snapshot is None:
+                    transfer.error = FlushError(
+                        f"flush of {transfer.entry.id} to {self.tier}: no tier holds chunk "
+                        f"{transfer.runs[number][0]} any more"
+                    )
+                return
+            if not self._dispatch_run(transfer, number, source):
+                return
+
+    def _next_run(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> int | None:
+        """Prefer a range that another lane reads now from the same source, so that it is read once; else the first."""
+        if not self._limits.window:
+            source = self._source(transfer.entry)
+            for run in other_reads:
+                if (run.id, run.source) == (transfer.entry.id, source):
+                    number = transfer.first_waiting_within(run)
+                    if number is not None:
+                        return number
+        return transfer.waiting[0] if transfer.waiting else None
+
+    def _is_far_ahead(self, transfer: Transfer, number: int) -> bool:
+        window, oldest = self._limits.window, min(transfer.outstanding, default=number)
+        return bool(window) and number - oldest >= window
+
+    def _dispatch_run(self, transfer: Transfer, number: int, source: CopySource) -> bool:
+        """Dispatch a range; return False where that would exceed the buffer budget."""
+        entry, (first, stop) = transfer.entry, transfer.runs[number]
+        assert entry.geometry is not None
+        assert transfer.writer is not None
+        start, end = entry.geometry.chunk_range(first)[0], entry.geometry.chunk_range(stop - 1)[1]
+        if source.region is None:
+            over = transfer.in_flight_bytes + end - start > self._limits.budget_bytes
+            if over and transfer.in_flight:
+                return False
+            transfer.in_flight_bytes += end - start
+        run = CopyRun(
+            tier=self.tier,
+            id=entry.id,
+            shard=entry.shard,
+            number=number,
+            first=first,
+            stop=stop,
+            start=start,
+            end=end,
+            source=source,
+            manifest=self._manifest(entry, source),
+            writer=transfer.writer,
+        )
+        if source.region is None:
+            transfer.reading[number] = run
+        transfer.waiting.remove(number)
+        transfer.outstanding.add(number)
+        entry.lease(source.tier, +1)
+        self._dispatch(run)
+        return True
+
+    def _manifest(self, entry: LedgerEntry, source: CopySource) -> Manifest | None:
+        """Return the manifest to check a range by; None for an image that this process captured and hashed."""
+        if source.region is not None and not entry.adopted:
+            return None
+        assert entry.manifest is not None
+        return entry.manifest
+
+    def _source(self, entry: LedgerEntry, chunk: int | None = None) -> CopySource | None:
+        return self._sources.find(entry, chunk, spare_memory=self.spare_memory)
+
+    def _all_copied(self, transfer: Transfer) -> bool:
+        entry = transfer.entry
+        assert entry.geometry is not None
+        return (
+            transfer.error is None
+            and transfer.in_flight == 0
+            and transfer.done == len(transfer.runs)
+            and entry.manifest is not None
+            and entry.commit is not None
+        )
+
+    def _finish(self, transfer: Transfer) -> None:
+        entry = transfer.entry
+        assert transfer.writer is not None
+        assert entry.manifest is not None
+        assert entry.commit is not None
+        transfer.phase = Phase.FINISHING
+        self._dispatch(
+            FinishCopy(
+                tier=self.tier,
+                id=entry.id,
+                shard=entry.shard,
+                writer=transfer.writer,
+                manifest=entry.manifest,
+                commit=entry.commit,
+            )
+        )
+
+    def _stop(self, transfer: Transfer) -> None:
+        if transfer.phase is not Phase.FINISHING:
+            transfer.phase = Phase.ABORTING
+
+    # Failing ---------------------------------------------------------------------------------------
+
+    def stall(self, now_s: float) -> bool:
+        """Delay the copy, longer after each consecutive failure; return False where it is delayed already."""
+        assert self.active is not None
+        self.last_error, self.stalled = self.stalled, None
+        if now_s < self.not_before_s:
+            return False
+        self.active.stalls += 1
+        self.not_before_s = now_s + self._wait_s(self.active.stalls)
+        if self.failing_since_s is None:
+            self.failing_since_s = now_s
+        return True
+
+    def has_resumed(self) -> bool:
+        """Return, once, whether copies advance again after a stall and the tier has no other failure."""
+        if self.active is None or self.failing_since_s is None:
+            return False
+        self.active.stalls = 0
+        if (
+            self.tries
+        ):  # a copy that restarts again and again is failing, however far each attempt gets
+            return False
+        self.failing_since_s = None
+        return True
+
+    def forget_stall(self) -> None:
+        """The stalled copy was deleted by command: the next one need not wait."""
+        if not self.tries:
+            self.failing_since_s = None
+            self.not_before_s = 0.0
+
+    def back_off(self, entry: LedgerEntry, error: BaseException, now_s: float) -> None:
+        """Delay the next copy after ``error``, longer after each consecutive failure."""
+        self.last_error = error
+        self.tries += 1
+        self.failed.add(entry.id)
+        self.not_before_s = now_s + self._wait_s(self.tries)
+        if self.failing_since_s is None:
+            self.failing_since_s = now_s
+
+    def _wait_s(self, failures: int) -> float:
+        return retries.wait_s(failures, has_deadline=bool(self._ledger.deadlines))
+
+    def rounds_failed(self, entry: LedgerEntry) -> int:
+        """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
+        committed on the tier."""
+        failures = entry.failures.get(self.tier)
+        if failures is None or failures.arrivals != self.arrivals:
+            return 0
+        return failures.count // TRIES_BEFORE_REPORT
+
+    def failing_for_s(self, now_s: float) -> float:
+        return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
+
+    def has_no_source(self, entry: LedgerEntry) -> bool:
+        """Return whether no source is left that the copy could be read from."""
+        return entry.snapshot is None and self._source(entry) is None
+
+    def succeeded(self, entry: LedgerEntry) -> None:
+        self._sources.forget(entry.id)
+        self.arrivals += 1
+        self.failed.clear()
+        self.tries = 0
+        self.last_error = None
+        self.failing_since_s = None
+        self.not_before_s = 0.0
+        self.disk_full = self.lacks_room = False
+
+
+def _is_unread_source(outcome: Outcome) -> bool:
+    return outcome.side is Side.SOURCE and not is_damage(outcome.error)

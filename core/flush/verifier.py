@@ -1,0 +1,311 @@
+"""Background verification: after a restore, the newest copy of an earlier start on each tier is compared with its
+digests.
+
+No rule deletes anything in reliance on a copy that is not known to be good. A copy is good if this start wrote it, read
+all of it in a restore, or read it here: the newest live one on each tier, and if that is damaged, the next. The first
+commit on the tier ends this. A copy that cannot be read is tried again later, and the next one meanwhile. Copies are
+read a chunk at a time at a bounded rate, and as fast as possible while room on the tier waits for it. Nothing is read
+if no tier deletes anything, by its rules or for room. With several ranks, rank 0 chooses the copy, each rank reads its
+share of the images, and the copy is good once all ranks have found theirs good. Belongs to the coordinator's thread and
+does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tierfall.core.copies.images import Image
+from tierfall.core.flush.deleter import Deleter
+from tierfall.core.flush.emitter import Context
+from tierfall.core.flush.messages import MessageKind
+from tierfall.core.flush.tasks import CheckChunk, OpenCheck, Outcome
+from tierfall.core.format.records import Manifest
+from tierfall.core.ranks.message_tree import (
+    Bodies,
+    DecisionAnnounced,
+    MessagesGathered,
+    RankMessage,
+)
+from tierfall.core.ranks.messages import CheckpointTopic, Message
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.types.errors import is_damage
+from tierfall.core.types.values import CheckpointId, CopyState
+
+RETRY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified(Message):
+    """What is wrong with a copy, or kept it from being verified; None for a good one. Not ``read``: the tier has a good
+    copy meanwhile, and the rest was left."""
+
+    text: str | None = None
+    damaged: bool = False
+    read: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadTiers(Message):
+    """The tiers of which a restore of one rank has read all of its part, and found it good."""
+
+    tiers: frozenset[str]
+
+
+_GOOD = _Verified()
+
+
+@dataclass(slots=True)
+class _Request:
+    """What rank 0 has all ranks read on a tier."""
+
+    id: CheckpointId
+    number: int
+    urgent: bool = False
+
+
+@dataclass(slots=True)
+class _RunningCheck:
+    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
+    and ``chunk`` are the position, ``reading`` that a task is in progress, ``urgent`` that room waits for it."""
+
+    id: CheckpointId
+    number: int
+    urgent: bool = False
+    not_before_s: float = 0.0
+    reading: bool = True
+    images: tuple[tuple[Image, Manifest], ...] = ()
+    image: int = 0
+    chunk: int = 0
+
+
+class BackgroundVerifier:
+    """The reads after a restore. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound). ``tiers`` are
+    those that this process writes to."""
+
+    KINDS = frozenset(
+        (MessageKind.VERIFY, MessageKind.FOUND, MessageKind.VERIFIED, MessageKind.READ)
+    )
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        tiers: Iterable[str],
+        deleter: Deleter,
+        bytes_per_s: float | None,
+    ) -> None:
+        self._ledger = context.ledger
+        self._group = context.group
+        self._tiers = tuple(tiers)
+        self._deleter = deleter
+        self._messages = context.messages
+        self._dispatch = context.dispatch
+        self._wake_at = context.wake_at
+        self._bytes_per_s = bytes_per_s
+        self._requested: dict[str, _Request] = {}
+        self._checks: dict[str, _RunningCheck] = {}
+        self._retry_s: dict[tuple[str, CheckpointId], float] = {}
+        self._good: dict[str, CheckpointId] = {}
+        """A copy on each tier that is known to be good."""
+        self._room_waits = False
+        """Room on some tier has waited for this: a tier without rules may be full."""
+        self._begun: dict[str, int] = {}
+        """The number of the last request about each tier that this rank has begun."""
+        self._count = 0
+        self._restores = 0
+        self._conditions = Conditions()
+
+    # Choosing copies -------------------------------------------------------------------------------
+
+    def is_verifying(self, tier: str) -> bool:
+        """Return, on rank 0, whether a copy on a tier is being read, or is to be after the restore: once it is known to
+        be good, more may be deleted there. Room on the tier waits for that: it is read as fast as possible."""
+        self._room_waits = True
+        request = self._requested.get(tier)
+        if request is not None and not request.urgent:
+            request.urgent = True
+            self._messages.announce(MessageKind.VERIFY, request.id, tier, number=request.number)
+        if self._is_paused():
+            return False
+        return request is not None or self._newest_unread(tier) is not None
+
+    def _request_all(self) -> None:
+        """Request the newest copy of each tier that has no good one yet."""
+        if not (self._group.decides and self._ledger.has_begun) or self._keeps_all():
+            return
+        for tier in self._tiers:
+            if tier in self._requested or (id := self._newest_unread(tier)) is None:
+                continue
+            self._count += 1
+            self._requested[tier] = _Request(id, self._count)
+            self._messages.announce(MessageKind.VERIFY, id, tier, number=self._count)
+
+    def _newest_unread(self, tier: str) -> CheckpointId | None:
+        """Return the copy on a tier to read next: the newest live one that can be read. None if the tier has a good
+        one."""
+        if not self._ledger.whole_copies_on(tier) or self._is_good(tier, self._good.get(tier)):
+            return None
+        found = list(self._ledger.live_copies(tier))
+        for entry in found:
+            if tier in entry.verified:
+                self._good[tier] = entry.id
+                return None
+        return next((e.id for e in found if (tier, e.id) not in self._retry_s), None)
+
+    def _is_good(self, tier: str, id: CheckpointId | None) -> bool:
+        if id is None or id not in self._ledger.entries:
+            return False
+        entry = self._ledger.entries.peek(id)
+        is_live = id not in self._ledger.abandoned() and not entry.deleted
+        return tier in entry.verified and is_live
+
+    def _keeps_all(self) -> bool:
+        """Return whether no tier deletes anything, by its rules or for room."""
+        rules = (self._ledger.rules_of(tier) for tier in self._tiers)
+        bounded = any(each.retain or each.capacity_bytes is not None for each in rules)
+        return self._ledger.all_live and not (bounded or self._room_waits)
+
+    def _begin(self, number: int, id: CheckpointId, tier: str) -> None:
+        if self._begun.get(tier) == number:  # room waits for it by now
+            if tier in self._checks:
+                self._checks[tier].urgent = True
+            return
+        self._begun[tier] = number
+        self._checks[tier] = check = _RunningCheck(id, number)
+        if self._ledger.has_no_part(tier, id):
+            self._on_check_read(tier, check, None)
+            return
+        ranks = self._group.ranks_on(tier)
+        turn = ranks.index(self._group.topology.rank)
+        self._dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=len(ranks)))
+
+    def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
+        """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
+        self._restores += 1  # all ranks restore together, so that their counts agree
+        body = _ReadTiers(tiers=frozenset(tiers))
+        self._messages.contribute(MessageKind.READ, id, body=body, number=self._restores)
+
+    # Reading ---------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float, *, has_news: bool) -> None:
+        """Dispatch the reads that are due; ``has_news``: what is to be read may have changed."""
+        if self._is_paused():
+            return
+        for key in [key for key, when in self._retry_s.items() if now_s >= when]:
+            del self._retry_s[key]
+        if has_news:
+            self._request_all()
+        for tier, check in list(self._checks.items()):
+            if not check.reading and (check.urgent or now_s >= check.not_before_s):
+                self._read_on(tier, check)
+            elif not check.reading:
+                self._wake_at(check.not_before_s)
+        for when in self._retry_s.values():
+            self._wake_at(when)
+
+    def _is_paused(self) -> bool:
+        """A restore or a drain needs the bandwidth."""
+        return self._ledger.restoring or bool(self._ledger.deadlines)
+
+    def on_committed(self, tier: str) -> None:
+        """This start has committed a copy on a tier, which is good: what is being read there is left."""
+        if tier in self._checks:
+            self._on_check_read(tier, self._checks[tier], None, read=False)
+
+    def _read_on(self, tier: str, check: _RunningCheck) -> None:
+        while check.image < len(check.images):
+            image, manifest = check.images[check.image]
+            if check.chunk < manifest.chunk_count:
+                check.reading = True
+                self._dispatch(
+                    CheckChunk(
+                        tier=tier, id=check.id, image=image, manifest=manifest, index=check.chunk
+                    )
+                )
+                return
+            check.image, check.chunk = check.image + 1, 0
+        self._on_check_read(tier, check, None)
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Apply the outcome of reading a copy's records, or a chunk."""
+        task = outcome.task
+        assert isinstance(task, OpenCheck | CheckChunk)
+        check = self._checks.get(task.tier)
+        if check is None or check.id != task.id:
+            return  # it was left
+        check.reading = False
+        if outcome.error is not None:
+            self._on_check_read(task.tier, check, outcome.error)
+        elif isinstance(task, OpenCheck):
+            check.images = outcome.value
+        else:
+            check.chunk += 1
+            start, end = task.manifest.chunk_range(task.index)
+            if self._bytes_per_s is not None:
+                check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
+
+    def _on_check_read(
+        self, tier: str, check: _RunningCheck, error: BaseException | None, *, read: bool = True
+    ) -> None:
+        """Report what this rank has found: no error, damage, or that it could not read."""
+        del self._checks[tier]
+        damage = is_damage(error)
+        body = _Verified(text=None if error is None else str(error), damaged=damage, read=read)
+        self._messages.contribute(MessageKind.FOUND, check.id, tier, body, number=check.number)
+
+    # Results ---------------------------------------------------------------------------------------
+
+    def on_message(self, news: RankMessage) -> None:
+        """Handle a request of rank 0, the results of all ranks, or what all have restored."""
+        topic = CheckpointTopic.parse(news.topic)
+        what, number, id, tier = topic.kind, topic.number, topic.id, topic.tier
+        match news:
+            case DecisionAnnounced() if what == MessageKind.VERIFY:
+                self._begin(number, id, tier)
+            case MessagesGathered(passed=False) if what == MessageKind.FOUND:
+                self._announce_result(id, tier, news.bodies)
+            case MessagesGathered(passed=False) if what == MessageKind.READ:
+                self._all_restored(id, news.bodies)
+            case DecisionAnnounced():
+                self._on_result(id, tier, _Verified.from_json(news.body, rank=0))
+
+    def _announce_result(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
+        """Announce the worst result of any rank; for rank 0."""
+        found = {r: _Verified.from_json(body, rank=r) for r, body in bodies.items()}
+        failed = [
+            _Verified(text=self._group.topology.name_rank(rank, one.text), damaged=one.damaged)
+            for rank, one in found.items()
+            if one.text
+        ]
+        all_read = all(one.read for one in found.values())
+        worst = max(failed, key=lambda one: one.damaged, default=replace(_GOOD, read=all_read))
+        self._messages.announce(MessageKind.VERIFIED, id, tier, worst)
+
+    def _all_restored(self, id: CheckpointId, bodies: Bodies) -> None:
+        read = [_ReadTiers.from_json(body, rank=rank).tiers for rank, body in bodies.items()]
+        for tier in sorted(frozenset.intersection(*read)):
+            self._messages.announce(MessageKind.VERIFIED, id, tier, _GOOD)
+
+    def _on_result(self, id: CheckpointId, tier: str, result: _Verified) -> None:
+        text = result.text
+        request = self._requested.get(tier)
+        if request is not None and request.id == id:
+            del self._requested[tier]
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.state(tier) is not CopyState.COMMITTED:
+            return  # it was deleted meanwhile
+        if text is None and not result.read:
+            return
+        if text is None:
+            entry.verified.add(tier)
+            self._deleter.plan_all_tiers()
+            self._conditions.end((tier, id), "%s: %s is verified", tier, id)
+        elif result.damaged:
+            if self._group.decides:
+                self._messages.report_damage(tier, id, text)
+        else:
+            again = "%s: %s could not be verified, it is retried: %s"
+            self._conditions.report((tier, id), logging.WARNING, again, tier, id, text)
+            self._retry_s[tier, id] = self._ledger.now_s + RETRY_S

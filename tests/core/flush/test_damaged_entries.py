@@ -1,0 +1,268 @@
+"""Damaged copies: reported, never counted, and never the reason to delete another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.memory_backend import MemoryBackend
+from tests.simulation.world import IMAGE, World, file_rules
+from tierfall.core.flush.tasks import (
+    CheckChunk,
+    CommandKind,
+    DeleteCopy,
+    OpenCheck,
+)
+from tierfall.core.types.errors import BackendError
+from tierfall.core.types.values import CheckpointId, Codec, CopyState
+
+FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
+STEM = "rank-00000-of-00001"
+CODECS = [Codec.NONE, Codec.ZSTD, Codec.PLANES]
+
+
+def saved(steps: Iterable[int], *rules: object, **members: object) -> World:
+    """A run that has saved these steps, and whose memory holds none of them any more."""
+    world = World(rules, **members)  # type: ignore[arg-type]
+    for step in steps:
+        world.save(step)
+        world.settle()
+        world.started_from = CheckpointId(step, 1)
+    world.crash()
+    world.memory.regions.clear()
+    return world
+
+
+def images(disk: MemoryBackend, step: int = 1) -> list[str]:
+    folder = f"run/step-{step:08d}-a0001/"
+    return [k for k in disk._objects if k.startswith(folder) and ".safetensors" in k]
+
+
+def purge(disk: MemoryBackend, step: int = 1) -> None:
+    for key in images(disk, step):
+        del disk._objects[key]
+
+
+def flip(disk: MemoryBackend, step: int = 1, at: int = -1, name: str = ".safetensors") -> None:
+    """Change a bit of what lies on a disk, and tell nobody."""
+    folder = f"run/step-{step:08d}-a0001/"
+    for key in [k for k in disk._objects if k.startswith(folder) and name in k]:
+        data = bytearray(disk._objects[key])
+        data[at] ^= 1
+        disk._objects[key] = memoryview(bytes(data))
+
+
+def state(world: World, tier: str, id: CheckpointId = FIRST) -> CopyState:
+    return world.coordinator.ledger.entries[id].state(tier)
+
+
+def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
+    return world.coordinator.ledger.entries[id].damage.get(tier)
+
+
+def drops(world: World) -> list[DeleteCopy]:
+    """Gather the deletions that are asked for from now on."""
+    found: list[DeleteCopy] = []
+    world.sees = lambda task: found.append(task) if isinstance(task, DeleteCopy) else None
+    return found
+
+
+# Found when room is needed -----------------------------------------------------------------------
+
+
+def full_of_older_ones() -> World:
+    """A start after steps 1 to 3: the small tier has room for no other, and the large one has them all."""
+    world = saved(
+        (1, 2, 3), file_rules("small", capacity_bytes=int(3.6 * IMAGE)), file_rules("large")
+    )
+    world.started_from = CheckpointId(3, 1)
+    return world
+
+
+def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
+    world = full_of_older_ones()
+    world.start()
+    world.coordinator.ledger.continue_from(CheckpointId(3, 1), attempt=2)
+    world.save(4)
+    for second in range(120):
+        world.now_s = float(second)
+        world.step()
+        while answered := [t for t in world.tasks if not isinstance(t, OpenCheck | CheckChunk)]:
+            world.run(answered[0])
+            world.step()
+    assert 4 in world.steps_on("small")
+
+
+# Found at a start --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
+def test_an_image_that_was_purged_is_reported_and_changes_nothing(codec: Codec) -> None:
+    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": codec})
+    purge(world.disks["pfs"])
+    before = dict(world.disks["pfs"]._objects)
+    world.start()
+    world.settle()
+    assert state(world, "pfs") is CopyState.ABSENT
+    assert "it is missing" in str(damage(world, "pfs"))
+    assert before.items() <= world.disks["pfs"]._objects.items()
+    assert state(world, "nvme") is CopyState.COMMITTED
+    assert not world.coordinator.busy()
+
+
+def test_only_damaged_copies_are_left_as_they_are_and_can_still_be_read_in_part() -> None:
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
+    for disk in world.disks.values():
+        purge(disk)
+    before = {name: dict(disk._objects) for name, disk in world.disks.items()}
+    world.start()
+    world.settle()
+    assert not world.coordinator.busy()
+    for name, disk in world.disks.items():
+        assert before[name].items() <= disk._objects.items()
+        assert damage(world, name)
+
+
+# Found by readers --------------------------------------------------------------------------------
+
+
+def test_what_a_flush_reads_damaged_is_reported_and_read_from_the_next_tier() -> None:
+    """A tier that was away gets an older step; the fastest source turns out to be damaged."""
+    world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
+    flip(world.disks["nvme"], at=200)
+    world.disks["pfs"]._objects.clear()
+    world.start()
+    world.settle()
+    assert "does not match" in str(damage(world, "nvme"))
+    for tier in ("disk", "pfs"):
+        assert state(world, tier) is CopyState.COMMITTED
+        world.check(tier)
+
+
+# Removed in mid-run, and nobody said so -----------------------------------------------------------
+
+
+def remove(disk: MemoryBackend, step: int, name: str = "") -> None:
+    """Remove what is in the folder of a step, or the files with that in their names."""
+    folder = f"run/step-{step:08d}-a0001/"
+    for key in [k for k in disk._objects if k.startswith(folder) and name in k]:
+        del disk._objects[key]
+
+
+def whole_on(world: World, tier: str) -> list[int]:
+    copies = world.stores[tier].list().copies
+    return sorted(copy.id.step for copy in copies if copy.damage is None)
+
+
+def saved_here(steps: Iterable[int], *rules: object, **members: object) -> World:
+    world = World(rules, **members)  # type: ignore[arg-type]
+    for step in steps:
+        world.save(step)
+        world.settle()
+    return world
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("", 2), ("commit.json", 3), (".safetensors", 2), ("rank-", 3)]
+)
+def test_what_was_removed_is_no_reason_for_a_rule_to_drop_an_older_one(
+    name: str, last: int
+) -> None:
+    world = saved_here((1, 2, 3, 4), file_rules("pfs", retain_last=last))
+    remove(world.disks["pfs"], 4, name)
+    world.save(5)
+    world.settle()
+    assert len(whole_on(world, "pfs")) == last
+    assert damage(world, "pfs", CheckpointId(4, 1)) or 4 in whole_on(world, "pfs")
+    world.save(6)
+    world.settle()
+    assert whole_on(world, "pfs")[-2:] == [5, 6]
+    assert not world.coordinator.busy()
+
+
+def test_what_was_removed_is_no_reason_to_drop_the_last_one_for_room() -> None:
+    world = saved_here((1, 2), file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)))
+    remove(world.disks["pfs"], 2)
+    seen: list[list[int]] = []
+    world.sees = lambda task: seen.append(whole_on(world, "pfs"))
+    world.save(3)
+    world.settle()
+    assert all(seen), "one is there at any moment"
+    assert whole_on(world, "pfs") == [1, 3], "what has gone takes no room"
+
+
+def test_a_look_that_fails_drops_nothing() -> None:
+    world = saved_here((1, 2), file_rules("pfs", retain_last=2))
+    disk = world.disks["pfs"]
+    scan = disk.scan
+
+    def fails(prefix: str) -> object:
+        if "step-" in prefix:
+            raise BackendError("no answer", retryable=True)
+        return scan(prefix)
+
+    world.save(3)
+    while not any(isinstance(task, DeleteCopy) for task in world.tasks):
+        world.run_one()
+        world.step()
+    disk.scan = fails  # type: ignore[method-assign, assignment]
+    for _ in range(20):
+        world.run_one()
+        world.step()
+    disk.scan = scan  # type: ignore[method-assign]
+    assert whole_on(world, "pfs") == [1, 2, 3]
+    world.settle()
+    assert whole_on(world, "pfs") == [2, 3]
+
+
+# Damaged, and room is needed -----------------------------------------------------------------------
+
+
+def two_with_damage(restored: CheckpointId = FIRST, **members: Any) -> World:
+    """A start on a tier with room for two copies, of which the newer one is damaged."""
+    world = saved((1, 2), file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)), **members)
+    flip(world.disks["pfs"], 2)
+    world.started_from = restored
+    world.start()
+    ledger = world.coordinator.ledger
+    ledger.continue_from(restored, attempt=2)
+    ledger.entries[FIRST].verified.add("pfs")
+    world.coordinator.found_damage("pfs", SECOND, "does not match")
+    return world
+
+
+def test_a_damaged_copy_goes_first_where_room_is_needed() -> None:
+    world = two_with_damage()
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs") == [1, 3]
+    for step in (4, 5):
+        world.save(step)
+        world.settle()
+    assert world.steps_on("pfs") == [4, 5]
+    assert not world.coordinator.errors
+
+
+@pytest.mark.parametrize("why", ["pinned", "restored", "nothing good", "another half"])
+def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(why: str) -> None:
+    world = two_with_damage(SECOND if why == "restored" else FIRST)
+    entries = world.coordinator.ledger.entries
+    match why:
+        case "pinned":
+            world.order(CommandKind.PIN, SECOND)
+        case "nothing good":
+            entries[FIRST].verified.clear()
+            flip(world.disks["pfs"], 1)
+        case "another half":
+            entries[SECOND].note_damage("other", "does not match", repairable=True)
+    if why == "restored":
+        world.order(CommandKind.PIN, FIRST)
+    world.save(3)
+    world.settle()
+    assert SECOND.step in world.steps_on("pfs")
+    (error,) = world.coordinator.errors
+    assert "tierfall rm ID" in str(error)
+    assert "not deleted without a command: " in str(error)
+    assert "2@1" in str(error)

@@ -1,0 +1,193 @@
+"""A drain towards a deadline: what can arrive goes first, what cannot is not begun, and the forecast holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.core.flush.test_commits import talk
+from tests.simulation.many import SHARED_TIER, Many
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import CHUNK, IMAGE, World, file_rules
+from tierfall.core.flush.tasks import CopyRun, DeleteCopy, LedgerQuery
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.types.view import ArrivalOutlook
+from tierfall.policies.drain import describe_drain
+
+RATE = IMAGE / 10.0
+"""An image takes ten seconds."""
+
+
+def drained(world: Throttled, seconds: float, asker: object = "test") -> Any:
+    """Begin a drain, as a Checkpointer does; return its forecast."""
+    answer: list[Any] = []
+    until_s = world.now_s + seconds
+    world.coordinator.post(
+        LedgerQuery(
+            function=lambda: world.coordinator.begin_drain(asker, until_s),
+            on_answer=lambda value, error: answer.extend((value, error)),
+        )
+    )
+    world.step()
+    assert answer[1] is None
+    return answer[0]
+
+
+def throttled(*tiers: str, images: int = 8, **options: Any) -> Throttled:
+    """A world whose tiers have shown how fast they are."""
+    rules = options.pop("rules", [file_rules(tier, shared=tier == "store") for tier in tiers])
+    world = Throttled(
+        rules, bytes_per_s=dict.fromkeys(tiers, RATE), memory_images=images, **options
+    )
+    world.save(1)
+    world.settle()
+    return world
+
+
+def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is_not_begun() -> (
+    None
+):
+    world = throttled("store")
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    world.go_on(5.0)  # step 2 is half done
+    forecast = drained(world, 30.0)
+    output = [(d.checkpoint.step, d.outlook) for d in forecast]
+    assert output == [
+        (2, ArrivalOutlook.ARRIVES),
+        (5, ArrivalOutlook.ARRIVES),
+        (4, ArrivalOutlook.ARRIVES),
+        (3, ArrivalOutlook.TOO_LATE),
+    ]
+    began: set[int] = set()
+    ends_s = world.now_s + 30.0
+    while world.now_s < ends_s - 0.01:
+        world.go_on(0.25)
+        began |= {task.id.step for *_, task in world._due if isinstance(task, CopyRun)}
+    assert world.steps_on("store") == [1, 2, 4, 5]
+    assert 3 not in began
+    lost = "step 3@1 will not be on store: 15.9 KiB are left, 2.5 s at 1.6 kB/s carry 4 KiB"
+    assert lost in describe_drain(forecast)
+    world.settle()  # the deadline is over: what was held back comes
+    assert world.steps_on("store") == [1, 2, 3, 4, 5]
+
+
+def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = throttled("store")
+    world.save(2)
+    world.go_on(1.0)
+    lane = world.coordinator.lanes["store"]
+    assert lane.active is not None
+    lane.active.entry.bytes["host"] = 10 * IMAGE  # a large one, of another world size
+    world.save(3)
+    with caplog.at_level(logging.INFO, logger="tierfall"):
+        forecast = drained(world, 20.0)
+        world.go_on(18.0)
+    assert [(d.checkpoint.step, d.outlook, d.displaced) for d in forecast] == [
+        (2, ArrivalOutlook.TOO_LATE, True),
+        (3, ArrivalOutlook.ARRIVES, False),
+    ]
+    assert "flush of 2@1 to store is preempted" in caplog.text
+    assert world.steps_on("store") == [1, 3]
+    assert world.coordinator.counters.flush_failures == 0
+    assert not world.coordinator.errors
+    world.settle()
+    assert world.steps_on("store") == [1, 2, 3]
+    world.check("store")
+
+
+def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
+    world = throttled("store")
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    assert [d.outlook for d in drained(world, 40.0)] == [ArrivalOutlook.ARRIVES] * 4
+    world.bytes_per_s["store"] = RATE / 3
+    world.go_on(39.0)
+    assert world.steps_on("store") == [1, 2], "what was begun came, three times as slowly"
+    late = [d.checkpoint.step for d in world.coordinator.drain_schedule.plan if not d.proceeds]
+    assert late == [5, 4, 3]
+    world.bytes_per_s["store"] = RATE * 100
+
+
+def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_known() -> None:
+    world = Throttled([file_rules("store")], bytes_per_s={"store": RATE}, memory_images=4)
+    for step in (1, 2, 3):
+        world.save(step)
+    forecast = drained(world, 25.0)
+    assert [(d.outlook, d.proceeds) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
+    assert "is not known yet" in describe_drain(forecast)[0]
+    world.go_on(11.0)
+    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
+        ArrivalOutlook.ARRIVES,
+        ArrivalOutlook.TOO_LATE,
+    ]
+    world.go_on(13.0)
+    assert world.steps_on("store") == [1, 3]
+
+
+def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
+    world = throttled("store")
+    for step in (2, 3, 4):
+        world.save(step)
+    drained(world, 100.0, "patient")
+    assert [d.outlook for d in drained(world, 15.0, "hasty")].count(ArrivalOutlook.ARRIVES) == 1
+    world.coordinator.drain_schedule.end("hasty")
+    world.go_on(1.0)
+    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
+        ArrivalOutlook.ARRIVES
+    ] * 3
+    world.coordinator.drain_schedule.end("patient")
+    assert not world.coordinator.drain_schedule.active
+    assert world.coordinator.drain_schedule.plan == ()
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobody(
+    signalled: int,
+) -> None:
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
+    run.ranks[signalled].coordinator.share_deadline(30.0)
+    if signalled == 0:  # it plans for itself as well
+        run.ranks[0].coordinator.begin_drain("signal", run.now_s + 30.0)
+    talk(run)
+    assert [rank.coordinator.ledger.is_urgent for rank in run.ranks] == [True, True]
+    assert [rank.coordinator.drain_schedule.active for rank in run.ranks] == [True, False]
+    run.now_s += 31.0
+    run.step()
+    assert [rank.coordinator.ledger.is_urgent for rank in run.ranks] == [False, False]
+
+
+def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
+    rules = [file_rules("store", capacity_bytes=2 * IMAGE + CHUNK)]
+    world = throttled("store", rules=rules)
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    drained(world, 100.0)
+    world.go_on(60.0)
+    assert world.steps_on("store") == [4, 5]
+
+
+def test_a_drain_before_the_end_of_the_process_waits_for_copies_and_not_for_deletions() -> None:
+    """A deletion may need another rank, which the signal has ended already."""
+    world = World([file_rules("nvme", retain_last=1)])
+    for step in (1, 2):
+        world.save(step)
+    copied, idle = InterruptibleEvent(), InterruptibleEvent()
+    world.coordinator.set_when_idle(copied, copies_only=True)
+    world.coordinator.set_when_idle(idle)
+    world.step()
+    assert not copied.is_set
+    while not copied.is_set:
+        task = next(task for task in world.tasks if not isinstance(task, DeleteCopy))
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+    assert world.steps_on("nvme") == [1, 2]
+    assert not idle.is_set
+    world.settle()
+    assert idle.is_set
+    assert world.steps_on("nvme") == [2]

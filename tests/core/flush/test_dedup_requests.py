@@ -1,0 +1,184 @@
+"""Requests to assign replicas: each save gets the same answer on all ranks, or none."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.core.ranks.network import Network
+from tierfall.core.capture.snapshot import ReplicaShare
+from tierfall.core.flush.messages import ImageShare, Messages, SaveFailure
+from tierfall.core.flush.replicas import ReplicaAssigner
+from tierfall.core.flush.tasks import AssignmentRequest
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.state.walk import walk_state
+from tierfall.core.types.values import CheckpointId
+
+MAX_WAIT_S = 10.0
+UNANSWERED = "unanswered"
+
+
+def shareable(width: int, *, alike: bool = True) -> ReplicatedTensors:
+    torch.manual_seed(0)
+    model = nn.Linear(width, 3, bias=False)
+    view = walk_state({"model": model} if alike else {"x": torch.zeros(width)})
+    return ReplicatedTensors(view, plan_layout(view).structure)
+
+
+class Job:
+    """The dividers of all ranks over one network."""
+
+    def __init__(self, nodes: list[str], seed: int = 0) -> None:
+        self.network = Network(nodes, seed=seed)
+        self.refused: dict[CheckpointId, SaveFailure] = {}
+        self.dividers = [
+            ReplicaAssigner(
+                Messages(c),
+                wake_at=lambda when_s: None,
+                max_wait_s=MAX_WAIT_S,
+                refuse=self.refused.__setitem__,
+            )
+            for c in self.network.message_trees
+        ]
+        self.answers: list[Any] = [UNANSWERED for _ in nodes]
+        for divider, message_tree in zip(self.dividers, self.network.message_trees, strict=True):
+            message_tree.on_message = divider.on_message
+
+    def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
+        def answer(division: ReplicaAssignment | None) -> None:
+            self.answers[rank] = division
+
+        self.answers[rank] = UNANSWERED
+        asked = AssignmentRequest(id=CheckpointId(step, 1), shareable=share, on_answer=answer)
+        self.dividers[rank].request(asked)
+
+    def begin(self, rank: int, step: int) -> None:
+        self.dividers[rank].save_begun(CheckpointId(step, 1))
+
+    def wait(self, until_s: float, *, since_s: float = 0.0) -> None:
+        self.network.deliver()
+        for now_s in np.arange(since_s, until_s, 0.5):
+            for divider in self.dividers:
+                divider.tick(float(now_s))
+            self.network.deliver()
+
+
+def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
+    job = Job(["a", "b"])
+    job.ask(0, 1, shareable(4))
+    job.wait(MAX_WAIT_S)
+    assert job.answers[0] == UNANSWERED
+    job.wait(MAX_WAIT_S + 1, since_s=MAX_WAIT_S)
+    assert job.answers[0] is None
+    job.ask(1, 1, shareable(4))  # it is late
+    job.wait(2 * MAX_WAIT_S + 2, since_s=MAX_WAIT_S + 1)
+    assert job.answers[1] is None or job.answers[1] == UNANSWERED
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) -> None:
+    draw = random.Random(seed)
+    job = Job([draw.choice("abc") for _ in range(draw.randint(2, 5))], seed)
+    ranks = range(len(job.answers))
+    now_s = 0.0
+    for step in range(1, 6):
+        asking = [rank for rank in ranks if draw.random() < 0.7]
+        for rank in draw.sample(list(ranks), len(ranks)):
+            if rank in asking:
+                job.ask(rank, step, shareable(draw.choice([4, 5]), alike=draw.random() < 0.9))
+            else:
+                job.begin(rank, step)
+            job.network.deliver(draw.randint(0, 6))
+        job.wait(now_s + MAX_WAIT_S + 1, since_s=now_s)
+        now_s += MAX_WAIT_S + 2
+        waiting = [rank for rank in asking if job.dividers[rank]._constant_table is None]
+        assert all(job.answers[rank] != UNANSWERED for rank in waiting)
+        made = [job.answers[rank] for rank in waiting]
+        assert len({answer and answer.id for answer in made}) <= 1
+        for rank in ranks:
+            job.begin(rank, step)
+
+
+def shares_of(
+    job: Job, shares: list[ReplicatedTensors], *, digests: bool
+) -> dict[int, ReplicaShare]:
+    (division,) = {answer.id: answer for answer in job.answers}.values()
+    return {
+        rank: ReplicaShare(
+            structure=share.table.structure,
+            assignment=division.id,
+            digests=share.digests(division) if digests else None,
+        )
+        for rank, share in enumerate(shares)
+    }
+
+
+def summary(share: ReplicaShare) -> ImageShare:
+    """As the rank's image is contributed with."""
+    digests = None if share.digests is None else share.digests.by_group()
+    return ImageShare(structure=share.structure, assignment=share.assignment, digests=digests)
+
+
+def why_not(
+    job: Job, step: int, shares: dict[int, ReplicaShare | None], *, deaf: int | None = None
+) -> str | None:
+    """Let all ranks seal an image of a step; return why they are no checkpoint, as the last rank reads it."""
+    id = CheckpointId(step, 1)
+    job.refused.clear()
+    for rank, share in shares.items():
+        if share is not None and rank != deaf:
+            job.dividers[rank].sealed(id, share)
+    output = {rank: summary(share) for rank, share in shares.items() if share is not None}
+    if job.dividers[0].images_agree(id, output):
+        assert id not in job.refused
+        return None
+    job.network.deliver()
+    assert id in job.refused
+    return job.dividers[-1].named(job.refused[id])
+
+
+def unlike() -> tuple[Job, list[ReplicatedTensors]]:
+    job = Job(["a", "b"])
+    shares = [shareable(4), shareable(4)]
+    for rank in range(2):
+        job.ask(rank, 1, shares[rank])
+    job.network.deliver()
+    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
+    shares[1].view.sources[0].data.add_(1)
+    return job, shares
+
+
+def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() -> None:
+    job, shares = unlike()
+    first = why_not(job, 2, shares_of(job, shares, digests=True))
+    assert first is not None
+    assert first.startswith("model.weight on rank 0 differs from that on rank 1: ")
+    assert why_not(job, 3, shares_of(job, shares, digests=False)) == first, "it was under way"
+    assert not any(divider.assignments for divider in job.dividers)
+    for rank in range(2):
+        job.ask(rank, 4, shares[rank])
+    job.network.deliver()
+    for rank, share in enumerate(shares):
+        assert share.written_by_others(job.answers[rank], rank) == {}
+    apart = shares_of(job, shares, digests=False)
+    assert why_not(job, 4, apart) is None
+    assert why_not(job, 5, apart) is None
+
+
+def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:
+    job, shares = unlike()
+    root, id = job.dividers[0], CheckpointId(2, 1)
+    assert not root.end_naming(id), "nothing is asked for yet"
+    both = shares_of(job, shares, digests=True)
+    assert not root.images_agree(id, {rank: summary(share) for rank, share in both.items()})
+    assert id not in job.refused
+    assert root.end_naming(id)
+    assert "not replicas" in job.refused[id].text
+    job.network.deliver()  # the answers come after all
+    assert len(job.refused) == 1

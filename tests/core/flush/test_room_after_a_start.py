@@ -1,0 +1,148 @@
+"""After a start nothing is known to be good: what is read then, so that a tier makes room, and never by a bad copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+from tests.simulation.world import IMAGE, World, decided_on, file_rules
+from tierfall.core.flush.tasks import CheckChunk, Command, CommandKind
+from tierfall.core.format.decided import Word
+from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
+from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import TierRules
+from tierfall.tiers.stored import StoredTier
+
+ROOM_FOR_THREE = int(3.85 * IMAGE)
+
+
+def begun_anew(*rules: TierRules, restored: int, read_on: str, lost_memory: bool = True) -> World:
+    """Save steps 1 to 3, end, and restore one of them, of which ``read_on`` was read whole."""
+    world = World(rules)
+    for step in (1, 2, 3):
+        world.save(step)
+        world.settle()
+    world.crash()
+    if lost_memory:
+        world.take_other_memory()
+    world.start()
+    world.settle()
+    id = CheckpointId(restored, 1)
+    world.coordinator.verifier.on_restored(id, (read_on,))
+    world.coordinator.ledger.continue_from(id, attempt=world.attempt.number)
+    world.started_from = id
+    world.step()
+    return world
+
+
+def save_on(world: World, *steps: int) -> None:
+    for step in steps:
+        world.save(step)
+        world.settle()
+
+
+def objects_of(world: World, tier: str, step: int) -> Collection[str]:
+    return [key for key in world.disks[tier]._objects if f"step-{step:08d}" in key]
+
+
+def test_a_full_disk_without_rules_makes_room() -> None:
+    world = begun_anew(file_rules("nvme"), restored=3, read_on="host", lost_memory=False)
+    store = world.stores["nvme"]
+    create: Callable[..., object] = store.create_shard
+
+    def full(*asked: object, **more: object) -> object:
+        if len(world.steps_on("nvme")) >= 3:
+            raise StorageFullError("no space")
+        return create(*asked, **more)
+
+    store.create_shard = full  # type: ignore[method-assign, assignment]
+    save_on(world, 4)
+    assert world.steps_on("nvme") == [2, 3, 4]
+
+
+def test_a_full_tier_makes_room_after_a_rollback() -> None:
+    """What the first save leaves behind is the newest there, and counts for nothing then."""
+    pfs = file_rules("pfs", shared=True, capacity_bytes=ROOM_FOR_THREE)
+    world = begun_anew(file_rules("nvme"), pfs, restored=2, read_on="nvme")
+    world.settle()
+    save_on(world, 4, 5, 6)
+    assert world.steps_on("pfs") == [4, 5, 6]
+
+
+def test_a_copy_that_cannot_be_read_is_tried_again_and_the_next_one_meanwhile() -> None:
+    pfs = file_rules("pfs", shared=True, capacity_bytes=ROOM_FOR_THREE)
+    world = begun_anew(file_rules("nvme"), pfs, restored=3, read_on="nvme")
+    store = world.stores["pfs"]
+    read: Callable[..., None] = store.read_into
+
+    def bad_sector(id: CheckpointId, *asked: object, **more: object) -> None:
+        if id.step == 3:
+            raise BackendError("input/output error")
+        read(id, *asked, **more)
+
+    store.read_into = bad_sector  # type: ignore[method-assign, assignment]
+    world.settle()
+    save_on(world, 4)
+    assert world.steps_on("pfs") == [2, 3, 4]
+
+
+def test_a_good_copy_that_is_found_damaged_later_is_followed_by_the_next() -> None:
+    nvme = file_rules("nvme", capacity_bytes=ROOM_FOR_THREE)
+    world = begun_anew(nvme, restored=3, read_on="host", lost_memory=False)
+    world.settle()
+    for key in objects_of(world, "nvme", 3):
+        if key.endswith(".safetensors"):
+            del world.disks["nvme"]._objects[key]
+    save_on(world, 4)
+    assert world.steps_on("nvme")[-1] == 4
+
+
+@pytest.mark.parametrize("kind", [CommandKind.PIN, CommandKind.DELETE])
+def test_a_tier_that_is_away_for_a_day_holds_up_no_other_and_gets_what_its_list_lacks(
+    kind: CommandKind,
+) -> None:
+    world = World([file_rules("nvme", retain_last=2), file_rules("store", shared=True)])
+    save_on(world, 1, 2)
+    away, scan = True, world.disks["store"].scan
+
+    def no_answer(prefix: str) -> object:
+        if away:
+            raise UnreachableError("no answer")
+        return scan(prefix)
+
+    world.disks["store"].scan = no_answer  # type: ignore[method-assign, assignment]
+    answer: list[dict[str, BaseException]] = []
+    world.coordinator.post(Command(kind=kind, id=CheckpointId(1, 1), on_answer=answer.append))
+    for step in (3, 4, 5):
+        world.save(step)
+        world.settle(limit_s=100.0)
+    kept = [1] if kind is CommandKind.PIN else []
+    assert world.steps_on("nvme") == [*kept, 4, 5]
+    away = False
+    world.settle(limit_s=3000.0)
+    (word,) = {e.word for e in decided_on([world.disks["store"]])}
+    assert word is (Word.PIN if kind is CommandKind.PIN else Word.DELETED)
+    assert answer
+
+
+def test_a_command_whose_number_another_process_has_passed_is_decided_again() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    save_on(world, 1)
+    world.order(CommandKind.PIN, CheckpointId(1, 1))
+    other = StoredTier(name="nvme", run="run", backend=world.disks["nvme"])
+    for word in (Word.UNPIN, Word.PIN, Word.UNPIN):
+        entry = other.decided.read().next(word, CheckpointId(1, 1), world.attempt.id)
+        other.decided.add(entry)
+    assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
+    save_on(world, 2, 3)
+    assert world.steps_on("nvme") == [1, 3]
+
+
+def test_nothing_is_read_if_no_tier_deletes_anything() -> None:
+    world = begun_anew(file_rules("nvme"), file_rules("pfs"), restored=3, read_on="nvme")
+    tasks: list[object] = []
+    world.sees = tasks.append
+    world.settle()
+    save_on(world, 4)
+    assert not [task for task in tasks if isinstance(task, CheckChunk)]

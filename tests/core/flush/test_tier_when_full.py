@@ -1,0 +1,126 @@
+"""Each tier's own ``when_full`` and ``max_wait``, where it is slower than the saves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.core.flush.test_commits import talk
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.types.errors import CapacityError, FlushError
+from tierfall.core.types.values import WhenFull
+
+COPY_S = 10.0
+
+
+def behind(rule: WhenFull | None, *, images: int = 4, **options: Any) -> Throttled:
+    """A store that takes a copy in ten seconds, below memory that waits for its tiers, if they say nothing else."""
+    members = {"when_full": rule, **options.pop("members", {})}
+    return Throttled(
+        [file_rules("store", shared=True, **members)],
+        bytes_per_s={"store": IMAGE / COPY_S},
+        memory_images=images,
+        **options,
+    )
+
+
+def save_every_second(world: Throttled, count: int) -> float:
+    """Save so many times, a second after one another; return how many seconds saves have waited in all."""
+    waited_s = 0.0
+    for step in range(1, count + 1):
+        asked_s = world.now_s
+        assert world.save_soon(step) is not None
+        waited_s += world.now_s - asked_s
+        world.go_on(1.0)
+    return waited_s
+
+
+def small_nvme(rule: WhenFull | None) -> Throttled:
+    """A fast disk for three images, and a store that is ten times slower than the saves."""
+    return Throttled(
+        [
+            file_rules("nvme", capacity_bytes=int(3.5 * IMAGE)),
+            file_rules("store", shared=True, when_full=rule),
+        ],
+        bytes_per_s={"nvme": IMAGE / 0.1, "store": IMAGE / COPY_S},
+        memory_images=4,
+        max_wait_s=5.0,
+    )
+
+
+def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_store_supersedes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        world = small_nvme(WhenFull.SUPERSEDE)
+        assert save_every_second(world, 20) == 0.0
+    assert world.steps_on("nvme")[-1] == 20, "the disk has the newest, whatever the store does"
+    assert not world.coordinator.ledger.failing
+    assert world.coordinator.flush_queue.given_up["store"] > 5
+    assert "nvme is full of copies that store is owed" in caplog.text
+    assert world.coordinator.errors == []
+    world.go_on(100.0)
+    assert world.steps_on("store")[-1] == 20
+    lost = next(h for h in world.handles.values() if h.exception() is not None)
+    with pytest.raises(
+        FlushError, match="given up: store: nvme is full of copies that store is owed"
+    ):
+        lost.wait("store", timeout=0)
+    world.check("nvme")
+    world.check("store")
+
+
+def test_a_save_waits_no_longer_for_a_tier_than_its_own_max_wait() -> None:
+    world = behind(None, images=2, members={"max_wait_s": 2.0}, max_wait_s=60.0)
+    assert world.save_soon(1) is not None
+    assert world.save_soon(2) is not None
+    answer = world.ask_for_region(3)
+    world.go_on(1.9)
+    assert answer == []
+    world.go_on(0.2)
+    region, error = answer
+    assert region is None
+    with pytest.raises(CapacityError, match=r"none became free within max_wait \(2 s\)"):
+        raise error
+
+
+def test_a_longer_max_wait_of_a_tier_holds_while_memory_is_held_for_it() -> None:
+    world = behind(None, images=2, members={"max_wait_s": 30.0}, max_wait_s=2.0)
+    assert world.save_soon(1) is not None
+    assert world.save_soon(2) is not None
+    answer = world.ask_for_region(3)
+    world.go_on(COPY_S + 1.0)
+    region, error = answer
+    assert (region is not None, error) == (True, None)
+
+
+def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
+    rules = [
+        file_rules(NODE_TIER, capacity_bytes=int(2.5 * IMAGE)),
+        file_rules(SHARED_TIER, shared=True, when_full=WhenFull.SUPERSEDE),
+    ]
+    run = Many((0, 1), rules, max_wait_s=10.0, memory_images=3)
+    for step in range(1, 7):
+        for rank in run.ranks:
+            rank.save(step)
+        talk(run)
+        for _ in range(60):  # the disks of both nodes are at work, the store is not
+            for rank in run.ranks:
+                rank.tasks.sort(key=lambda task: task.tier != NODE_TIER)
+                if rank.tasks and rank.tasks[0].tier == NODE_TIER:
+                    rank.coordinator.post(rank.runner.run(rank.tasks.pop(0)))
+                    rank.step()
+            talk(run)
+    lost = [dict(rank.coordinator.flush_queue.given_up) for rank in run.ranks]
+    assert lost[0] == lost[1]
+    assert lost[0][SHARED_TIER] > 0
+    assert {id.step for id in run.committed(NODE_TIER)} >= {6}
+    run.settle()
+    assert 6 in {id.step for id in run.committed(SHARED_TIER)}
+    for rank in run.ranks:
+        assert rank.coordinator.errors == []
+        assert not rank.coordinator.busy()
