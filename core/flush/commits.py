@@ -71,6 +71,7 @@ from tierfall.core.types.errors import (
     FencedError,
     FlushError,
     LostWriteError,
+    StorageFullError,
 )
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
@@ -698,6 +699,8 @@ class Commits:
                 failure = SaveFailure.from_json(body, rank=rank)
                 text = self._group.topology.name_rank(rank, failure.text)
                 self.seals.give_up(id, replace(failure, text=text))
+            case MessageKind.FULL:
+                self._on_full(tier, id, rank, Reason.from_json(body, rank=rank).text)
             case MessageKind.STUCK:
                 stuck = StuckCopy(rank=rank, reason=Reason.from_json(body, rank=rank).text)
                 self._messages.announce(MessageKind.STUCK, id, tier, stuck)
@@ -708,6 +711,13 @@ class Commits:
                 text = self._group.topology.name_rank(rank, Reason.from_json(body, rank=rank).text)
                 set_aside = topic.kind == MessageKind.SET_ASIDE
                 self.copies.give_up(tier, id, text, set_aside=set_aside)
+
+    def _on_full(self, tier: str, id: CheckpointId, rank: int, text: str) -> None:
+        """A rank has found no space on the disk of its node."""
+        entry = self._ledger.entries.get(id)
+        if entry is not None and tier in entry.owed:
+            error = StorageFullError(self._group.topology.name_rank(rank, text))
+            self._flusher.on_full_elsewhere(tier, entry, error)
 
     def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
         id, tier = topic.id, topic.tier
@@ -740,6 +750,7 @@ class Commits:
 
     def _on_deleted(self, entry: LedgerEntry, tier: str, message: DeletedCopy) -> None:
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
+        self._flusher.on_room_elsewhere(tier, self._ledger.now_s)
         is_shared = self._group.is_shared(tier)
         if entry.pinned and not is_shared:  # since then: this node's part stays
             self._ledger.partial.add((tier, entry.id))

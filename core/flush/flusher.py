@@ -177,7 +177,7 @@ ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
 
 class TierRoom:
     """Room on a stored tier for the next copy: what is evicted or given up for it, and when a copy has to wait. The
-    policies decide; rank 0 decides for all ranks, and the deleter dispatches evictions as tasks."""
+    policies decide, on rank 0 for all ranks, and the deleter dispatches evictions as tasks."""
 
     def __init__(
         self,
@@ -219,8 +219,6 @@ class TierRoom:
         """Decide whether a copy may begin; start the evictions that it needs."""
         if self._ledger.restoring or self._deleter.is_deleting(lane.tier):
             return WAIT
-        if not self._group.decides and not lane.disk_full:
-            return ADMIT  # rank 0 has made room already
         rules = self._ledger.rules_of(lane.tier)
         capacity = rules.capacity_bytes
         need, free = self._need_and_free(lane, entry, capacity)
@@ -232,7 +230,7 @@ class TierRoom:
         if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
             return WAIT
         plan = self._plan(view, lane, need=need, free=free)
-        if self._group.decides and self._gives_way(view, plan, lane, entry, need, free):
+        if self._gives_way(view, plan, lane, entry, need, free):
             return WAIT
         return self._apply(plan, lane, entry, need=need, free=free)
 
@@ -277,19 +275,16 @@ class TierRoom:
     ) -> RoomDecision:
         """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
         run meanwhile."""
-        tier, decides = lane.tier, self._group.decides
         fits = free >= need
         if self._deleter.rules_are_suspended and plan.deletions:
-            return (
-                ADMIT if fits else WAIT
-            )  # nothing is evicted before it is known which copies are good
-        if plan.deletions and decides and plan.missing_bytes == 0:
+            # nothing is evicted before it is known which copies are good
+            return ADMIT if fits else WAIT
+        if plan.deletions and plan.missing_bytes == 0:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
-        if decides and self._verifier.is_verifying(tier):
-            return WAIT  # once that is verified, others may be evicted
-        if decides and self._relieve(lane, plan.missing_bytes):
+        # once that is verified, others may be evicted
+        if self._verifier.is_verifying(lane.tier) or self._relieve(lane, plan.missing_bytes):
             return WAIT
         return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
 
@@ -405,6 +400,8 @@ def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> Capaci
 
 ARRIVALS_BEFORE_SET_ASIDE = 8
 """A copy with retryable failures is set aside once it failed again after so many others were committed."""
+ROOM_S = 1.0
+"""Seconds in which the leaders of all nodes delete a copy that rank 0 has deleted."""
 OLDER_OWED_MAX = 64
 """A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
@@ -475,6 +472,10 @@ class Flusher:
                     f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
                 )
                 self._messages.report_copy_failed(lane.tier, entry.id, error)
+            elif not self._group.decides:
+                if not lane.disk_full:  # rank 0 has made room already
+                    self._begin(lane, entry)
+                return
             else:
                 decision = self._room.try_admit(lane, entry)
                 if decision.admitted:
@@ -501,12 +502,29 @@ class Flusher:
         lane.lacks_room = True
         if now_s >= lane.not_before_s:
             # other processes may free room on the disk, or have unpinned a checkpoint
-            lane.not_before_s = now_s + retries.longest_s(has_deadline=bool(self._ledger.deadlines))
+            lane.not_before_s = now_s + self._longest_s()
             self._deleter.plan_tier(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
             self._messages.report_copy_failed(lane.tier, entry.id, error)
         else:
             self._report_failing(lane.tier, entry, error)
+
+    def _longest_s(self) -> float:
+        return retries.longest_s(has_deadline=bool(self._ledger.deadlines))
+
+    def on_full_elsewhere(self, tier: str, entry: LedgerEntry, error: StorageFullError) -> None:
+        """Make room for a copy that another rank found none for; for rank 0."""
+        lane = self._lanes[tier]
+        self._room.on_disk_full(lane, error)
+        decision = self._room.try_admit(lane, entry)
+        if decision.error is not None:
+            self._messages.report_copy_failed(tier, entry.id, decision.error)
+
+    def on_room_elsewhere(self, tier: str, now_s: float) -> None:
+        """A copy is deleted from a tier, here or soon: what found no room there is tried again."""
+        lane = self._lanes[tier]
+        if lane.lacks_room:
+            lane.not_before_s = min(lane.not_before_s, now_s + ROOM_S)
 
     def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
         """Report, once for a copy, that a tier does not accept it at present."""
@@ -606,8 +624,13 @@ class Flusher:
         if isinstance(error, PreemptedError):
             logger.info("%s", error)
             return
-        if isinstance(error, StorageFullError):
+        if isinstance(error, StorageFullError) and self._group.decides:
             self._room.on_disk_full(lane, error)
+            return
+        if isinstance(error, StorageFullError):
+            lane.disk_full = lane.lacks_room = True
+            lane.not_before_s = now_s + self._longest_s()
+            self._messages.report(MessageKind.FULL, entry.id, lane.tier, Reason(text=str(error)))
             return
         lane.back_off(entry, error, now_s)
         self._emitter.counters.flush_failures += 1

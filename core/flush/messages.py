@@ -46,6 +46,7 @@ class MessageKind(StrEnum):
     COMMITTED = "committed"  # announced
     COPY_FAILED = "copy_failed"  # reported
     SET_ASIDE = "set_aside"  # reported
+    FULL = "full"  # reported
     STUCK = "stuck"  # reported, then announced
     GIVE_UP = "give_up"  # reported
     GIVEN_UP = "given_up"  # announced

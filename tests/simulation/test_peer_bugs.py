@@ -18,13 +18,13 @@ from tests.simulation import peer_world
 from tests.simulation.peer_hour import run_peer_hour
 from tierfall.core.copies import images
 from tierfall.core.copies.shard_reader import ShardReader
+from tierfall.core.flush import worker
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.memory import Admissions
 from tierfall.core.flush.tasks import OpenShard
 from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.message_tree import Bodies
-from tierfall.core.flush import worker
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import CheckpointView

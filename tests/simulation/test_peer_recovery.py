@@ -20,8 +20,8 @@ from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFail
 from tests.simulation.world import FakeRegion, commit_in_memory, file_rules
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import ON_PEERS
-from tierfall.core.flush.commits import LOST_WRITES_MAX
 from tierfall.core.flush import worker
+from tierfall.core.flush.commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import (
     IntegrityError,
     LostWriteError,

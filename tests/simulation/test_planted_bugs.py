@@ -18,15 +18,15 @@ from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import Image, check_digest
-from tierfall.core.flush.commits import Commits
+from tierfall.core.flush import worker
 from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.facts import CopyFailures, LedgerEntry
 from tierfall.core.flush.flusher import Flusher
 from tierfall.core.flush.lane import FlushLane
+from tierfall.core.flush.messages import MessageKind, Messages
 from tierfall.core.format import catalog
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Manifest
-from tierfall.core.flush import worker
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
@@ -112,7 +112,13 @@ def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
     patch.setattr(Deleter, "plan_tier", lambda self, tier: self._due.add(tier))
     patch.setattr(Deleter, "_applies_rules", lambda self: not self.rules_are_suspended)
-    patch.setattr(Commits, "on_deleted", lambda self, task: None)
+    real = Messages.announce_to_others
+
+    def announce(messages: Messages, kind: MessageKind, *more: Any) -> None:
+        if kind is not MessageKind.DELETE_COPY:
+            real(messages, kind, *more)
+
+    patch.setattr(Messages, "announce_to_others", announce)
 
 
 def save_twice_as_often(patch: pytest.MonkeyPatch) -> None:

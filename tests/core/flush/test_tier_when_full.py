@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from tests.core.flush.test_commits import talk
+from tests.faults import Fault, FaultKind, Operation
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.rank import Rank
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.types.errors import CapacityError, FlushError
+from tierfall.core.flush.tasks import DeleteCopy, Task
+from tierfall.core.types.errors import CapacityError, FlushError, StorageFullError
 from tierfall.core.types.values import WhenFull
 
 COPY_S = 10.0
@@ -121,6 +124,40 @@ def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
     assert {id.step for id in run.committed(NODE_TIER)} >= {6}
     run.settle()
     assert 6 in {id.step for id in run.committed(SHARED_TIER)}
+    for rank in run.ranks:
+        assert rank.coordinator.errors == []
+        assert not rank.coordinator.busy()
+
+
+@pytest.mark.parametrize("node_of", [(0, 1), (0, 1, 1)])
+def test_room_is_made_where_the_disk_of_another_node_than_rank_0s_is_full(
+    node_of: tuple[int, ...],
+) -> None:
+    run = Many(node_of, [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
+    for step in (1, 2):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    full = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=Operation.CREATE,
+        keys="run/step-*",
+        times=None,
+        error=StorageFullError,
+    )
+    last = run.ranks[-1]
+    last.troubles[NODE_TIER].strike([full])
+
+    def free_some(rank: Rank, task: Task) -> None:
+        if isinstance(task, DeleteCopy) and rank.node == last.node:
+            last.troubles[NODE_TIER].stop()
+
+    run.ran = free_some
+    for rank in run.ranks:
+        rank.save(3)
+    run.settle()
+    assert {id.step for id in run.committed(NODE_TIER)} == {2, 3}
+    assert {id.step for id in run.committed(SHARED_TIER)} == {1, 2, 3}
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
