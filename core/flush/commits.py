@@ -165,7 +165,7 @@ class TierCommits:
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
         elif tier in entry.owed:
-            entry.overtaken.add(tier)  # only in this start: the next one may still copy it
+            entry.overtaken |= {tier}  # only in this start: the next one may still copy it
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 
@@ -220,7 +220,7 @@ class TierCommits:
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
         copy = (tier, entry.id)
-        entry.uploaded_to.discard(tier)
+        entry.uploaded_to -= {tier}
         self._uploaded.pop(copy, None)
         self._of_node.pop(copy, None)
         self._ledger.committing.discard(copy)
@@ -230,7 +230,7 @@ class TierCommits:
         if message.rank == self._group.topology.rank and tier in self._ledger.failing:
             return  # this rank detects the recovery of the tier itself
         if (entry := self._ledger.entries.get(id)) is not None:
-            entry.overtaken.add(tier)
+            entry.overtaken |= {tier}
         # Also if the tier fails on this rank: it may recover here earlier than on the other rank.
         self._ledger.stuck[tier] = id
         error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
@@ -245,7 +245,7 @@ class TierCommits:
             self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
             self._ledger.forget_if_gone(entry)
             return
-        entry.uploaded_to.add(tier)
+        entry.uploaded_to |= {tier}
         self._uploaded[tier, entry.id] = list(files)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         body = UploadedFiles(files=tuple(files))
@@ -345,7 +345,7 @@ class TierCommits:
         self._flusher.note_stall(task.tier, entry, error, record.since_s, record.not_before_s)
         # A newer checkpoint may be committed before this one.
         if task.tier in self._ledger.failing:
-            entry.overtaken.add(task.tier)
+            entry.overtaken |= {task.tier}
 
     def try_now(self) -> None:
         """Try each record that waits at once."""

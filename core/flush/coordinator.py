@@ -304,7 +304,7 @@ class Coordinator:
         for entry in self.ledger.entries.values():
             if entry.handle is not None and (entry.owed or entry.snapshot is not None):
                 entry.handle.on_stopped(error)
-            entry.owed.clear()
+            entry.owed = frozenset()
         self.replicas.stop()
         self._decisions.fail_all(error)
         self._admissions.fail_all(error)
@@ -322,9 +322,7 @@ class Coordinator:
             commit, own = entry.commit, self.ledger.shard
             if commit and (entry.shard, commit.world_size) == (own, own.world_size):
                 owed = still_owed(view, checkpoint)
-                entry.owed.update(
-                    name for name in owed if name in self.lanes and name not in entry.damage
-                )
+                entry.owed |= (self.lanes.keys() & owed) - entry.damage.keys()
                 self.backlog.on_owed(entry.id, tuple(entry.owed))
 
     # One step --------------------------------------------------------------------------------------
@@ -333,7 +331,6 @@ class Coordinator:
         """Handle all events, dispatch all tasks that can begin, and return when to call again at the latest."""
         self.ledger.now_s = self.emitter.now_s = now_s
         self._due_s = None
-        self.ledger.refresh()
         self.steps += 1
         handled: list[Event] = []
         while (
@@ -521,11 +518,8 @@ class Coordinator:
         if entry.snapshot is None and not is_here:
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
-        entry.owed.update(
-            tier
-            for tier in self.lanes
-            if tier not in has_copy and not self.commits.copies.has_given_up(tier, id)
-        )
+        given_up = {tier for tier in self.lanes if self.commits.copies.has_given_up(tier, id)}
+        entry.owed |= self.lanes.keys() - has_copy - given_up
 
     def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
         """Set an event once no work is in progress and every copy that can be made is made; ``copies_only``: whatever

@@ -21,7 +21,7 @@ from dataclasses import replace
 from tierfall.core.flush.commits import TierCommits
 from tierfall.core.flush.deleter import DELETED, DecidedLists, Deleter
 from tierfall.core.flush.emitter import Context
-from tierfall.core.flush.facts import LedgerEntry
+from tierfall.core.flush.facts import LedgerEntry, without
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.flush.memory import Admissions
 from tierfall.core.flush.messages import DecidedEntries, FoundDamage, MessageKind
@@ -473,7 +473,9 @@ class DamageReports:
         logger.error(text, tier, entry.id, why, cure if is_mended else "")
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
-            entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
+            entry.bytes = without(
+                entry.bytes, tier
+            )  # it is gone: no room can be made by its deletion
         self._deleter.plan_tier(tier)
         if repairable:
             self._note(entry, tier, why)

@@ -473,7 +473,7 @@ class Deleter:
         size = self._ledger.unfinished.pop((task.tier, task.id), 0)
         leaving = _is_leaving(entry, task.tier)
         if entry is not None:
-            entry.commit_unknown_on.discard(task.tier)
+            entry.commit_unknown_on -= {task.tier}
         if outcome.value is not None:
             self._on_still_committed(task, outcome.value)
             return not leaving
@@ -511,7 +511,7 @@ class Deleter:
         if entry.attempt_id != commit.lineage.attempt_id:
             return
         self._to_announce.discard((task.tier, task.id))
-        entry.bytes[task.tier] = commit.stored_bytes
+        entry.bytes = {**entry.bytes, task.tier: commit.stored_bytes}
         entry.note_kept(task.tier)
         self.plan_tier(task.tier)
 

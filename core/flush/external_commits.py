@@ -146,7 +146,7 @@ class ExternalCommits:
         id = commit.lineage.checkpoint
         entry = entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
-        entry.verified.add(tier)  # it was written by this start
+        entry.verified |= {tier}  # it was written by this start
         self._ledger.has_begun = True
         self._ledger.enter(entry)
         self._on_commit(tier, entry)

@@ -2,8 +2,7 @@
 
 Only the coordinator's thread writes it. It contains facts and answers queries; the coordinator and the policies decide
 what follows. A run may have thousands of checkpoints, of which a save changes one: summaries of all entries are updated
-only for those that may have changed. A component that looks an entry up may change it, so a lookup counts as a change.
-Entries on which saves, copies or commands work are *open*, and updated each time.
+only for those that have changed. Entries on which saves, copies or commands work are *open*.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import ON_PEERS, HostRegion, ReplicaShare, Snapshot
@@ -32,11 +32,13 @@ from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Sha
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 logger = logging.getLogger("tierfall")
+V = TypeVar("V")
 
 
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
-    """One checkpoint. All members that are sets or dicts are by tier.
+    """One checkpoint. All members that are sets or mappings are by tier. Each is replaced as a whole: every change adds
+    this checkpoint to ``changed``, a set of the ledger.
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
     ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
@@ -55,6 +57,7 @@ class LedgerEntry:
     ``pinned``, ``deleted`` and ``tags`` are what persons have decided, with the tags of its save.
     """
 
+    changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
     id: CheckpointId
     ordinal: int
     started_from: CheckpointId | None
@@ -75,23 +78,27 @@ class LedgerEntry:
     pinned: bool = False
     deleted: bool = False
     tags: frozenset[str] = frozenset()
-    states: dict[str, CopyState] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    damage: dict[str, str] = field(default_factory=dict)
-    verified: set[str] = field(default_factory=set)
-    repairable: set[str] = field(default_factory=set)
-    leases: dict[str, int] = field(default_factory=dict)
-    owed: set[str] = field(default_factory=set)
-    uploaded_to: set[str] = field(default_factory=set)
-    commit_unknown_on: set[str] = field(default_factory=set)
-    failures: dict[str, CopyFailures] = field(default_factory=dict)
-    set_aside: dict[str, BaseException] = field(default_factory=dict)
-    overtaken: set[str] = field(default_factory=set)
-    changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
+    states: Mapping[str, CopyState] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    damage: Mapping[str, str] = field(default_factory=dict)
+    verified: frozenset[str] = frozenset()
+    repairable: frozenset[str] = frozenset()
+    leases: Mapping[str, int] = field(default_factory=dict)
+    owed: frozenset[str] = frozenset()
+    uploaded_to: frozenset[str] = frozenset()
+    commit_unknown_on: frozenset[str] = frozenset()
+    failures: Mapping[str, CopyFailures] = field(default_factory=dict)
+    set_aside: Mapping[str, BaseException] = field(default_factory=dict)
+    overtaken: frozenset[str] = frozenset()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name != "changed":
+            self.changed.add(self.id)
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no work on it is in progress or owed: it then changes only by lookup."""
+        """Return whether no work on it is in progress or owed."""
         return not (
             self.owed
             or self.set_aside
@@ -140,7 +147,6 @@ class LedgerEntry:
 
     def decide(self, decided: DecidedList) -> None:
         """Apply what is decided about it."""
-        self.changed.add(self.id)
         self.pinned = decided.is_pinned(self.id, self.attempt_id)
         self.deleted = decided.is_deleted(self.id, self.attempt_id)
         given = self.commit.tags if self.commit else ()
@@ -175,34 +181,31 @@ class LedgerEntry:
         return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in self.damage)
 
     def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
-        self.changed.add(self.id)
         if state is CopyState.ABSENT:
-            self.states.pop(tier, None)
-            self.verified.discard(tier)
+            self.states = without(self.states, tier)
+            self.verified -= {tier}
             if tier not in self.damage:
-                self.bytes.pop(tier, None)
+                self.bytes = without(self.bytes, tier)
             return
-        self.states[tier] = state
+        self.states = {**self.states, tier: state}
         if bytes is not None:
-            self.bytes[tier] = bytes
+            self.bytes = {**self.bytes, tier: bytes}
 
     def note_damage(self, tier: str, why: str, *, repairable: bool) -> None:
         """Mark the copy on a tier as damaged: it protects nothing from now on."""
-        self.damage[tier] = why
+        self.damage = {**self.damage, tier: why}
         if repairable:
-            self.repairable.add(tier)
+            self.repairable |= {tier}
         self.set_state(tier, CopyState.ABSENT)
 
     def note_damage_kept(self, tier: str, why: str) -> None:
         """Note that the copy on a tier differs from what was written, but keep it: some of its tensors may be good."""
-        self.changed.add(self.id)
-        self.damage[tier] = why
+        self.damage = {**self.damage, tier: why}
 
     def forget_damage(self, tier: str) -> None:
         """The damaged copy on a tier was deleted."""
-        self.changed.add(self.id)
-        self.damage.pop(tier, None)
-        self.repairable.discard(tier)
+        self.damage = without(self.damage, tier)
+        self.repairable -= {tier}
 
     def note_gone(self, tier: str) -> None:
         """The tier has no copy of it any more."""
@@ -215,9 +218,8 @@ class LedgerEntry:
 
     def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
         """Owe these tiers no copy any more; the handle reports ``error``."""
-        self.changed.add(self.id)
         for tier in self.owed.intersection(tiers):
-            self.owed.discard(tier)
+            self.owed -= {tier}
             if self.handle is not None:
                 self.handle.on_tier_failed(tier, error)
 
@@ -225,8 +227,12 @@ class LedgerEntry:
         return FlushError(f"flush of {self.id} is given up: {why}")
 
     def lease(self, tier: str, change: int) -> None:
-        self.changed.add(self.id)
-        self.leases[tier] = self.leases.get(tier, 0) + change
+        self.leases = {**self.leases, tier: self.leases.get(tier, 0) + change}
+
+
+def without(by_tier: Mapping[str, V], tier: str) -> Mapping[str, V]:
+    """Return a mapping without one tier."""
+    return {other: value for other, value in by_tier.items() if other != tier}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -272,24 +278,12 @@ def _shard(commit: Commit | None, own: Shard) -> Shard:
 
 
 class LedgerEntries(dict[CheckpointId, LedgerEntry]):
-    """Entries by checkpoint. Iterating over ``values`` is no lookup: an entry found there is changed by
-    its own methods, which report the change, or is open already."""
+    """Entries by checkpoint. ``changed`` are those that were changed, added or removed since it was cleared."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changed: set[CheckpointId] = set()
         self._sorted: list[CheckpointId] = []
-
-    def __getitem__(self, id: CheckpointId) -> LedgerEntry:
-        entry = super().__getitem__(id)
-        self.changed.add(id)
-        return entry
-
-    def get(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
-        entry = super().get(id)
-        if entry is not None:
-            self.changed.add(id)
-        return entry
 
     def __setitem__(self, id: CheckpointId, entry: LedgerEntry) -> None:
         if id not in self:
@@ -298,16 +292,11 @@ class LedgerEntries(dict[CheckpointId, LedgerEntry]):
         self.changed.add(id)
         super().__setitem__(id, entry)
 
-    def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
+    def remove(self, id: CheckpointId) -> None:
         """Remove an entry, if it is there."""
-        if id in self:
+        if self.pop(id, None) is not None:
             del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
             self.changed.add(id)
-        return super().pop(id, None)
-
-    def peek(self, id: CheckpointId) -> LedgerEntry:
-        """Return an entry that the caller does not change."""
-        return super().__getitem__(id)
 
     def ids(self, *, newest_first: bool = False) -> Iterator[CheckpointId]:
         """Yield all checkpoints, sorted by step and attempt."""
@@ -465,11 +454,9 @@ class Ledger:
         checkpoints may lack its metrics."""
         self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
-        self._recent: set[CheckpointId] = set()
-        self._past: set[CheckpointId] = set()
         self.lineage = AbandonedLines()
         self._views: dict[CheckpointId, CheckpointView] = {}
-        self._counted: dict[CheckpointId, tuple[dict[str, int], dict[str, CopyState]]] = {}
+        self._counted: dict[CheckpointId, tuple[Mapping[str, int], Mapping[str, CopyState]]] = {}
         self._deleted: set[CheckpointId] = set()
         self._repairable: set[CheckpointId] = set()
         self._overtaken: set[CheckpointId] = set()
@@ -538,14 +525,14 @@ class Ledger:
             entry.image_bytes = checkpoint.bytes
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
-                    entry.bytes[tier] = copy.bytes
+                    entry.bytes = {**entry.bytes, tier: copy.bytes}
                     why = (
                         f"it could not be read: {copy.unread}" if copy.unread else str(copy.damage)
                     )
                     entry.note_damage(tier, why, repairable=copy.repairable)
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
-            entry.overtaken.update(late.get(checkpoint.id, ()))
+            entry.overtaken |= late.get(checkpoint.id, frozenset())
             self.enter(entry)
         listings = tuple(listings)
         self.lineage.set_starts({start.key: start for start in starts_in(listings)})
@@ -597,7 +584,7 @@ class Ledger:
 
     def forget_if_gone(self, entry: LedgerEntry) -> None:
         if not (entry.states or entry.owed or entry.damage or entry.snapshot):
-            self.entries.pop(entry.id)
+            self.entries.remove(entry.id)
 
     def view(
         self,
@@ -682,7 +669,7 @@ class Ledger:
     def live_copies(self, tier: str) -> Iterator[LedgerEntry]:
         """Yield the committed copies on a tier, newest first, without abandoned and deleted ones."""
         abandoned = self.abandoned()
-        for entry in map(self.entries.peek, self.entries.ids(newest_first=True)):
+        for entry in map(self.entries.__getitem__, self.entries.ids(newest_first=True)):
             if (
                 entry.state(tier) is CopyState.COMMITTED
                 and entry.id not in abandoned
@@ -699,8 +686,8 @@ class Ledger:
                 for id in entries.ids(newest_first=True)
                 if id not in abandoned
                 and id not in without
-                and entries.peek(id).state(tier) is CopyState.COMMITTED
-                and not entries.peek(id).deleted
+                and entries[id].state(tier) is CopyState.COMMITTED
+                and not entries[id].deleted
             ),
             None,
         )
@@ -720,14 +707,8 @@ class Ledger:
 
     # Summaries -------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Begin a step: entries that were looked up until now do not change any more; update the summaries once more
-        for them."""
-        self._past |= self._recent
-        self._recent.clear()
-
     def open(self) -> list[LedgerEntry]:
-        """Return the entries that are owed, in memory, or being saved, copied, deleted or read; and some that were."""
+        """Return the entries that are owed, in memory, or being saved, copied, deleted or read."""
         self._refresh()
         return list(self._open.values())
 
@@ -755,41 +736,28 @@ class Ledger:
     def repairable(self) -> list[LedgerEntry]:
         """Return the entries with a damaged copy that a rule may delete."""
         self._refresh()
-        return [self.entries.peek(id) for id in sorted(self._repairable, key=_key)]
+        return [self.entries[id] for id in sorted(self._repairable, key=_key)]
 
     def deleted(self) -> list[LedgerEntry]:
         """Return the entries that a person has deleted, while there is something left of them."""
         self._refresh()
-        return [self.entries.peek(id) for id in sorted(self._deleted, key=_key)]
+        return [self.entries[id] for id in sorted(self._deleted, key=_key)]
 
     def views(self) -> tuple[CheckpointView, ...]:
-        """Return the views of all entries, by step and attempt. Those of open entries are never cached."""
+        """Return the views of all entries, by step and attempt."""
         self._refresh()
         abandoned = self.lineage.abandoned()
         for id in self.lineage.take_flipped():
             self._views.pop(id, None)
-        for id, entry in list(self._open.items()):
-            if entry.is_settled:
-                del self._open[id]
-        found = []
-        for id in self.entries.ids():
-            view = self._views.get(id)
-            if view is None:
-                view = self._view(self.entries.peek(id), abandoned=id in abandoned)
-                if id not in self._open and id not in self._recent:
-                    self._views[id] = view
-            found.append(view)
-        return tuple(found)
+        for id in self.entries.keys() - self._views.keys():
+            self._views[id] = self._view(self.entries[id], abandoned=id in abandoned)
+        return tuple(self._views[id] for id in self.entries.ids())
 
     def _refresh(self) -> None:
         changed = self.entries.changed
-        self._recent |= changed
-        changed.clear()
-        if not self._recent and not self._past:
-            return
-        for id in self._recent | self._past:
+        for id in changed:
             self._views.pop(id, None)
-            entry = self.entries.peek(id) if id in self.entries else None
+            entry = self.entries.get(id)
             if entry is None or entry.is_settled:
                 self._open.pop(id, None)
             else:
@@ -798,11 +766,11 @@ class Ledger:
             _keep_if(self._overtaken, id, entry is not None and bool(entry.overtaken))
             _keep_if(self._repairable, id, entry is not None and bool(entry.repairable))
             _keep_if(self._deleted, id, entry is not None and entry.deleted)
-        self._past.clear()
+        changed.clear()
 
     def _count(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
         old = self._counted.get(id)
-        new = None if entry is None else (dict(entry.bytes), dict(entry.states))
+        new = None if entry is None else (entry.bytes, entry.states)
         if old == new:
             return
         if old is not None:
@@ -814,7 +782,7 @@ class Ledger:
         self._add(*new, 1)
         self._counted[id] = new
 
-    def _add(self, bytes: dict[str, int], states: dict[str, CopyState], sign: int) -> None:
+    def _add(self, bytes: Mapping[str, int], states: Mapping[str, CopyState], sign: int) -> None:
         for tier, size in bytes.items():
             self._used[tier] += sign * size
             if states.get(tier) is CopyState.LEAVING:

@@ -23,7 +23,7 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.flush.deleter import Deleter
 from tierfall.core.flush.drain import DrainSchedule, PreemptedError
 from tierfall.core.flush.emitter import Context, image_bytes_of
-from tierfall.core.flush.facts import CopyFailures, LedgerEntry
+from tierfall.core.flush.facts import CopyFailures, LedgerEntry, without
 from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
 from tierfall.core.flush.messages import MessageKind, Ordinal, Reason
 from tierfall.core.flush.throttle import Backlog
@@ -116,7 +116,7 @@ class FlushQueue:
         evicts_newer = any(
             d.checkpoint > entry.id and d.checkpoint not in abandoned
             for d in plan.deletions
-            if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
+            if self._ledger.entries[d.checkpoint].readable_on(tier)
         )
         missing = plan.missing_bytes - self._deleted_bytes(tier)
         return is_late and (evicts_newer or (missing > 0 and not fits))
@@ -309,7 +309,7 @@ class TierRoom:
         if len(full.deleted) > 1:
             return
         entries = self._ledger.entries
-        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        newest_first = map(entries.__getitem__, entries.ids(newest_first=True))
         kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
         logger.warning(
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
@@ -337,7 +337,7 @@ class TierRoom:
         """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
         newest copy there; before there is one, those of its images."""
         raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
-        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        newest_first = map(entries.__getitem__, entries.ids(newest_first=True))
         committed = (e for e in newest_first if e.state(tier) is CopyState.COMMITTED)
         newest = next(committed, None)
         if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
@@ -582,15 +582,15 @@ class Flusher:
         """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.verified.add(lane.tier)
+        entry.verified |= {tier}
         if entry.handle is not None:
             self._ledger.has_begun = True
-        entry.owed.discard(lane.tier)
+        entry.owed -= {tier}
         self._ledger.unfinished.pop((lane.tier, id), None)
-        entry.commit_unknown_on.discard(lane.tier)
-        for fault in (entry.failures, entry.set_aside):
-            fault.pop(lane.tier, None)
-        entry.overtaken.discard(lane.tier)
+        entry.commit_unknown_on -= {tier}
+        entry.failures = without(entry.failures, tier)
+        entry.set_aside = without(entry.set_aside, tier)
+        entry.overtaken -= {tier}
         lane.succeeded(entry)
         self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
@@ -615,7 +615,7 @@ class Flusher:
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
-            entry.commit_unknown_on.add(lane.tier)
+            entry.commit_unknown_on |= {lane.tier}
         if lane.tier not in entry.owed:
             if entry.deleted:
                 lane.forget_stall()
@@ -641,13 +641,14 @@ class Flusher:
         """Set aside a copy that fails while the tier receives others, unless its source could not be read; return
         whether that was done."""
         entry = transfer.entry
-        failures = entry.failures.setdefault(lane.tier, CopyFailures())
+        failures = entry.failures.get(lane.tier, CopyFailures())
+        entry.failures = {**entry.failures, lane.tier: failures}
         is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
         failures.record(lane.arrivals, lasts=not is_retryable)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
         alone = tried and failures.others_arrived >= others_needed and not transfer.source_is_unread
-        entry.overtaken.add(lane.tier)
+        entry.overtaken |= {lane.tier}
         if alone:
             self._set_aside(entry, lane.tier, error)
         return alone
@@ -688,9 +689,9 @@ class Flusher:
 
     def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
-        entry.set_aside[tier] = error
-        entry.overtaken.add(tier)
-        entry.owed.discard(tier)
+        entry.set_aside = {**entry.set_aside, tier: error}
+        entry.overtaken |= {tier}
+        entry.owed -= {tier}
         self._emitter.counters.set_aside_copies += 1
         self._emitter.set_aside(tier, entry.id, error)
         self._report(entry, tier, error)
@@ -762,8 +763,7 @@ class Flusher:
         abandoned, entries = self._ledger.abandoned(), self._ledger.entries
         newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
         return not any(
-            id not in abandoned and entries.peek(id).state(tier) is CopyState.COMMITTED
-            for id in newer
+            id not in abandoned and entries[id].state(tier) is CopyState.COMMITTED for id in newer
         )
 
     def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
@@ -784,7 +784,7 @@ class Flusher:
         self.give_up_copy(entry, tier, error)
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        entry.owed.discard(tier)
+        entry.owed -= {tier}
         self._emitter.counters.given_up_copies += 1
         self._emitter.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
@@ -837,7 +837,7 @@ class CaptureEvents:
             handle=snapshot.handle,
             share=snapshot.share,
         )
-        entry.owed.update(name for name in event.tiers if name in self._lanes)
+        entry.owed = frozenset(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.enter(entry)
         self._emitter.save_begun(entry)
@@ -904,7 +904,7 @@ class CaptureEvents:
         logger.error("%s", error)
         if entry.handle is not None:
             entry.handle.on_given_up(outcome, error)
-        entry.owed.clear()
+        entry.owed = frozenset()
         self._stop_lanes(entry, error)
         if entry.snapshot is None:
             self._unseal(entry)
@@ -927,7 +927,7 @@ class CaptureEvents:
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
             entry.handle.on_given_up(SaveOutcome.FAILED, error)
-        entry.owed.clear()
+        entry.owed = frozenset()
         entry.snapshot = None
         entry.set_state(self._ledger.host, CopyState.LEAVING)
         self._stop_lanes(entry, error)

@@ -293,9 +293,8 @@ class FlushLane:
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
-        entry.commit_unknown_on.discard(
-            self.tier
-        )  # the task has checked that it is not committed there
+        # the task has checked that it is not committed there
+        entry.commit_unknown_on -= {self.tier}
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)

@@ -94,7 +94,7 @@ class Superseder:
         self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()
-        entry.owed.clear()
+        entry.owed = frozenset()
         entry.set_state(host, CopyState.LEAVING)
         if entry.handle is not None:
             entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)

@@ -157,7 +157,7 @@ class BackgroundVerifier:
     def _is_good(self, tier: str, id: CheckpointId | None) -> bool:
         if id is None or id not in self._ledger.entries:
             return False
-        entry = self._ledger.entries.peek(id)
+        entry = self._ledger.entries[id]
         is_live = id not in self._ledger.abandoned() and not entry.deleted
         return tier in entry.verified and is_live
 
@@ -299,7 +299,7 @@ class BackgroundVerifier:
         if text is None and not result.read:
             return
         if text is None:
-            entry.verified.add(tier)
+            entry.verified |= {tier}
             self._deleter.plan_all_tiers()
             self._conditions.end((tier, id), "%s: %s is verified", tier, id)
         elif result.damaged:

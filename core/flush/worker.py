@@ -266,7 +266,7 @@ class TaskRunner:
     """Carries out one task at a time.
 
     Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``, or of another
-    tier's that reads the same chunks (``shared_reads``). They stay there until they are written, so that a slow tier
+    tier's that reads the same chunks (``SharedReads``). They stay there until they are written, so that a slow tier
     blocks no other.
 
     ``attempt`` returns the attempt of this process: a task that writes, deletes or decides raises FencedError where its

@@ -4,7 +4,7 @@ It finds the layout, requests a region from the coordinator, decides whether the
 then on the snapshot belongs to the capture thread and the coordinator.
 
 A layout is planned once per structure. With several ranks, replicas are assigned to one of them: the first save of a
-structure waits until all ranks have reported what they save (``scheduler.group.dedup``), and digests the replicas.
+structure waits until all ranks have reported what they save (``core/flush/replicas.py``), and digests the replicas.
 Later saves reuse the layout without a message, and read a part of the replicas at each save, to be compared
 (``sampling.replicas``).
 """

@@ -377,4 +377,4 @@ def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] |
     None: no other rank was asked.
     """
     for entry in ledger.ordered() if late is not None else ():
-        entry.overtaken = set((late or {}).get(entry.id, ()))
+        entry.overtaken = frozenset((late or {}).get(entry.id, ()))

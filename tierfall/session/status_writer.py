@@ -175,7 +175,7 @@ class StatusWriter:
             attempt=tiers.attempt.number if tiers.attempt else None,
             tiers=tuple(self._tier(rules) for rules in ledger.rules),
             checkpoints=tuple(
-                self._checkpoint(ledger.entries.peek(id), abandoned=id in left)
+                self._checkpoint(ledger.entries[id], abandoned=id in left)
                 for id in reversed(newest)
             ),
             checkpoints_known=len(ledger.entries),

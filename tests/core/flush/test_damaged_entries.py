@@ -228,7 +228,7 @@ def two_with_damage(restored: CheckpointId = FIRST, **members: Any) -> World:
     world.start()
     ledger = world.coordinator.ledger
     ledger.continue_from(restored, attempt=2)
-    ledger.entries[FIRST].verified.add("pfs")
+    ledger.entries[FIRST].verified |= {"pfs"}
     world.coordinator.found_damage("pfs", SECOND, "does not match")
     return world
 
@@ -253,7 +253,7 @@ def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(
         case "pinned":
             world.order(CommandKind.PIN, SECOND)
         case "nothing good":
-            entries[FIRST].verified.clear()
+            entries[FIRST].verified = frozenset()
             flip(world.disks["pfs"], 1)
         case "another half":
             entries[SECOND].note_damage("other", "does not match", repairable=True)

@@ -82,7 +82,10 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
     world.go_on(1.0)
     lane = world.coordinator.lanes["store"]
     assert lane.active is not None
-    lane.active.entry.bytes["host"] = 10 * IMAGE  # a large one, of another world size
+    lane.active.entry.bytes = {
+        **lane.active.entry.bytes,
+        "host": 10 * IMAGE,
+    }  # a large one, of another world size
     world.save(3)
     with caplog.at_level(logging.INFO, logger="tierfall"):
         forecast = drained(world, 20.0)
