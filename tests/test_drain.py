@@ -169,7 +169,6 @@ def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks
     assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
     wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")
     known = {c.step: c.tiers.get("nvme") for c in checkpointers[0].checkpoints()}
-    # step 2 may have been begun before; how much arrives in time is a matter of the machine
-    assert known[5] in ("arriving", "committed"), "the newest came first"
-    assert known[5] == "committed" or known[3] is known[4] is None
+    # step 2 may have been begun before; how much arrives in time, if anything, is a matter of the machine
+    assert known[5] == "committed" or known[3] is known[4] is None, "the newest comes first"
     close_all(checkpointers)

@@ -139,7 +139,7 @@ class Backlog:
                 self.late[tier] = self.late.get(tier, 0) + 1
                 if self._logs:
                     logger.warning("%s", reason)
-            elif reason is None and self._due[tier]:
+            if tier not in self._is_late and self._due[tier]:
                 self._wake_at(min(self._due[tier].values()) + rules.within_s + 0.001)
 
     def _forget_abandoned(self, tier: str) -> None:

@@ -240,12 +240,14 @@ def test_a_save_may_wait_for_room_and_then_be_saved(place: Place, gate: Gate) ->
     place.config(store=gate.tier(), host={"capacity": THREE_IMAGES}, max_wait="20s")
     with place.open() as ckpt:
         gate.hold("write", part="step-")
-        timer = threading.Timer(0.3, gate.open)
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step))
+        opened = threading.Event()
+        timer = threading.Timer(0.3, lambda: (opened.set(), gate.open()))
         timer.start()
-        for step in (1, 2, 3, 4):
-            handle = ckpt.save(step, state_of(step))
-        timer.join()
-        assert handle.stats.blocked_s > 0.1
+        handle = ckpt.save(4, state_of(4))
+        assert opened.is_set(), "it has not waited until there was room"
+        assert handle.stats.blocked_s > 0
         handle.wait(timeout=SOON_S)
     assert place.steps("store") == [1, 2, 3, 4]
 
