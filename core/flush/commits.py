@@ -15,6 +15,7 @@ The uploads of all ranks become one committed copy on a tier, or are deleted aga
     uploaded            -> all have: commit         -> write the commit record
                            all have: committed      <- node committed
     copy failed         -> given up on this tier, by all (after a retryable error it is retried: stuck)
+    full                -> delete another copy
 
 On a tier that all nodes share, one commit record names the files of all ranks; elsewhere each node's record names those
 of its own. All of it belongs to the coordinator's thread and does no I/O: workers write the records.
@@ -63,7 +64,6 @@ from tierfall.core.ranks.message_tree import (
     RankReported,
 )
 from tierfall.core.ranks.messages import CheckpointTopic
-from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     CapacityError,
@@ -340,8 +340,7 @@ class TierCommits:
         record.since_s = record.since_s if record.tries else now_s
         record.tries += 1
         record.waits = True
-        wait_s = retries.wait_s(record.tries, has_deadline=bool(self._ledger.deadlines))
-        record.not_before_s = now_s + wait_s
+        record.not_before_s = now_s + self._ledger.wait_s(record.tries)
         self._flusher.note_stall(task.tier, entry, error, record.since_s, record.not_before_s)
         # A newer checkpoint may be committed before this one.
         if task.tier in self._ledger.failing:
@@ -750,7 +749,7 @@ class Commits:
 
     def _on_deleted(self, entry: LedgerEntry, tier: str, message: DeletedCopy) -> None:
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
-        self._flusher.on_room_elsewhere(tier, self._ledger.now_s)
+        self._flusher.on_room_elsewhere(tier)
         is_shared = self._group.is_shared(tier)
         if entry.pinned and not is_shared:  # since then: this node's part stays
             self._ledger.partial.add((tier, entry.id))

@@ -469,11 +469,6 @@ class Coordinator:
         """The error that reports a newer attempt: this process writes nothing more."""
         return self.ledger.fenced
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The tiers that could not be listed when the run was opened."""
-        return self._decisions.unread
-
     def late_tiers(self, command: Command) -> tuple[str, ...]:
         """Return the tiers whose answer a command waits for; none if something is still being read or written."""
         return self._decisions.late_tiers(command)

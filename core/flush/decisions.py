@@ -96,7 +96,7 @@ class Decisions:
         self._deleter = deleter
         self._admissions = admissions
         self._backlog = backlog
-        self.unread = tuple(unread)
+        self._unread = tuple(unread)
         self._lists = lists.read
         self._adding = lists.adding
         self._is_noted_on = lists.is_noted
@@ -202,7 +202,7 @@ class Decisions:
         if entry is not None and entry.pinned:
             why = f"delete: {command.id} is pinned; unpin it first"
             command.failed["tierfall"] = StepError(why)
-        for tier in self.unread:
+        for tier in self._unread:
             command.failed[tier] = UnreachableError(
                 f"it could not be read when the run was opened: if it has {command.id}, the next start that reaches it "
                 "deletes it there"

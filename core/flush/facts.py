@@ -24,6 +24,7 @@ from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.ranks.topology import ALONE, Topology
+from tierfall.core.runtime import retries
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, FlushError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
@@ -38,7 +39,7 @@ V = TypeVar("V")
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
     """One checkpoint. All members that are sets or mappings are by tier. Each is replaced as a whole: every change adds
-    this checkpoint to ``changed``, a set of the ledger.
+    this checkpoint to ``changed``, a set of the ledger. Only the counts in ``failures`` change in place.
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
     ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
@@ -298,9 +299,13 @@ class LedgerEntries(dict[CheckpointId, LedgerEntry]):
             del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
             self.changed.add(id)
 
-    def ids(self, *, newest_first: bool = False) -> Iterator[CheckpointId]:
+    def ids(self) -> Iterator[CheckpointId]:
         """Yield all checkpoints, sorted by step and attempt."""
-        return reversed(self._sorted) if newest_first else iter(self._sorted)
+        return iter(self._sorted)
+
+    def newest_first(self) -> Iterator[LedgerEntry]:
+        """Yield all entries, sorted by step and attempt, the newest first."""
+        return (self[id] for id in reversed(self._sorted))
 
 
 def _key(id: CheckpointId) -> tuple[int, int]:
@@ -508,6 +513,15 @@ class Ledger:
         """Whether flushes must run unthrottled: a save needs memory, or there is a deadline."""
         return self.memory_is_short or bool(self.deadlines)
 
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest wait until what failed is tried again."""
+        return retries.longest_s(has_deadline=bool(self.deadlines))
+
+    def wait_s(self, failures: int) -> float:
+        """Return how long to wait after so many failures in a row."""
+        return retries.wait_s(failures, has_deadline=bool(self.deadlines))
+
     def rules_of(self, tier: str) -> TierRules:
         return next(rules for rules in self.rules if rules.name == tier)
 
@@ -591,7 +605,7 @@ class Ledger:
         *,
         settling: Collection[CheckpointId] = (),
     ) -> View:
-        """Return the view for policies. ``settling`` are the checkpoints whose commit is in progress."""
+        """Return the view for policies. ``settling`` are the checkpoints that are ``changing`` in it."""
         return View(
             tiers=self.rules,
             checkpoints=self._checkpoints(settling),
@@ -669,7 +683,7 @@ class Ledger:
     def live_copies(self, tier: str) -> Iterator[LedgerEntry]:
         """Yield the committed copies on a tier, newest first, without abandoned and deleted ones."""
         abandoned = self.abandoned()
-        for entry in map(self.entries.__getitem__, self.entries.ids(newest_first=True)):
+        for entry in self.entries.newest_first():
             if (
                 entry.state(tier) is CopyState.COMMITTED
                 and entry.id not in abandoned
@@ -679,24 +693,14 @@ class Ledger:
 
     def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
         """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""
-        abandoned, entries = self.abandoned(), self.entries
-        return next(
-            (
-                id
-                for id in entries.ids(newest_first=True)
-                if id not in abandoned
-                and id not in without
-                and entries[id].state(tier) is CopyState.COMMITTED
-                and not entries[id].deleted
-            ),
-            None,
-        )
+        return next((e.id for e in self.live_copies(tier) if e.id not in without), None)
 
     def has_no_part(self, tier: str, id: CheckpointId) -> bool:
         """Return whether a copy that is committed on a tier is there on other nodes alone."""
         entry = self.entries.get(id)
-        is_there = entry is not None and entry.state(tier) is CopyState.COMMITTED
-        return is_there and entry is not None and entry.bytes.get(tier) == 0
+        if entry is None or entry.state(tier) is not CopyState.COMMITTED:
+            return False
+        return entry.bytes.get(tier) == 0
 
     def used_bytes(self, tier: str) -> int:
         """Return the bytes of this run on a tier, unfinished copies included."""
@@ -708,7 +712,7 @@ class Ledger:
     # Summaries -------------------------------------------------------------------------------------
 
     def open(self) -> list[LedgerEntry]:
-        """Return the entries that are owed, in memory, or being saved, copied, deleted or read."""
+        """Return the entries that are owed, in memory, or being saved, copied or read."""
         self._refresh()
         return list(self._open.values())
 

@@ -28,7 +28,6 @@ from tierfall.core.flush.lane import TRIES_BEFORE_REPORT, FlushLane, Transfer
 from tierfall.core.flush.messages import MessageKind, Ordinal, Reason
 from tierfall.core.flush.throttle import Backlog
 from tierfall.core.flush.verifier import BackgroundVerifier
-from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
     CapacityError,
@@ -309,8 +308,7 @@ class TierRoom:
         if len(full.deleted) > 1:
             return
         entries = self._ledger.entries
-        newest_first = map(entries.__getitem__, entries.ids(newest_first=True))
-        kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
+        kept = [str(e.id) for e in entries.newest_first() if e.state(tier) is CopyState.COMMITTED]
         logger.warning(
             "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
             "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
@@ -337,9 +335,8 @@ class TierRoom:
         """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
         newest copy there; before there is one, those of its images."""
         raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
-        newest_first = map(entries.__getitem__, entries.ids(newest_first=True))
-        committed = (e for e in newest_first if e.state(tier) is CopyState.COMMITTED)
-        newest = next(committed, None)
+        newest_first = entries.newest_first()
+        newest = next((e for e in newest_first if e.state(tier) is CopyState.COMMITTED), None)
         if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
             return raw_bytes
         # what peer memory keeps here may be images of other ranks alone
@@ -371,8 +368,7 @@ class TierRoom:
         return bool(decisions)
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
-        every_s = retries.longest_s(has_deadline=bool(self._ledger.deadlines))
-        then = f"it is tried again when room is made, and every {every_s:g} s"
+        then = f"it is tried again when room is made, and every {self._ledger.longest_wait_s:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
         found = f"there is room for {format_size(free)}"
@@ -401,7 +397,8 @@ def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> Capaci
 ARRIVALS_BEFORE_SET_ASIDE = 8
 """A copy with retryable failures is set aside once it failed again after so many others were committed."""
 ROOM_S = 1.0
-"""Seconds in which the leaders of all nodes delete a copy that rank 0 has deleted."""
+"""A rank that found no space tries again after so many seconds, then twice as many: its leader has probably deleted by
+then what rank 0 has."""
 OLDER_OWED_MAX = 64
 """A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
@@ -452,8 +449,6 @@ class Flusher:
             self._wake_at(lane.not_before_s)
             if lane.active is None:
                 return
-            # a save needs memory: read from a stored tier where possible, so that images can be evicted
-            lane.spare_memory = self._ledger.memory_is_short
             others = (other for other in self._lanes.values() if other is not lane)
             lane.advance(now_s, [run for other in others for run in other.reading()])
             transfer = lane.aborted()
@@ -473,8 +468,9 @@ class Flusher:
                 )
                 self._messages.report_copy_failed(lane.tier, entry.id, error)
             elif not self._group.decides:
-                if not lane.disk_full:  # rank 0 has made room already
-                    self._begin(lane, entry)
+                is_deleting = self._deleter.is_deleting(lane.tier)
+                if not (lane.disk_full or is_deleting or self._ledger.restoring):
+                    self._begin(lane, entry)  # rank 0 has made room already
                 return
             else:
                 decision = self._room.try_admit(lane, entry)
@@ -502,29 +498,46 @@ class Flusher:
         lane.lacks_room = True
         if now_s >= lane.not_before_s:
             # other processes may free room on the disk, or have unpinned a checkpoint
-            lane.not_before_s = now_s + self._longest_s()
+            lane.not_before_s = now_s + self._ledger.longest_wait_s
             self._deleter.plan_tier(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
             self._messages.report_copy_failed(lane.tier, entry.id, error)
         else:
             self._report_failing(lane.tier, entry, error)
 
-    def _longest_s(self) -> float:
-        return retries.longest_s(has_deadline=bool(self._ledger.deadlines))
-
     def on_full_elsewhere(self, tier: str, entry: LedgerEntry, error: StorageFullError) -> None:
         """Make room for a copy that another rank found none for; for rank 0."""
         lane = self._lanes[tier]
+        own_is_full = lane.disk_full
         self._room.on_disk_full(lane, error)
         decision = self._room.try_admit(lane, entry)
+        lane.disk_full = own_is_full and lane.disk_full
         if decision.error is not None:
             self._messages.report_copy_failed(tier, entry.id, decision.error)
 
-    def on_room_elsewhere(self, tier: str, now_s: float) -> None:
-        """A copy is deleted from a tier, here or soon: what found no room there is tried again."""
+    def on_room_elsewhere(self, tier: str) -> None:
+        """Rank 0 has deleted a copy from a tier, and the leaders of the other nodes do: what finds no room there is
+        tried again for a time before that is reported."""
         lane = self._lanes[tier]
+        lane.room_tries = 1
         if lane.lacks_room:
-            lane.not_before_s = min(lane.not_before_s, now_s + ROOM_S)
+            lane.not_before_s = min(lane.not_before_s, self._ledger.now_s + ROOM_S)
+
+    def _on_disk_full(self, lane: FlushLane, entry: LedgerEntry, error: StorageFullError) -> None:
+        """A copy of a rank other than 0 found no space: have rank 0 make room, unless it may have done so just now."""
+        lane.disk_full = lane.lacks_room = True
+        wait_s = ROOM_S * 2**lane.room_tries
+        if lane.room_tries and wait_s < self._ledger.longest_wait_s:
+            lane.room_tries += 1
+        else:
+            lane.room_tries, wait_s = 0, self._ledger.longest_wait_s
+            self._conditions.report(
+                lane.tier, logging.WARNING,
+                "flush of %s to %s found no space, rank 0 is asked to make some: %s",
+                entry.id, lane.tier, error,
+            )  # fmt: skip
+            self._messages.report(MessageKind.FULL, entry.id, lane.tier, Reason(text=str(error)))
+        lane.not_before_s = self._ledger.now_s + wait_s
 
     def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
         """Report, once for a copy, that a tier does not accept it at present."""
@@ -628,9 +641,7 @@ class Flusher:
             self._room.on_disk_full(lane, error)
             return
         if isinstance(error, StorageFullError):
-            lane.disk_full = lane.lacks_room = True
-            lane.not_before_s = now_s + self._longest_s()
-            self._messages.report(MessageKind.FULL, entry.id, lane.tier, Reason(text=str(error)))
+            self._on_disk_full(lane, entry, error)
             return
         lane.back_off(entry, error, now_s)
         self._emitter.counters.flush_failures += 1
@@ -760,10 +771,10 @@ class Flusher:
 
     def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
         """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
-        abandoned, entries = self._ledger.abandoned(), self._ledger.entries
-        newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
+        abandoned = self._ledger.abandoned()
+        newer = takewhile(lambda e: e.id > entry.id, self._ledger.entries.newest_first())
         return not any(
-            id not in abandoned and entries[id].state(tier) is CopyState.COMMITTED for id in newer
+            e.id not in abandoned and e.state(tier) is CopyState.COMMITTED for e in newer
         )
 
     def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:

@@ -27,7 +27,6 @@ from tierfall.core.flush.tasks import (
     Uploaded,
 )
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
-from tierfall.core.runtime import retries
 from tierfall.core.types.backend import part_bytes
 from tierfall.core.types.errors import FlushError, KeyNotFoundError, StorageFullError, is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -148,11 +147,12 @@ class LaneLimits:
 
 
 class FlushLane:
-    """The state of copies to one stored tier. With ``spare_memory``, host memory is read only if no tier has the bytes.
+    """The state of copies to one stored tier. While memory is short, it is read only if no tier has the bytes.
     ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
     the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
     can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
-    space; ``lacks_room``: no room can be made for the next copy until something changes."""
+    space; ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was
+    asked for. ``room_tries`` counts the tries since rank 0 has deleted a copy there; 0: it has deleted none."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
         self.tier = tier
@@ -168,7 +168,7 @@ class FlushLane:
         self.not_before_s = 0.0
         self.disk_full = False
         self.lacks_room = False
-        self.spare_memory = False
+        self.room_tries = 0
         self.stalled: BaseException | None = None
         self.last_error: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
@@ -423,7 +423,7 @@ class FlushLane:
         return entry.manifest
 
     def _source(self, entry: LedgerEntry, chunk: int | None = None) -> CopySource | None:
-        return self._sources.find(entry, chunk, spare_memory=self.spare_memory)
+        return self._sources.find(entry, chunk, spare_memory=self._ledger.memory_is_short)
 
     def _all_copied(self, transfer: Transfer) -> bool:
         entry = transfer.entry
@@ -499,7 +499,7 @@ class FlushLane:
             self.failing_since_s = now_s
 
     def _wait_s(self, failures: int) -> float:
-        return retries.wait_s(failures, has_deadline=bool(self._ledger.deadlines))
+        return self._ledger.wait_s(failures)
 
     def rounds_failed(self, entry: LedgerEntry) -> int:
         """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
@@ -525,6 +525,7 @@ class FlushLane:
         self.failing_since_s = None
         self.not_before_s = 0.0
         self.disk_full = self.lacks_room = False
+        self.room_tries = 0
 
 
 def _is_unread_source(outcome: Outcome) -> bool:

@@ -93,8 +93,8 @@ def read_all(message: type[M], bodies: Bodies) -> dict[int, M]:
 
 
 class Messages:
-    """Sends the messages of this module through the message tree. ``own_errors`` tell why this rank cannot write
-    copies, which it has reported."""
+    """Sends the messages of this module through the message tree. ``own_errors`` are the errors that this rank has
+    reported, by copy."""
 
     def __init__(self, tree: MessageTree) -> None:
         self._tree = tree

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.flush.messages import (
@@ -26,6 +25,7 @@ from tierfall.core.flush.messages import (
     Messages,
     SaveFailure,
     read_all,
+    remember,
 )
 from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.image.dedup import (
@@ -49,12 +49,8 @@ from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 ASK_AGAIN_S = 1.0
 """After how long rank 0 is asked whether some rank has begun the save without a table."""
-_REMEMBERED = 64
 _NOT_COMPARED = "replicated state was not compared; the next save compares it"
 
 
@@ -138,8 +134,7 @@ class ReplicaAssigner:
     def sealed(self, id: CheckpointId, share: ReplicaShare) -> None:
         """This rank's image is complete: keep its digests until the images of all ranks were compared."""
         if share.digests is not None:
-            self._digests[id] = share.digests
-            _limit(self._digests)
+            remember(self._digests, id, share.digests)
 
     def compared(self, id: CheckpointId) -> None:
         """The images of all ranks were compared, or given up."""
@@ -225,8 +220,7 @@ class ReplicaAssigner:
         if self._request is not None and self._request.id == id:
             request, self._request = self._request, None
             if assignment is not None:
-                self.assignments[request.shareable.table.structure] = assignment
-                _limit(self.assignments)
+                remember(self.assignments, request.shareable.table.structure, assignment)
             request.on_answer(assignment)
 
     # Rank 0 ----------------------------------------------------------------------------------------
@@ -239,8 +233,7 @@ class ReplicaAssigner:
         known = self._made.get(assignment.id)
         if known is not None and known.unlike is not None:
             assignment = assignment.unshared()
-        self._made[assignment.id] = _MadeAssignment(assignment, tables, id)
-        _limit(self._made)
+        remember(self._made, assignment.id, _MadeAssignment(assignment, tables, id))
         self._messages.announce(MessageKind.ASSIGNED, id, body=assignment)
 
     def images_agree(self, id: CheckpointId, shares: Mapping[int, ImageShare]) -> bool:
@@ -346,12 +339,5 @@ def _as_failure(found: ReplicaDifference) -> SaveFailure:
 def _is_first_time(seen: dict[CheckpointId, None], id: CheckpointId) -> bool:
     if id in seen:
         return False
-    seen[id] = None
-    _limit(seen)
+    remember(seen, id, None)
     return True
-
-
-def _limit(memory: dict[K, V]) -> None:
-    """Forget the oldest keys beyond the bound."""
-    while len(memory) > _REMEMBERED:
-        del memory[next(iter(memory))]

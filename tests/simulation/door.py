@@ -190,6 +190,7 @@ class Door:
             leftovers=None if start is None else leftovers,
         )
         self._ledger = ledger
+        self._unread = frozenset(x.tier for x in listings if x.error is not None)
 
     # Events in -----------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class Door:
     @property
     def unread(self) -> frozenset[str]:
         """The tiers that this start could not look at."""
-        return frozenset(self.planner.unread)
+        return self._unread
 
     @property
     def failing(self) -> frozenset[str]:

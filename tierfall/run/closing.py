@@ -377,8 +377,8 @@ def _find_newest(
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
         left = ledger.abandoned()
-        for id in ledger.entries.ids(newest_first=True):
-            entry = ledger.entries[id]
+        for entry in ledger.entries.newest_first():
+            id = entry.id
             there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
             if ledger.host in there and session.memory.ends_with_process([entry.region]):
                 there.remove(ledger.host)

@@ -160,7 +160,7 @@ class StatusWriter:
 
     def _make(self) -> Status:
         tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
-        newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
+        newest = list(islice(ledger.entries.newest_first(), CHECKPOINTS_MAX))
         left = ledger.abandoned()
         bounds = self._session.loss_bounds()
         return Status(
@@ -175,8 +175,7 @@ class StatusWriter:
             attempt=tiers.attempt.number if tiers.attempt else None,
             tiers=tuple(self._tier(rules) for rules in ledger.rules),
             checkpoints=tuple(
-                self._checkpoint(ledger.entries[id], abandoned=id in left)
-                for id in reversed(newest)
+                self._checkpoint(entry, abandoned=entry.id in left) for entry in reversed(newest)
             ),
             checkpoints_known=len(ledger.entries),
             transfers=tuple(

@@ -130,8 +130,9 @@ def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize("node_of", [(0, 1), (0, 1, 1)])
-def test_room_is_made_where_the_disk_of_another_node_than_rank_0s_is_full(
-    node_of: tuple[int, ...],
+@pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["soon", "later"])
+def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
+    node_of: tuple[int, ...], seconds: float
 ) -> None:
     run = Many(node_of, [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
     for step in (1, 2):
@@ -147,15 +148,20 @@ def test_room_is_made_where_the_disk_of_another_node_than_rank_0s_is_full(
     )
     last = run.ranks[-1]
     last.troubles[NODE_TIER].strike([full])
+    free_at_s: list[float] = []
 
     def free_some(rank: Rank, task: Task) -> None:
         if isinstance(task, DeleteCopy) and rank.node == last.node:
+            free_at_s.append(run.now_s + seconds)
+
+    def look() -> None:
+        if free_at_s and run.now_s >= free_at_s[0]:
             last.troubles[NODE_TIER].stop()
 
     run.ran = free_some
     for rank in run.ranks:
         rank.save(3)
-    run.settle()
+    run.settle(after_each=look)
     assert {id.step for id in run.committed(NODE_TIER)} == {2, 3}
     assert {id.step for id in run.committed(SHARED_TIER)} == {1, 2, 3}
     for rank in run.ranks:
