@@ -266,7 +266,7 @@ class TierCommits:
             return
         self._ledger.committing.add((tier, id))
         if self._group.is_shared(tier):
-            self._commit(entry, tier, replace(entry.commit, files=_files(uploads)))
+            self._commit(entry, tier, replace(entry.commit, files=files_of_all(uploads)))
             return
         facts = CommitFacts(
             wall_time_s=entry.commit.wall_time_s,
@@ -285,7 +285,7 @@ class TierCommits:
             return
         commit = replace(
             entry.commit,
-            files=_files(uploads),
+            files=files_of_all(uploads),
             wall_time_s=facts.wall_time_s,
             metrics=facts.metrics,
             tags=facts.tags,
@@ -402,7 +402,7 @@ class TierCommits:
                 self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, known=known))
 
 
-def _files(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
+def files_of_all(uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
     """Return the uploaded files in the order of the ranks."""
     return tuple(file for rank in sorted(uploads) for file in uploads[rank].files)
 
