@@ -274,6 +274,25 @@ def test_prune_keeps_an_older_good_copy_rather_than_a_damaged_newer_one(place: P
     assert step_in(state) == 2
 
 
+def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: Place) -> None:
+    place.config()
+    save(place, 1, 2, 3, 4)
+    for step in (1, 3):
+        flip(folder_of(place, step) / IMAGE, -1)
+    place.cli("verify", code=1)
+    place.config(disk={"retain": {"last": 2}})
+    planned = place.json("prune", "--dry-run")["decisions"]
+    assert {d["step"]: d["verdict"] for d in planned} == {
+        1: "drop",
+        2: "keep",
+        3: "keep",
+        4: "keep",
+    }
+    assert "damaged" in next(d["reason"] for d in planned if d["step"] == 1)
+    place.cli("prune")
+    assert [*place.ls()] == ["2@1", "3@1", "4@1"]
+
+
 def test_prune_says_that_no_checkpoint_has_the_metric_of_best(place: Place) -> None:
     place.config()
     save(place, 1, 2)
