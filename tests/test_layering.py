@@ -82,7 +82,7 @@ LINES = {
     ("tiers",): 4_214,
     ("tierfall/config",): 2_665,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
-    ("tierfall/ops",): 3_394,
+    ("tierfall/ops",): 3_393,
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_179,
     ("tierfall/integrations",): 3_099,

@@ -73,6 +73,23 @@ def pinned_of_damaged(place: Place) -> list[int]:
     return [c["step"] for c in found if c["pinned"]]
 
 
+def test_unpin_says_that_what_was_deleted_beside_its_pin_goes_now(place: Place) -> None:
+    place.config()
+    save(place, 1, 2)
+    decided = place.root / "disk" / "run" / "decided"
+    place.cli("pin", "1")
+    (pin,) = decided.iterdir()
+    shutil.copy(pin, decided / pin.name.replace("-pin-", "-deleted-"))
+    assert pinned(place) == [1], "two persons at once: the pin counts"
+    answer = place.cli("unpin", "1")
+    assert "1@1: a person had deleted it, and only the pin kept it" in answer.err
+    for verb in ("pin", "unpin"):
+        assert "1@1 was deleted by a person" in place.cli(verb, "1", code=1).err
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+    assert place.steps() == [2]
+
+
 # rm ----------------------------------------------------------------------------------------------------
 
 
