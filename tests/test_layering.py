@@ -84,7 +84,7 @@ LINES = {
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
     ("tierfall/ops",): 3_393,
     ("tierfall/telemetry",): 1_761,
-    ("tierfall/cli",): 4_179,
+    ("tierfall/cli",): 4_176,
     ("tierfall/integrations",): 3_099,
     ("tierfall/imports", "tierfall/export"): 2_783,
     ("tierfall/plan",): 199,
