@@ -78,7 +78,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/scheduler",): 8_860,
     ("policies",): 2_178,
-    ("backends",): 6_969,
+    ("backends",): 6_968,
     ("tiers",): 4_214,
     ("tierfall/config",): 2_665,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
