@@ -58,7 +58,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.reports import describe_peer_survival, format_bounds
+from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
 from tierfall.telemetry.status import Status
 
 logger = logging.getLogger("tierfall")
@@ -240,7 +240,7 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
         )
     if found:
         answer.show(made)
-    answer.show(counted(len(found), "run", "runs") if found else "no run")
+    answer.show((counted(len(found), "run", "runs") if found else "no run") + format_unread(unread))
     return found
 
 
