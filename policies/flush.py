@@ -51,7 +51,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         name
         for name in _selected(view, checkpoint)
         if not checkpoint.readable_on(name)
-        and name not in checkpoint.damaged_on
+        and name not in checkpoint.damaged
         and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
         and (checkpoint.pinned or not _would_be_deleted(view, view.tier(name), checkpoint))
     )
@@ -186,7 +186,7 @@ def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointI
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
         and checkpoint.readable
-        and tier.name not in checkpoint.damaged_on
+        and tier.name not in checkpoint.damaged
         and (newest is None or not tier.in_order or checkpoint.id > newest)
     )
 

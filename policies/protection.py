@@ -49,7 +49,7 @@ def only_good_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> t
     others = [t.name for t in view.tiers if t.name != tier.name]
     if any(checkpoint.readable_on(t.name) for t in counting(view, tier) if t.name != tier.name):
         return ()
-    return tuple(name for name in others if name in checkpoint.damaged_on)
+    return tuple(name for name in others if name in checkpoint.damaged)
 
 
 def counting(view: View, tier: TierRules) -> Iterator[TierRules]:

@@ -1,14 +1,15 @@
 """Retention: which committed copies a tier keeps, each with its reason.
 
-Pure: (view, tier) -> one decision per whole copy on that tier, oldest first. A copy that any rule keeps is kept, so
-that a further rule never deletes more. The rules are below; ``protection`` has what no rule may delete.
+Pure: (view, tier) -> one decision per whole copy on that tier, oldest first, then one per damaged copy. A copy that any
+rule keeps is kept, so that a further rule never deletes more. No rule counts a damaged copy when it decides about
+another one. The rules are below; ``protection`` has what no rule may delete.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.core.types.text import format_some, hint_at
 from tierfall.core.types.units import format_period
@@ -22,24 +23,33 @@ KEPT_BY_AGE = 2
 
 
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Decide on every whole copy that ``tier_name`` holds.
+    """Decide on every copy that ``tier_name`` holds: on a damaged one as if it were whole.
 
     Kept: what a rule of ``retain`` keeps (everything without a rule), and what ``policies.protection`` protects.
     Deleted: the rest; what a person deleted; and abandoned checkpoints, once the present lineage is as safe.
     """
-    tier = view.tier(tier_name)
-    held = view.on(tier_name)
-    return _decide_oldest_first(view, tier, held, kept_by_rules(view, tier, held))
+    tier, held = view.tier(tier_name), view.on(tier_name)
+    found = (*held, *_damaged_as_whole(view, tier))
+    return _decide_oldest_first(view, tier, found, kept_by_rules(view, tier, held))
 
 
 def plan_drops(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Return only the deletions of ``plan_retention``: the copies that are kept may be thousands."""
-    tier = view.tier(tier_name)
-    held = view.on(tier_name)
+    """Return only the deletions of ``plan_retention``: the copies that are kept may be thousands. A rule that keeps a
+    damaged copy among all others keeps it among the good ones."""
+    tier, held = view.tier(tier_name), view.on(tier_name)
+    damaged = _damaged_as_whole(view, tier)
     wanted = kept_by_rules(view, tier, held)
-    loose = tuple(c for c in held if not c.live or (tier.retain and c.id not in wanted))
+    kept = wanted | (kept_by_rules(view, tier, (*held, *damaged)) if damaged else {})
+    loose = tuple(c for c in (*held, *damaged) if not c.live or (tier.retain and c.id not in kept))
     decisions = _decide_oldest_first(view, tier, loose, wanted)
     return tuple(decision for decision in decisions if decision.verdict is Verdict.DROP)
+
+
+def _damaged_as_whole(view: View, tier: TierRules) -> list[CheckpointView]:
+    """Return the checkpoints with a damaged copy on a tier as if that were whole, oldest first."""
+    found = (c for c in view.checkpoints if tier.name in c.damaged)
+    whole = (replace(c, copies={**c.copies, tier.name: c.damaged[tier.name]}) for c in found)
+    return sorted(whole, key=lambda c: c.id)
 
 
 def _decide_oldest_first(
@@ -48,11 +58,15 @@ def _decide_oldest_first(
     checkpoints: Iterable[CheckpointView],
     wanted: dict[CheckpointId, str],
 ) -> tuple[Decision, ...]:
-    """Decide on one after the other, the oldest first; a deleted one no longer counts for those after it."""
+    """Decide on one after the other, the oldest first; a deleted one no longer counts for those after it. ``wanted`` is
+    what the rules keep of the good copies; no damaged one is counted for another."""
     gone: set[CheckpointId] = set()
     decisions = []
     for checkpoint in checkpoints:
-        decision = _decide(view, checkpoint, tier, wanted, gone)
+        kept = wanted
+        if tier.name in checkpoint.damaged:
+            kept = kept_by_rules(view, tier, (*view.on(tier.name), checkpoint))
+        decision = _decide(view, checkpoint, tier, kept, gone)
         if decision.verdict is Verdict.DROP:
             gone.add(checkpoint.id)
         decisions.append(decision)
@@ -123,6 +137,8 @@ def _decide(
     gone: Set[CheckpointId],
 ) -> Decision:
     def answer(verdict: Verdict, reason: str) -> Decision:
+        if tier.name in checkpoint.damaged:
+            reason = f"it is damaged; if it were whole: {reason}"
         return Decision(
             checkpoint=checkpoint.id,
             tier=tier.name,

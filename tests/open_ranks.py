@@ -79,7 +79,9 @@ def kill_all(checkpointers: Sequence[Checkpointer]) -> None:
         OPEN.discard(open_run_of(ckpt))
 
 
-def stop_before_any_flush(opener: Opener, patch: pytest.MonkeyPatch) -> None:
+def stop_before_any_flush(
+    opener: Opener, patch: pytest.MonkeyPatch, *, elements: int = 4, **more: Any
+) -> None:
     """Save step 1 on all ranks, and end as a kill does: it is sealed in memory, and nowhere else."""
 
     real = PosixBackend.create
@@ -91,8 +93,9 @@ def stop_before_any_flush(opener: Opener, patch: pytest.MonkeyPatch) -> None:
 
     with patch.context() as context:
         context.setattr(PosixBackend, "create", create)
-        both = opener.all_open()
+        both = opener.all_open(**more)
         for rank, ckpt in enumerate(both):
-            ckpt.save(1, {"w": torch.full((4,), float(rank)), "rng": None}).captured(SOON_S)
+            state = {"w": torch.full((elements,), float(rank)), "rng": None}
+            ckpt.save(1, state).captured(SOON_S)
         wait_sealed(both)
         kill_all(both)

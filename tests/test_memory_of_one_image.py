@@ -1,15 +1,21 @@
-"""Memory for one image, which has one that is never flushed: the next save takes its room."""
+"""Memory for one image, which has one that is never flushed: the next save takes its room, unless it is the only copy
+of what this start was restored from."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tierfall
-from tests.open_ranks import SOON_S
+from tests.core.ranks.threads import network
+from tests.open_ranks import SOON_S, Opener, stop_before_any_flush
+from tierfall.cli import app
+from tierfall.errors import CapacityError
 
 
 def states(step: float) -> list[dict[str, Any]]:
@@ -32,3 +38,54 @@ def test_an_image_that_no_tier_takes_gives_way(tmp_path: Path, when_full: str) -
         assert ckpt.drain(SOON_S).left == ()
         assert ckpt.statistics().skipped_saves == 0
         assert ckpt.statistics().commits == {"disk": 1}
+
+
+def two_ranks_leave(room: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Step 1 of two ranks is in their memory and nowhere else. Return the configuration of the start after them, of one
+    rank."""
+    with network(["a", "a"]) as both:
+        opener = Opener(tmp_path, both)
+        opener.place_of = {0: 0, 1: 0}
+        tiers = opener.config(0).model_dump(mode="json", exclude_unset=True)["tiers"]
+        tiers[0] |= {"capacity": room}
+        stop_before_any_flush(opener, patch, elements=1 << 15, tiers=tiers)
+    return {"run": "run", "max_wait": "10s", "tiers": tiers}
+
+
+def test_without_room_beside_images_of_other_ranks_a_warning_has_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = two_ranks_leave("280KiB", tmp_path, monkeypatch)
+    (file := tmp_path / "tiers.yaml").write_text(json.dumps(config))
+    state = states(2)[0]
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state, skip=["w"])
+        for step in (2, 3):
+            with pytest.raises(CapacityError):
+                ckpt.save(step, state).captured(SOON_S)
+    (said,) = [text for text in caplog.messages if "no room beside 1@1" in text]
+    assert "tierfall drain" in said
+    assert "raise the capacity" in said
+    assert CliRunner().invoke(app, ["drain", "--config", str(file)]).exit_code == 0
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state, skip=["w"])
+        assert report is not None
+        assert report.step == 1
+        ckpt.save(2, state, block=True)
+
+
+def test_the_warning_ends_once_something_newer_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = two_ranks_leave("450KiB", tmp_path, monkeypatch)
+    config["tiers"][0]["when_full"] = "wait"
+    for tier in config["tiers"][1:]:
+        tier["bandwidth"] = "300kB/s"  # step 2 is still on its way when step 3 wants its room
+    state = states(2)[0]
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state, skip=["w"])
+        for step in (2, 3):
+            ckpt.save(step, state).captured(SOON_S)
+        assert ckpt.statistics().skipped_saves == 0
+    assert [text for text in caplog.messages if "no room beside 1@1" in text]
+    assert [text for text in caplog.messages if "room beside 1@1 again" in text]

@@ -23,6 +23,7 @@ from tierfall.core.types.errors import (
     BackendError,
     FlushError,
     RanksError,
+    StepError,
     UnreachableError,
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
@@ -75,6 +76,8 @@ def test_a_start_with_fewer_ranks_saves_at_once_and_to_every_tier(
         report = ckpt.restore(state, skip=["w"])
         assert report is not None
         assert report.step == 1
+        with pytest.raises(StepError, match="it can be restored"):
+            ckpt.pin(1)
         assert ckpt.maybe_save(2, state) is not None, "as no rank flushes what another has saved"
         assert ckpt.maybe_save(3, state) is None
         assert ckpt.drain(SOON_S).left == ()

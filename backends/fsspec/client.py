@@ -228,12 +228,10 @@ class FsspecClient(ObjectClient):
                 probe(root or "/")
             except FileNotFoundError:
                 if self._is_store:
-                    raise BackendError(
-                        f"{what}: there is no such bucket; make it, or name another"
-                    ) from None
-                raise UnreachableError(
-                    f"{what}: the place is not there; mount or restore it"
-                ) from None
+                    why = "there is no such bucket; make it, or name another"
+                    raise BackendError(f"{what}: {why}") from None
+                why = "the place is not there; mount or restore it"
+                raise UnreachableError(f"{what}: {why}") from None
 
     def _flat(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
         with translated(what):

@@ -27,6 +27,7 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
+_NO_STORE = "a web server takes no files; a store like S3 is s3://BUCKET/PREFIX with options: {endpoint_url: ...}"
 # Options of every filesystem, for its cache.
 _OF_FSSPEC = {"listings_expiry_time", "max_paths", "use_listings_cache", "skip_instance_cache"}
 _CONNECT_S = 5.0
@@ -48,6 +49,8 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> FsspecCli
     not have.
     """
     protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
+        raise ConfigError(f"{url}: {_NO_STORE}")
     kind = _filesystem_class(protocol)
     given = {**kind._get_kwargs_from_urls(url), **dict(options or {})}
     if protocol not in STORES:

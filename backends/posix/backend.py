@@ -196,7 +196,8 @@ class PosixBackend(BackendBase):
         found = list(Listings(self._entries).walk(prefix))
         dead: dict[str, list[str]] = {}
         for path, entry in found:
-            if self._is_dead(entry):
+            unfinished = not entry.is_folder and is_unfinished(entry.name)
+            if unfinished and entry.name not in self._active:
                 dead.setdefault(path.removesuffix(entry.name), []).append(entry.name)
         count = 0
         for folder, names in dead.items():
@@ -303,9 +304,6 @@ class PosixBackend(BackendBase):
             f"{key!r} in {self.place} is a symbolic link or a special file, which are not used; put the file itself "
             "there"
         )
-
-    def _is_dead(self, entry: Entry) -> bool:
-        return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._active
 
     def _entries(self, prefix: str) -> list[Entry]:
         try:

@@ -8,7 +8,7 @@ refuses if a person has added to it since: then all is planned again. No I/O: ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -21,7 +21,7 @@ from tierfall.core.format.records import Commit
 from tierfall.core.runtime import retries
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.core.types.view import CheckpointView, CopyView, Decision, Verdict, View
+from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.protection import surviving
 from tierfall.policies.retention import missing_metrics, next_due_s, plan_drops
 
@@ -70,25 +70,7 @@ class DeletionPlanner:
 
     def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
         """Return what retention deletes from a tier now, damaged copies included."""
-        decisions = (*plan_drops(view, tier), *self._plan_damaged(view, tier))
-        return [d for d in decisions if d.checkpoint not in busy]
-
-    def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
-        """Yield damaged copies that retention would delete if they were good. They do not count when retention decides
-        about good copies."""
-        damaged = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
-        if not damaged:
-            return
-
-        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
-            if checkpoint.id not in damaged:
-                return checkpoint
-            copy = CopyView(state=CopyState.COMMITTED, bytes=damaged[checkpoint.id])
-            copies = {**checkpoint.copies, tier: copy}
-            return replace(checkpoint, copies=copies, damaged_on=frozenset())
-
-        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in plan_drops(whole, tier) if d.checkpoint in damaged)
+        return [d for d in plan_drops(view, tier) if d.checkpoint not in busy]
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Return the damaged copies on a tier that nobody reads."""

@@ -641,15 +641,27 @@ class Ledger:
         reading: Collection[CheckpointId],
     ) -> CheckpointView:
         is_read = view.id in reading
-        copies = {
-            tier: replace(copy, leased=copy.leased or (is_read and tier != self.host))
-            for tier, copy in view.copies.items()
-        }
-        return replace(view, copies=copies, changing=view.id in settling)
+        copies, damaged = (
+            {
+                t: replace(c, leased=c.leased or (is_read and t != self.host))
+                for t, c in known.items()
+            }
+            for known in (view.copies, view.damaged)
+        )
+        return replace(view, copies=copies, damaged=damaged, changing=view.id in settling)
 
     def _view(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointView:
         """Return the view of an entry."""
         commit = entry.commit
+        copies = {
+            tier: CopyView(
+                state=entry.states.get(tier, CopyState.COMMITTED),
+                bytes=entry.bytes.get(tier, 0),
+                leased=entry.leases.get(tier, 0) > 0,
+                verified=tier in entry.verified,
+            )
+            for tier in entry.states.keys() | entry.repairable
+        }
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
@@ -657,18 +669,10 @@ class Ledger:
             abandoned=abandoned,
             pinned=entry.pinned,
             deleted=entry.deleted,
-            copies={
-                tier: CopyView(
-                    state=state,
-                    bytes=entry.bytes.get(tier, 0),
-                    leased=entry.leases.get(tier, 0) > 0,
-                    verified=tier in entry.verified,
-                )
-                for tier, state in entry.states.items()
-            },
-            owed=frozenset(entry.owed),
-            overtaken=frozenset(entry.overtaken),
-            damaged_on=frozenset(entry.repairable),
+            copies={tier: copies[tier] for tier in entry.states},
+            damaged={t: copies[t] for t in entry.repairable - entry.states.keys()},
+            owed=entry.owed,
+            overtaken=entry.overtaken,
             at_end=entry.commit is not None and entry.commit.lineage.at_end,
             metrics=commit.metrics if commit else {},
             tags=entry.tags,

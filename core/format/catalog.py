@@ -64,6 +64,10 @@ class FoundCopy:
         """Whether a damaged copy may be rewritten or deleted: not a foreign one, nor one that could not be read."""
         return self.damage is not None and self.damage.is_damage and not self.foreign
 
+    @property
+    def view(self) -> CopyView:
+        return CopyView(state=self.state, bytes=self.bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
@@ -287,7 +291,7 @@ def to_view(
     **members: object,
 ) -> View:
     """Build the policies' view from listings, for callers without a coordinator; ``wall_time_s`` is the current time
-    in seconds since 1970. Damaged copies are left out."""
+    in seconds since 1970."""
     owed_to = overtaken(known)
     return View(
         tiers=tuple(tiers),
@@ -305,12 +309,8 @@ def to_view(
                 tags=c.tags,
                 wall_time_s=c.wall_time_s,
                 overtaken=owed_to.get(c.id, frozenset()),
-                damaged_on=frozenset(t for t, copy in c.copies.items() if copy.repairable),
-                copies={
-                    tier: CopyView(state=copy.state, bytes=copy.bytes)
-                    for tier, copy in c.copies.items()
-                    if copy.damage is None
-                },
+                copies={t: copy.view for t, copy in c.copies.items() if copy.damage is None},
+                damaged={t: copy.view for t, copy in c.copies.items() if copy.repairable},
             )
             for c in known
         ),

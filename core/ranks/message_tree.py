@@ -225,10 +225,8 @@ class MessageTree:
 
     def _forward(self, topic: Topic, gathering: _Gathering) -> None:
         """Send the bodies that were not sent yet to the parent; rank 0 has none."""
-        if self.topology.parent is None:
-            return
         bodies = {r: b for r, b in gathering.bodies.items() if r not in gathering.forwarded}
-        if not bodies:
+        if self.topology.parent is None or not bodies:
             return
         gathering.forwarded |= bodies.keys()
         leaders_only = gathering.leaders_only

@@ -83,7 +83,7 @@ class CheckpointView:
     a commit of it is in progress. ``at_end``: every tier is to get it. ``metrics`` are
     those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
     ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
-    it; ``damaged_on`` those whose copy is damaged, which ``copies`` lacks: no copy is written in its place."""
+    it. ``damaged`` has the damaged copies, as if whole: ``copies`` lacks them, and none is written in their place."""
 
     id: CheckpointId
     ordinal: int
@@ -99,7 +99,7 @@ class CheckpointView:
     tags: frozenset[str] = frozenset()
     wall_time_s: float | None = None
     overtaken: frozenset[str] = frozenset()
-    damaged_on: frozenset[str] = frozenset()
+    damaged: Mapping[str, CopyView] = field(default_factory=dict)
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)

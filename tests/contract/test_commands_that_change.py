@@ -73,6 +73,23 @@ def pinned_of_damaged(place: Place) -> list[int]:
     return [c["step"] for c in found if c["pinned"]]
 
 
+def test_unpin_says_that_what_was_deleted_beside_its_pin_goes_now(place: Place) -> None:
+    place.config()
+    save(place, 1, 2)
+    decided = place.root / "disk" / "run" / "decided"
+    place.cli("pin", "1")
+    (pin,) = decided.iterdir()
+    shutil.copy(pin, decided / pin.name.replace("-pin-", "-deleted-"))
+    assert pinned(place) == [1], "two persons at once: the pin counts"
+    answer = place.cli("unpin", "1")
+    assert "1@1: a person had deleted it, and only the pin kept it" in answer.err
+    for verb in ("pin", "unpin"):
+        assert "1@1 was deleted by a person" in place.cli(verb, "1", code=1).err
+    with place.open() as ckpt:
+        ckpt.restore(blank())
+    assert place.steps() == [2]
+
+
 # rm ----------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +289,25 @@ def test_prune_keeps_an_older_good_copy_rather_than_a_damaged_newer_one(place: P
     with place.open() as ckpt:
         ckpt.restore(state)
     assert step_in(state) == 2
+
+
+def test_prune_deletes_a_damaged_copy_where_it_would_delete_a_whole_one(place: Place) -> None:
+    place.config()
+    save(place, 1, 2, 3, 4)
+    for step in (1, 3):
+        flip(folder_of(place, step) / IMAGE, -1)
+    place.cli("verify", code=1)
+    place.config(disk={"retain": {"last": 2}})
+    planned = place.json("prune", "--dry-run")["decisions"]
+    assert {d["step"]: d["verdict"] for d in planned} == {
+        1: "drop",
+        2: "keep",
+        3: "keep",
+        4: "keep",
+    }
+    assert "damaged" in next(d["reason"] for d in planned if d["step"] == 1)
+    place.cli("prune")
+    assert [*place.ls()] == ["2@1", "3@1", "4@1"]
 
 
 def test_prune_says_that_no_checkpoint_has_the_metric_of_best(place: Place) -> None:

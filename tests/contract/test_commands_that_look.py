@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -327,6 +328,17 @@ def test_a_tier_that_is_new_in_the_file_is_not_created_yet_and_one_that_was_used
     answer = place.cli("ls", code=1)
     assert "tier far could not be read" in answer.err
     assert "not created yet" not in answer.out
+
+
+def test_what_a_store_that_does_not_answer_may_hold_is_not_called_absent(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    options = {"endpoint_url": server, "key": "k", "secret": "s"}
+    place.config(store={"kind": "object", "url": "s3://bucket/x", "options": options})
+    for words in (["ls"], ["latest"], ["runs"]):
+        answer = place.cli(*words, code=1)
+        assert "(not read: store)" in answer.out + answer.err
+        assert "is endpoint_url right?" in answer.err
 
 
 def test_a_folder_that_no_training_creates_could_not_be_read(place: Place) -> None:

@@ -431,6 +431,7 @@ def test_an_address_that_is_none_is_refused_with_what_to_write(place: Place) -> 
         ("b/c", "url"),
         ("s3a://bucket/x", "s3://"),
         ("nosuchprotocol://x/y", "nosuchprotocol"),
+        ("http://127.0.0.1:9/x", "s3://BUCKET/PREFIX with options: {endpoint_url"),
         ("s3://key:secret@bucket/x", "options"),
     ):
         place.config(store={"kind": "object", "url": url})

@@ -135,6 +135,8 @@ def _views(draw: st.DrawFn) -> View:
     checkpoints = []
     for step, attempt in sorted(ids):
         start = starts[attempt]
+        copies = drawn_copies(draw, rules)
+        bad = draw(names) & copies.keys() if draw(ONE_OF_FIVE) == 0 else ()
         checkpoints.append(
             CheckpointView(
                 id=CheckpointId(step, attempt),
@@ -142,7 +144,8 @@ def _views(draw: st.DrawFn) -> View:
                 started_from=None if start is None else CheckpointId(start, attempt - 1),
                 pinned=draw(BOOLEANS) and draw(BOOLEANS),
                 deleted=draw(ONE_OF_EIGHT) == 0,
-                copies=drawn_copies(draw, rules),
+                copies={tier: copy for tier, copy in copies.items() if tier not in bad},
+                damaged={t: replace(copies[t], state=CopyState.COMMITTED) for t in bad},
                 owed=draw(names),
                 metrics=draw(METRICS),
                 tags=draw(TAGS),
@@ -212,7 +215,7 @@ def carried_out(view: View, draw: Callable[[int], int]) -> set[Drop]:
 
 def of(view: View, drop: Drop) -> tuple[CheckpointView, CopyView]:
     checkpoint = next(c for c in view.checkpoints if c.id == drop[1])
-    return checkpoint, checkpoint.copies[drop[0]]
+    return checkpoint, {**checkpoint.damaged, **checkpoint.copies}[drop[0]]
 
 
 @EXAMPLES
@@ -244,6 +247,18 @@ def test_the_newest_that_survives_each_loss_is_never_lost(view: View, random: ob
         before = survivors(view, lost)
         if before:
             assert max(before) in survivors(after, lost)
+
+
+@EXAMPLES
+@given(VIEWS)
+def test_a_damaged_copy_is_not_counted_for_another_checkpoint(view: View) -> None:
+    for tier in view.tiers[1:]:
+        for decision in plan_retention(view, tier.name):
+            others_good = tuple(
+                c if c.id == decision.checkpoint else replace(c, damaged={})
+                for c in view.checkpoints
+            )
+            assert decision in plan_retention(replace(view, checkpoints=others_good), tier.name)
 
 
 @EXAMPLES

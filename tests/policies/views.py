@@ -28,7 +28,7 @@ supersedes, where nothing else is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
@@ -313,9 +313,11 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         changing="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
-        damaged_on=frozenset(options["damaged"].split(","))
-        if "damaged" in options
-        else frozenset(),
+        damaged={
+            name: CopyView(state=CopyState.COMMITTED, bytes=COPY_BYTES)
+            for name in options.get("damaged", "").split(",")
+            if name
+        },
         metrics={
             name: float(value)
             for name, _, value in (word.partition(":") for word in words[1:] if "=" not in word)
@@ -354,17 +356,14 @@ def survivors(view: View, lost: LossClass) -> set[CheckpointId]:
 
 def without(view: View, drops: set[tuple[str, CheckpointId]]) -> View:
     """The view once these copies, as (tier, checkpoint), are gone."""
+
+    def left(id: CheckpointId, copies: Mapping[str, CopyView]) -> dict[str, CopyView]:
+        return {tier: copy for tier, copy in copies.items() if (tier, id) not in drops}
+
     return replace(
         view,
         checkpoints=tuple(
-            replace(
-                checkpoint,
-                copies={
-                    tier: copy
-                    for tier, copy in checkpoint.copies.items()
-                    if (tier, checkpoint.id) not in drops
-                },
-            )
-            for checkpoint in view.checkpoints
+            replace(c, copies=left(c.id, c.copies), damaged=left(c.id, c.damaged))
+            for c in view.checkpoints
         ),
     )

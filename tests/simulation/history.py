@@ -657,7 +657,7 @@ class History:
         if (
             not isinstance(task, DeleteCopy)
             or task.unfinished
-            or not task.reason.startswith("no rule keeps it")
+            or "no rule keeps it" not in task.reason
         ):
             return
         again = any(task is seen for seen in self.seen_drops)
@@ -668,8 +668,14 @@ class History:
         left = self._abandoned(self._known(now))
         # the run may not have read yet what a command has just deleted: such a checkpoint is counted
         held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
-        # what nobody has read yet takes up a place
-        held |= {id: c for (t, id), (_, c) in self.rotten.items() if t == task.tier}
+        # what nobody has read yet takes up a place; what is noted as damaged does not, but for its own decision
+        noted = now[task.tier].decided
+        held |= {
+            id: c
+            for (tier, id), (_, c) in self.rotten.items()
+            if tier == task.tier
+            if id == task.id or not noted.is_damaged(id, c.lineage.attempt_id)
+        }
         wanted = self.wants[task.tier].wanted(held, self.world.wall_s)
         assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
 

@@ -52,6 +52,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
 from tierfall.ops.reader import config_of_place, find_runs
 from tierfall.setup.places import seen_by_one
+from tierfall.telemetry.reports import format_unread
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -108,9 +109,11 @@ def load_settings_of_all(asked: Asked, *, doing: str = "") -> Config:
 
 
 def name_other_runs(settings: Config) -> str:
-    """Return the runs that the tiers have, to append to a message about a run that has no checkpoint."""
-    names = [name for name in find_runs(settings)[0] if name != settings.run]
-    return f"; the tiers have the runs {format_some(names)}" if names else ""
+    """Name the tiers that could not be read, and the runs of the others, after a run that has no checkpoint."""
+    found, unread = find_runs(settings)
+    names = [name for name in found if name != settings.run]
+    others = f"; the tiers have the runs {format_some(names)}" if names else ""
+    return format_unread(unread) + others
 
 
 def of_this_user(settings: Config) -> str:

@@ -100,7 +100,9 @@ def _answer_verify(
     for place, why in report.unread:
         answer.problem(f"{place} could not be read: {why}")
     for finding in report.findings:
-        answer.problem(_describe_finding(finding))
+        chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
+        verdict = "not checked" if finding.newer else "damaged"
+        answer.problem(f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})")
     good = [copy for copy in report.copies if copy.good]
     answer.document = {
         "run": settings.run,
@@ -147,12 +149,6 @@ def _verdict(copy: CheckedCopy) -> str:
     if copy.damage:
         return "could not be checked"
     return "good" if copy.error is None else "could not be read"
-
-
-def _describe_finding(finding: Finding) -> str:
-    chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
-    verdict = "not checked" if finding.newer else "damaged"
-    return f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})"
 
 
 # copy ------------------------------------------------------------------------------------------------

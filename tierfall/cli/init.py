@@ -123,7 +123,7 @@ def init(
             "--lose",
             lose,
             "If this machine is lost, how much training may be lost",
-            _lose_by(often),
+            shown_every(LOSE_SAVES * often if isinstance(often, int) else max(often, LOSE_S)),
             parse_every,
         ),
     )
@@ -134,9 +134,7 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
     """Write the file, create the folders of its tiers, and say what to look at."""
     free = measure_free(answers, file.parent)
     text = write_first_file(answers, free)
-    load_config(
-        yaml.safe_load(text)
-    )  # an answer that does not fit is an error before anything is changed
+    load_config(yaml.safe_load(text))  # raises before anything is changed
     notes = [*_create_folders(answers, file.parent), *notes_on(answers, free)]
     try:
         file.write_text(text)
@@ -178,10 +176,6 @@ def _places(text: str) -> tuple[str, ...]:
     if address := next(filter(is_address, found), None):
         raise ConfigError(f"{address} is no folder of this machine: name it by --far")
     return found
-
-
-def _lose_by(every: int | float) -> str:
-    return shown_every(LOSE_SAVES * every if isinstance(every, int) else max(every, LOSE_S))
 
 
 def _name_of(file: Path) -> str:

@@ -58,7 +58,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.reports import describe_peer_survival, format_bounds
+from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
 from tierfall.telemetry.status import Status
 
 logger = logging.getLogger("tierfall")
@@ -136,7 +136,6 @@ class RunFacts:
     def decision(self, tier: str, id: CheckpointId) -> Decision:
         """Return what retention decides about a copy, with the reason."""
         rules = next((rules for rules in self.view.tiers if rules.name == tier), None)
-        known = self.by_id.get(id)
         if rules is None:
             reason = "the tier is read-only: nothing is deleted there"
         elif rules.kind is TierKind.HOST:
@@ -146,13 +145,8 @@ class RunFacts:
                 reason = "the newest in memory is always kept"
         elif decided := [d for d in plan_retention(self.view, tier) if d.checkpoint == id]:
             return decided[0]
-        elif known is not None and known.copies[tier].unread is not None:
-            reason = "it could not be read, and what could not be read is kept"
         else:
-            reason = (
-                "it is damaged, and nothing relies on it: 'tierfall verify --repair' rewrites it from a good copy; a "
-                "trainer deletes it where the rules do, and so does 'tierfall rm'"
-            )
+            reason = f"no rule deletes it: {self.by_id[id].copies[tier].damage}"
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
@@ -246,7 +240,7 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
         )
     if found:
         answer.show(made)
-    answer.show(counted(len(found), "run", "runs") if found else "no run")
+    answer.show((counted(len(found), "run", "runs") if found else "no run") + format_unread(unread))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -15,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -89,14 +92,8 @@ def parser_of(
 # Errors ----------------------------------------------------------------------------------------------
 
 
-def print_out(text: str) -> None:
-    """Write to stdout. A reader that is gone ends the command silently; any other error is a problem."""
-    try:
-        typer.echo(text, nl=False, color=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        refuse(f"the output could not be written: {error.strerror}")
+print_out = partial(typer.echo, nl=False, color=True)
+"""Write to stdout. A reader that is gone ends the command silently; any other error is a problem."""
 
 
 def at_terminal() -> bool:
@@ -104,8 +101,9 @@ def at_terminal() -> bool:
 
 
 def print_problem(message: object) -> None:
-    """Print a problem on stderr."""
-    typer.echo(f"tierfall: {message}", err=True)
+    """Print a problem on stderr, if that can be written."""
+    with suppress(OSError):
+        typer.echo(f"tierfall: {message}", err=True)
 
 
 class CommandRefused(Exception):
@@ -148,11 +146,17 @@ def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
         try:
             with suppress(BrokenPipeError):
                 print_out(to_document(refusal.document, problems, indent=2) + "\n")
-        except CommandRefused as unwritten:  # this may be what is reported
-            problems = [*dict.fromkeys([*problems, *unwritten.problems])]
+        except OSError as error:
+            problems = [*problems, _drop_output(error)]
     for problem in problems:
         print_problem(problem)
     raise typer.Exit(refusal.code)
+
+
+def _drop_output(error: OSError) -> str:
+    """Return what is wrong with stdout, and drop what it has not written: else Python tries that again at its end."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return f"the output could not be written: {error.strerror}"
 
 
 class _ToStderr(logging.Handler):
@@ -186,10 +190,10 @@ class CommandGroup(TyperGroup):
         if not args:  # prints the help
             return super().make_context(info_name, args, parent, **extra)
         words = list(takewhile(lambda word: word != "--", args))
-        if words and words[0] in self.commands and not _HELP.isdisjoint(words):
-            self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
         as_json = "--json" in words
         with _in_one_line(as_json), _reporting_start_files(words):
+            if words and words[0] in self.commands and not _HELP.isdisjoint(words):
+                self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
             if not extra.get("resilient_parsing"):  # else a shell completes an unfinished line
                 self._check_place(words)
             ctx = super().make_context(info_name, args, parent, **extra)
@@ -252,6 +256,12 @@ def _in_one_line(as_json: bool) -> Iterator[None]:
         _end(CommandRefused([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         _end(CommandRefused(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
+    except OSError as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        printing = frame.f_globals["__name__"].partition(".")[0] in ("click", "rich", "typer")
+        if isinstance(error, BrokenPipeError) or not printing:
+            raise
+        _end(CommandRefused([_drop_output(error)]), as_json=False)
 
 
 def _wrong_usage(error: Any) -> str:

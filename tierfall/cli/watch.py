@@ -423,7 +423,6 @@ def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> Non
     answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
     answer.finish()
-    sys.stdout.flush()
     try:
         while True:
             time.sleep(LIST_EVERY_S)
@@ -463,7 +462,7 @@ def _screen(*, as_json: bool) -> Iterator[Callable[[RunView], None]]:
     or pipe."""
     console = Console(markup=False, highlight=False, emoji=False)
     if as_json:
-        yield _print_line
+        yield lambda frame: typer.echo(to_document(frame.document, frame.problems))
     elif not sys.stdout.isatty() or console.is_dumb_terminal:
         yield _print_below
     else:
@@ -511,16 +510,10 @@ def _giving_back(live: Live) -> Iterator[Callable[[RenderableType], None]]:
             signal.signal(number, handler)
 
 
-def _print_line(frame: RunView) -> None:
-    typer.echo(to_document(frame.document, frame.problems))
-    sys.stdout.flush()
-
-
 def _print_below(frame: RunView) -> None:
     answer = CommandOutput(as_json=False)
     answer.show(*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), "")
     answer.finish()
-    sys.stdout.flush()
 
 
 def _fitted(frame: RunView, console: Console) -> RenderableType:

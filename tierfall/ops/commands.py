@@ -334,7 +334,11 @@ def _decide(
             store.decided.add(entry, reason="command line")
         except TierfallError as error:
             failed[name] = error
-    return failed, known | DecidedList([entry])
+    decided = known | DecidedList([entry])
+    if kind is CommandKind.UNPIN and decided.is_deleted(checkpoint.id, checkpoint.attempt_id):
+        why = "a person had deleted it, and only the pin kept it: the trainer, or the next start, deletes it now"
+        logger.warning("unpin: %s: %s", checkpoint.id, why)
+    return failed, decided
 
 
 def _check_deletable(checkpoint: KnownCheckpoint, decided: DecidedList) -> None:
@@ -427,7 +431,7 @@ def _run_command(
         for name in [tier for tier in stores if tier in chosen and tier in checkpoint.copies]:
             if not stores[name].read_only:
                 failed.pop(name, None)
-                newest = _newest_on(name, known.values())
+                newest = max((c.id for c in _good_on(name, known.values())), default=None)
                 error = _delete_on(stores[name], checkpoint, decided, newest, note=name in full)
                 if error is not None:
                     failed[name] = error
@@ -471,11 +475,6 @@ def _good_on(tier: str, known: Iterable[KnownCheckpoint]) -> list[KnownCheckpoin
     """Return the checkpoints of the live lineage whose copy on a tier is good, oldest first."""
     there = (c for c in known if c.live and tier in c.copies and c.copies[tier].damage is None)
     return sorted(there, key=lambda c: c.id)
-
-
-def _newest_on(tier: str, known: Iterable[KnownCheckpoint]) -> CheckpointId | None:
-    good = _good_on(tier, known)
-    return good[-1].id if good else None
 
 
 def _free_images(tiers: OpenedTiers, id: CheckpointId) -> None:

@@ -153,10 +153,8 @@ class Leftovers:
         else:
             logger.warning(
                 "%s, the others' are not: %s its room; if no other tier holds the rest, that checkpoint is lost with "
-                "the machines that are missing",
-                what,
-                stays,
-            )
+                "the machines that are missing", what, stays,
+            )  # fmt: skip
         self.images.setdefault(id, []).append(image.region)
 
     def on_committed(self, tier: str, newer: LedgerEntry) -> None:
@@ -168,6 +166,7 @@ class Leftovers:
                 continue
             for region in self.images.pop(id):
                 region.release()
+            self._conditions.end(id, "memory has room beside %s again: it is released", id)
         for slot in [slot for slot in self.slots if slot.host.is_empty()]:
             self.slots.remove(slot)
             slot.close(keep=False)
@@ -183,8 +182,9 @@ class Leftovers:
         if ids and self._is_only_source(ids[0]):
             self._conditions.report(
                 ids[0], logging.WARNING,
-                "memory has no room beside what this start was restored from, %s, which no tier has: saves are "
-                "skipped. End the training and run 'tierfall drain', or raise the capacity of memory", ids[0],
+                "memory has no room beside %s, which this start was restored from and no tier has: saves wait or are "
+                "skipped until something newer is durable. With room for one image only, end the training and run "
+                "'tierfall drain', or raise the capacity of memory", ids[0],
             )  # fmt: skip
             return False
         if not ids or (self._is_needed(ids[0]) and self._has_other_images()):

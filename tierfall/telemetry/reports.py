@@ -268,8 +268,11 @@ def _source(source: ShardSource) -> str:
 
 def describe_statistics(found: Statistics) -> str:
     """One line a subject; what is not known, and what is zero where that is good, is left out."""
+    lazy = f"{found.lazy_saves} lazy"
+    if found.lazy_bytes:
+        lazy += f": {format_share(found.lazy_bytes / found.bytes)} of all bytes"
     saves = [
-        f"{found.saves} ({_lazy(found)})",
+        f"{found.saves} ({lazy})",
         *_counted(
             skipped=found.skipped_saves,
             superseded=found.superseded_saves,
@@ -330,8 +333,12 @@ def _format_loss(bound: LossBound) -> str:
 def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
     """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
     parts = [f"of the {lost}, {_format_loss(bound)}" for lost, bound in bounds.items()]
-    doubt = f" (not read: {', '.join(unread)})" if unread else ""
-    return f"survives the loss {'; '.join(parts)}{doubt}"
+    return f"survives the loss {'; '.join(parts)}{format_unread(unread)}"
+
+
+def format_unread(unread: Collection[str]) -> str:
+    """Name the tiers that could not be read, to append to what was found on the others."""
+    return f" (not read: {', '.join(unread)})" if unread else ""
 
 
 def describe_peer_survival(found: PeerSurvival) -> str:
@@ -353,12 +360,6 @@ def describe_peer_survival(found: PeerSurvival) -> str:
 
 def _share_below(chance: SurvivalChance) -> str:
     return f"{min(999, floor(round(chance.probability * 1000, 6))) / 10:g}%"
-
-
-def _lazy(found: Statistics) -> str:
-    if not found.lazy_bytes:
-        return f"{found.lazy_saves} lazy"
-    return f"{found.lazy_saves} lazy: {format_share(found.lazy_bytes / found.bytes)} of all bytes"
 
 
 def _counted(**counts: int) -> Iterable[str]:
