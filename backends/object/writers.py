@@ -131,9 +131,17 @@ class MultipartWriter(ObjectWriterBase):
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._there: Mapping[int, tuple[str, int]] = {}
-        """Parts that a dead process has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
+        """Parts that an earlier writer has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
         rule; where it is not, they are sent again."""
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
+
+    def abort(self) -> None:
+        """See ``Writer``. An upload that may be resumed keeps its parts."""
+        with self._lock:
+            if self._publish_mode is Publish.RESUME and self._state is WriterState.OPEN:
+                self._active.discard(self._unfinished)
+                self._unfinished = ""
+        super().abort()
 
     def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
         end = offset + data.nbytes
@@ -209,7 +217,7 @@ class MultipartWriter(ObjectWriterBase):
             return self._unfinished
 
     def _left(self) -> str:
-        """Find an upload that a dead process has left of this key, and its parts; '' if there is none."""
+        """Find an upload of this key that nobody writes any more, and its parts; '' if there is none."""
         if self._publish_mode is not Publish.RESUME:
             return ""
         what = self._what("look for a begun upload of")

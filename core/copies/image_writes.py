@@ -57,8 +57,8 @@ class WritableStore(Protocol):
 
 
 @contextmanager
-def removed_on_failure(writer: ImageUpload) -> Iterator[ImageUpload]:
-    """Remove a begun image, which the block writes and publishes, if the block fails before that."""
+def aborted_on_failure(writer: ImageUpload) -> Iterator[ImageUpload]:
+    """Abort a begun image, which the block writes and publishes, if the block fails before that."""
     try:
         yield writer
     except BaseException:
@@ -105,7 +105,7 @@ def write_view(
     assert header is not None, "the layout was planned with these values"
     cut = layout.geometry(chunk_bytes)
     writer = store.create_shard(lineage.checkpoint, shard, cut, layout.pieces)
-    with removed_on_failure(writer):
+    with aborted_on_failure(writer):
         source = _ImageBytes(layout, view, header, load)
         manifest = Manifest(
             lineage=lineage,

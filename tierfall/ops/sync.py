@@ -10,7 +10,6 @@ any tier knows: a newer one elsewhere fences it, as it fences a flush. No attemp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import TypeVar
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
-from tierfall.core.copies.image_writes import publish_image, removed_on_failure
+from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
@@ -72,7 +71,6 @@ from tierfall.setup.tiers import ANSWER_S, close_stores, lane_limits, open_store
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
-logger = logging.getLogger("tierfall")
 NEWER = "a newer tierfall wrote it: verify it with that version; this one does not change it"
 
 
@@ -149,10 +147,10 @@ def send(
 ) -> tuple[NamedFile, ...]:
     """Write the images of ``shards`` and their manifests, each complete before it is visible; return their files.
 
-    An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of a raw
-    image that a killed process had begun, what has arrived is compared, and not sent again. With
-    ``anew``, a file of the same name is replaced once the whole image was read and verified. Raises the error of the
-    source or of the tier, and FencedError.
+    An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of one
+    that an earlier call had begun, however it ended, what has arrived is compared, and not sent again; so does this
+    call leave what it has begun. With ``anew``, a file of the same name is replaced once the whole image was read and
+    verified. Raises the error of the source or of the tier, and FencedError.
     """
     id = source.commit.lineage.checkpoint
     sizes = {} if anew else sizes_on(store, id)
@@ -163,8 +161,9 @@ def send(
             files += held
             on_bytes(manifest.image_bytes)
             continue
-        writer = store.resume_shard(id, shard, geometry(manifest), manifest.pieces)
-        with removed_on_failure(writer):
+        cut = geometry(manifest)
+        writer = store.create_shard(id, shard, cut, manifest.pieces, resumes=True)
+        with aborted_on_failure(writer):
             # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.is_packed else limits
             reader = ChunkReader(found, manifest, source.images.tally)
@@ -294,7 +293,7 @@ def copy(
     Raises LockError where a trainer of this machine is alive, FencedError where a newer attempt starts meanwhile,
     StepError where the checkpoint is marked for deletion, or the tier holds another one of that id, IntegrityError
     where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
-    it. After an error nothing of the copy is left.
+    it. What was sent before an error is there when the copy is repeated; else the next start deletes it.
     """
     with owned_reader(config, "tierfall copy") as reader:
         listings = reader.list()
@@ -372,12 +371,9 @@ def _copy(
     source = _open_whole(checkpoint, held, reader)
     attempt = _writing_attempt(reader, listings, source.commit.lineage, store)
     there = next(listing for listing in listings if listing.tier == tier)
-    check_room(config, there, source.commit.stored_bytes, doing="copy to")
-    try:
-        commit = _write_whole(source, store, config, attempt, counter.add)
-    except BaseException:
-        _retract(store, id, attempt)
-        raise
+    needed = source.commit.stored_bytes - there.unfinished.get(id, 0)
+    check_room(config, there, needed, doing="copy to")
+    commit = _write_whole(source, store, config, attempt, counter.add)
     after = tuple(store.list() if listing is there else listing for listing in listings)
     return CopyResult(
         id=id,
@@ -416,21 +412,10 @@ def _write_whole(
     shards = [Shard(rank, world_size) for rank in range(world_size)]
     limits = lane_limits(store, config)
     files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
-    # What a killed process has left there, and was not continued.
+    # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
     owed = () if damaged is None else damaged.owed
     return commit_copy(source, store, files, attempt=attempt, owed=owed, repairs=repairs)
-
-
-def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
-    """Remove the files of a copy that could not be committed, unless a newer attempt may be writing there."""
-    try:
-        if not store.is_committed(id):
-            store.discard(id, attempt=attempt)
-    except TierfallError as error:
-        logger.warning(
-            "%s: files of the unfinished copy of %s are left for now: %s", store.name, id, error
-        )
 
 
 def newer_on(
