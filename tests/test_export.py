@@ -29,7 +29,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
 )
 from tierfall.core.types.values import CheckpointId
-from tierfall.export import output
+from tierfall.export import gather, output
 from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
 from tierfall.ops.reader import RunReader
 from tierfall.tiers.stored import StoredTier
@@ -150,14 +150,10 @@ def test_a_full_disk_leaves_nothing(
     format: ExportFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = os.pwrite
+    def full(descriptor: int, length: int) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full(descriptor: int, data: Any, offset: int) -> int:
-        if offset > 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(output.os, "pwrite", full)
+    monkeypatch.setattr(gather, "fallocate", full)
     with pytest.raises(StorageFullError, match="No space left"):
         export_from(config, "raw", to=out, only=only, format=format)
     assert not out.parent.exists()

@@ -236,8 +236,7 @@ class CheckpointReader:
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         shards = [Shard(rank, world_size) for rank in range(world_size)]
-        read = run_in_parallel(self.header_here, shards, parallel=READ_THREADS)
-        return dict(enumerate(read))
+        return dict(enumerate(run_in_parallel(self.header_here, shards, parallel=READ_THREADS)))
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``

@@ -7,24 +7,22 @@ import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tierfall.backends.posix.system import write_whole
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
-from tierfall.export.gather import MergedCheckpoint
-from tierfall.export.options import CAST, ExportOptions, file_name
-from tierfall.export.output import new_output
+from tierfall.core.types.values import Shard
+from tierfall.export.gather import MergedCheckpoint, in_batches, mapped_file
+from tierfall.export.output import CAST, ExportOptions, file_name, new_output
 from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
-from tierfall.ops.commands import Progress
 
 TRUE_DTYPES = "tierfall.dtypes"
 """The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
@@ -53,9 +51,9 @@ def export_safetensors(
     if wish.is_folder:
         _export_folder(gathered, cast, named, metadata, path, wish)
     else:
-        head, places, length = _lay_out(cast, named, metadata)
-        with new_output(path, replace=wish.replace, room_bytes=length) as file:
-            _write(file, head, gathered, places, wish.dtype)
+        laid_out = _lay_out(cast, named, metadata)
+        with new_output(path, replace=wish.replace, room_bytes=laid_out.length) as file:
+            _write(file, laid_out, gathered, wish.dtype)
     return len(named), [*left_out(parts), *as_bytes(header, named)]
 
 
@@ -67,30 +65,39 @@ def _divide(
     names: dict[int, list[str]] = {}
     for name, position in named.items():
         names.setdefault(position, []).append(name)
-    groups: list[dict[str, int]] = [{}]
-    size = 0
-    for position in sorted(names):
-        length = header.tensors[position].length * len(names[position])
-        if bytes_max is not None and groups[-1] and size + length > bytes_max:
-            groups.append({})
-            size = 0
-        groups[-1].update(dict.fromkeys(names[position], position))
-        size += length
-    return groups
+
+    def bytes_of(position: int) -> int:
+        return header.tensors[position].length * len(names[position])
+
+    most = sum(map(bytes_of, names)) if bytes_max is None else bytes_max
+    return [
+        {name: position for position in group for name in names[position]}
+        for group in in_batches(sorted(names), bytes_of, most)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaidOut:
+    """A file of a header and ``data_bytes`` behind it. ``places`` has where each tensor begins and ends in these, as
+    often as it is there."""
+
+    head: bytes
+    places: Mapping[int, Sequence[tuple[int, int]]]
+    data_bytes: int
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.data_bytes
 
 
 def _write(
-    path: Path,
-    head: bytes,
-    gathered: MergedCheckpoint,
-    places: Mapping[int, Sequence[int]],
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    path: Path, file: _LaidOut, gathered: MergedCheckpoint, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a new file of a header and tensors, at the offsets ``places``."""
-    with open(path, "xb") as file:
-        write_whole(file.fileno(), memoryview(head), 0)
-        gathered.write(places, file.fileno(), dtype=dtype, progress=progress)
+    memory = torch.from_numpy(mapped_file(path, file.length))
+    memory[: len(file.head)] = torch.frombuffer(bytearray(file.head), dtype=torch.uint8)
+    data = memory[len(file.head) :]
+    targets = {p: [data[start:end] for start, end in at] for p, at in file.places.items()}
+    gathered.read(targets, dtype)
 
 
 def _export_folder(
@@ -112,11 +119,10 @@ def _export_folder(
     laid_out = [
         _lay_out(header, shard, metadata if n == 0 else {}) for n, shard in enumerate(shards)
     ]
-    room = sum(length for _, _, length in laid_out) + sum(b.stat().st_size for b in wish.beside)
-    progress = gathered.progress(p for _, places, _ in laid_out for p in places)
+    room = sum(each.length for each in laid_out) + sum(b.stat().st_size for b in wish.beside)
     with new_output(path, folder=True, room_bytes=room) as folder:
-        for name, (head, places, _) in zip(files, laid_out, strict=True):
-            _write(folder / name, head, gathered, places, wish.dtype, progress)
+        for name, each in zip(files, laid_out, strict=True):
+            _write(folder / name, each, gathered, wish.dtype)
         if len(shards) > 1:
             (folder / index).write_text(_index_of(header, shards, files))
         for beside in wish.beside:
@@ -148,26 +154,26 @@ def _export_image(
 ) -> tuple[int, list[str]]:
     """Write a whole step as the image of one rank: that of a single rank as it is."""
     if gathered.world_size == 1:
-        with (
-            gathered.open(0) as job,
-            new_output(
-                path, replace=wish.replace, room_bytes=job.manifest.image_bytes
-            ) as unfinished,
-            open(unfinished, "xb") as file,
-        ):
-            gathered.write_image(job, file.fileno())
+        with gathered.images.open(Shard(0, 1)) as image:
+            manifest = image.manifest
+            with new_output(path, replace=wish.replace, room_bytes=manifest.image_bytes) as file:
+                memory = mapped_file(file, manifest.image_bytes)
+
+                def write(index: int, chunk: memoryview) -> None:
+                    start, end = manifest.chunk_range(index)
+                    memory[start:end] = chunk
+
+                image.read_chunks(range(manifest.chunk_count), write)
         return len(gathered.header.tensors), []
     structure = Structure(gathered.header, entries_of(parts))
     view = structure.view()
     layout = plan_layout(view)
     head = layout.header(view)
     assert head is not None, "the layout was planned with these values"
-    places = {
-        structure.positions[place.index]: [layout.data_start + place.start]
-        for place in layout.placements
-    }
-    with new_output(path, replace=wish.replace, room_bytes=layout.image_bytes) as file:
-        _write(file, head, gathered, places)
+    places = {structure.positions[p.index]: [(p.start, p.end)] for p in layout.placements}
+    laid_out = _LaidOut(head=head, places=places, data_bytes=layout.data_bytes)
+    with new_output(path, replace=wish.replace, room_bytes=laid_out.length) as file:
+        _write(file, laid_out, gathered)
     return len(places), []
 
 
@@ -192,12 +198,9 @@ def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
 
 def _lay_out(
     header: ImageHeader, named: Mapping[str, int], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[int, list[int]], int]:
-    """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
-    of its names), and the length of the file.
-
-    Tensors are in the order of their item sizes, which keeps each aligned to its items, then of the image.
-    """
+) -> _LaidOut:
+    """Lay out a safetensors file with the tensors ``named``, each once for each of its names: in the order of their
+    item sizes, which keeps each aligned to its items, then of the image."""
     unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
         for name, position in named.items()
@@ -205,7 +208,7 @@ def _lay_out(
     }
     dtypes_of = {TRUE_DTYPES: json.dumps(unsupported)} if unsupported else {}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
-    places: dict[int, list[int]] = {}
+    places: dict[int, list[tuple[int, int]]] = {}
     end = 0
 
     def order(item: tuple[str, int]) -> tuple[int, int, str]:
@@ -214,14 +217,13 @@ def _lay_out(
     for name, position in sorted(named.items(), key=order):
         tensor = header.tensors[position]
         code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
-        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
-        places.setdefault(position, []).append(end)
-        end += tensor.length
+        start, end = end, end + tensor.length
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        places.setdefault(position, []).append((start, end))
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
-    placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
-    return head, placed, len(head) + end
+    return _LaidOut(head=head, places=places, data_bytes=end)
 
 
 def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:

@@ -47,6 +47,7 @@ from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.start import begin_attempt
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
@@ -367,16 +368,20 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 
 
 @contextmanager
-def owned_tiers(config: Config, command: str) -> Iterator[OpenedTiers]:
+def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterator[OpenedTiers]:
     """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
-    command that does.
+    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created.
 
-    Raises UnreachableError, before anything is changed, where a tier's folder is missing.
+    Else raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """
-    check_folders(config)
-    tiers = OpenedTiers(config, run=config.run, offline=True, command=command)
+    if not begins:
+        check_folders(config)
+    tiers = OpenedTiers(config, run=config.run, offline=not begins, command=command)
     try:
-        tiers.make_durable()
+        if begins:
+            begin_attempt(tiers)
+        else:
+            tiers.make_durable()
         yield tiers
     finally:
         tiers.close(keep=bool(images_in(tiers.hosts()) or tiers.host.holds_damaged()))

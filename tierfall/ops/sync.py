@@ -210,7 +210,7 @@ def held_files(
 
 
 def commit_copy(
-    source: Source,
+    source: Commit,
     store: StoredTier,
     files: Iterable[NamedFile],
     *,
@@ -221,11 +221,11 @@ def commit_copy(
     """Write the commit record of a copy, whose images are there as ``files``; no other function writes one offline.
     ``owed`` are older checkpoints that the tier still lacks. ``repairs``: a damaged copy was rewritten in place.
 
-    The evidence that it is a checkpoint is the ``source``, never what is in the target. Raises FencedError, and
-    StepError where the checkpoint was deleted meanwhile: what was written is deleted too then.
+    The evidence that it is a checkpoint is the record of the ``source``, never what is in the target. Raises
+    FencedError, and StepError where the checkpoint was deleted meanwhile: what was written is deleted too then.
     """
-    id, attempt_id = source.commit.lineage.checkpoint, source.commit.lineage.attempt_id
-    commit = replace(source.commit, files=tuple(files), owed=owed)
+    id, attempt_id = source.lineage.checkpoint, source.lineage.attempt_id
+    commit = replace(source, files=tuple(files), owed=owed)
     store.fence.check(attempt)
     is_there = not repairs or store.is_committed(id)
     if is_there and not store.decided.read().is_deleted(id, attempt_id):
@@ -415,7 +415,7 @@ def _write_whole(
     # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
     owed = () if damaged is None else damaged.owed
-    return commit_copy(source, store, files, attempt=attempt, owed=owed, repairs=repairs)
+    return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
 def newer_on(
