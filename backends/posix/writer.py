@@ -96,7 +96,8 @@ class PosixWriter(WriterBase):
     def abort(self) -> None:
         """See ``Writer``. A ``publish`` that is in progress on another thread, such as a hung one, then fails."""
         if self._state is not WriterState.PUBLISHED:
-            self._die(keep=self._publish_mode is Publish.RESUME)
+            is_begun = self._coverage.end > 0
+            self._die(keep=self._publish_mode is Publish.RESUME and is_begun)
 
     def _start(self) -> tuple[int, int]:
         """Open the folder and a new file in it; a folder that is removed as empty in between is created again."""

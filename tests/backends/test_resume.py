@@ -92,7 +92,8 @@ def test_an_aborted_writer_leaves_its_file_to_the_next_and_a_refused_one_nothing
     assert content(backend) == DATA
     with pytest.raises(BackendError, match="were written"):
         begun(backend, 0, publish=Publish.RESUME).publish()
-    begun(backend, 0).abort()
+    for writer in (begun(backend, 0), begun(backend, publish=Publish.RESUME)):
+        writer.abort()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["image"]
     backend.close()
 

@@ -31,30 +31,41 @@ TRUE_DTYPES = "tierfall.dtypes"
 def export_safetensors(
     gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
-    """Write the tensors of the parts, as one file at ``path`` or as a folder; return their number, and notes.
+    """Write the tensors of the parts, as one file at ``path``, or as a folder of shards, their index and the files that
+    are copied beside them; return the number of tensors, and notes.
 
-    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.write`` do.
+    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.read`` do.
     """
     if not wish.only:
         return _export_image(gathered, parts, path, wish)
-    header = gathered.header
-    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
     named: dict[str, int] = {}
     for part in parts:
-        named |= tensors_of(header, part, full_names=len(parts) > 1)
+        named |= tensors_of(gathered.header, part, full_names=len(parts) > 1)
     if not named:
         raise ConfigError(
             f"export: {', '.join(wish.only)} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
-    cast = cast_header(header, wish.dtype)
-    if wish.is_folder:
-        _export_folder(gathered, cast, named, metadata, path, wish)
-    else:
-        laid_out = _lay_out(cast, named, metadata)
-        with new_output(path, replace=wish.replace, room_bytes=laid_out.length) as file:
-            _write(file, laid_out, gathered, wish.dtype)
-    return len(named), [*left_out(parts), *as_bytes(header, named)]
+    header = cast_header(gathered.header, wish.dtype)
+    shards = _divide(header, named, wish.max_shard_bytes)
+    base = file_name(gathered.run, gathered.id, wish) if wish.is_folder else path.name
+    files, index = _names_of(base, len(shards)), f"{base}.index.json"
+    for beside in wish.beside:
+        if beside.name in (*files, index):
+            raise ConfigError(f"export: --with {beside}: the export has a file of that name")
+    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
+    laid_out = [_lay_out(header, shard, {} if n else metadata) for n, shard in enumerate(shards)]
+    room = sum(each.length for each in laid_out) + sum(b.stat().st_size for b in wish.beside)
+    with new_output(
+        path, folder=wish.is_folder, replace=wish.replace, room_bytes=room
+    ) as unfinished:
+        for name, each in zip(files, laid_out, strict=True):
+            _write(unfinished / name if wish.is_folder else unfinished, each, gathered, wish.dtype)
+        if len(shards) > 1:
+            (unfinished / index).write_text(_index_of(header, shards, files))
+        for beside in wish.beside:
+            shutil.copyfile(beside, unfinished / beside.name)
+    return len(named), [*left_out(parts), *as_bytes(gathered.header, named)]
 
 
 def _divide(
@@ -98,35 +109,6 @@ def _write(
     data = memory[len(file.head) :]
     targets = {p: [data[start:end] for start, end in at] for p, at in file.places.items()}
     gathered.read(targets, dtype)
-
-
-def _export_folder(
-    gathered: MergedCheckpoint,
-    header: ImageHeader,
-    named: Mapping[str, int],
-    metadata: Mapping[str, str],
-    path: Path,
-    wish: ExportOptions,
-) -> None:
-    """Write shards, index and copied files into a new folder, which appears whole."""
-    base = file_name(gathered.run, gathered.id, wish)
-    shards = _divide(header, named, wish.max_shard_bytes)
-    files = _names_of(base, len(shards))
-    index = f"{base}.index.json"
-    for beside in wish.beside:
-        if beside.name in (*files, index):
-            raise ConfigError(f"export: --with {beside}: the export has a file of that name")
-    laid_out = [
-        _lay_out(header, shard, metadata if n == 0 else {}) for n, shard in enumerate(shards)
-    ]
-    room = sum(each.length for each in laid_out) + sum(b.stat().st_size for b in wish.beside)
-    with new_output(path, folder=True, room_bytes=room) as folder:
-        for name, each in zip(files, laid_out, strict=True):
-            _write(folder / name, each, gathered, wish.dtype)
-        if len(shards) > 1:
-            (folder / index).write_text(_index_of(header, shards, files))
-        for beside in wish.beside:
-            shutil.copyfile(beside, folder / beside.name)
 
 
 def _names_of(base: str, count: int) -> list[str]:

@@ -158,6 +158,7 @@ def import_state(
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
     and what reading the source raises. After an error nothing of the step counts.
     """
+    config = seen_by_one(config)
     if not config.written:
         raise ConfigError("import: the configuration has no stored tier that may be written")
     names = [tier.name for tier in config.written]
@@ -172,7 +173,7 @@ def import_state(
     def watch_one(count: int, total: int) -> None:
         watch(len(done) * size + min(count, size), len(names) * size)
 
-    with owned_tiers(seen_by_one(config), "tierfall import", begins=True) as tiers:
+    with owned_tiers(config, "tierfall import", begins=True) as tiers:
         check_step(tiers.listings, step, config.run, tiers.stores)  # by now
         first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
         id = _write(tiers, first, read, step, Progress(watch_one, size).add)

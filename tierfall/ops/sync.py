@@ -576,41 +576,27 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def repair_tier(self, store: StoredTier, listing: Listing) -> None:
+    def repair_tier(self, tier: str, files: Iterable[str]) -> None:
         """Rewrite damaged records of attempts from other tiers, and ``latest`` where it names a missing checkpoint."""
-        for number in listing.attempts:
-            file = keys.attempt_key("", number).lstrip("/")
+        for file in files:
+            is_latest = file == keys.LATEST_NAME
             try:
-                store.fence.read(number)
-            except IntegrityError:
-                self._try(store.name, file, partial(self._repair_attempt, store.name, number))
-            except (BackendError, NotSupportedError):
-                continue  # reported by the check that follows
-        try:
-            stale = (latest := store.latest.read()) is not None and store.find_copy(latest) is None
-        except BackendError:
-            return  # likewise
-        if stale:
-            self._try(store.name, keys.LATEST_NAME, partial(self._repair_latest, store.name))
+                why = self._repair_latest(tier) if is_latest else self._repair_attempt(tier, file)
+            except TierfallError as error:
+                self._note(tier, None, file, str(error), done=False)
+            else:
+                self._note(tier, None, file, why, done=True)
 
-    def _try(self, tier: str, file: str, mend: Callable[[], str]) -> None:
-        try:
-            self._note(tier, None, file, mend(), done=True)
-        except TierfallError as error:
-            self._note(tier, None, file, str(error), done=False)
-
-    def _repair_attempt(self, tier: str, number: int) -> str:
-        for listing in self._listings:
-            if listing.tier == tier or number not in listing.attempts:
-                continue
+    def _repair_attempt(self, tier: str, file: str) -> str:
+        number = keys.parse_attempt(file.rpartition("/")[2]) or 0
+        for other in (x.tier for x in self._listings if x.tier != tier and number in x.attempts):
             try:
-                attempt = self._reader.stores[listing.tier].fence.read(number)
+                attempt = self._reader.stores[other].fence.read(number)
             except TierfallError:
                 continue
-            key = keys.attempt_key(self._reader.run, number)
             with open_writable(self._reader.config, tier) as store:
-                put_object(store.backend, key, attempt.encode())
-            return f"rewritten from {listing.tier}"
+                put_object(store.backend, f"{self._reader.run}/{file}", attempt.encode())
+            return f"rewritten from {other}"
         raise IntegrityError("no other tier has a good one")
 
     def _repair_latest(self, tier: str) -> str:
