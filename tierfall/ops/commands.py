@@ -252,18 +252,14 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
-    if missing := _missing_folders(config):
-        raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
-
-
-def _missing_folders(config: Config) -> dict[str, Path]:
     folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
     answers = BoundedCalls().call_all(
         {name: partial(_is_missing, folder) for name, folder in folders.items()},
         bounds_s(config),
         doing="open",
     )
-    return {name: folder for name, folder in folders.items() if answers[name].value}
+    if missing := {name: folder for name, folder in folders.items() if answers[name].value}:
+        raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
 
 
 def _is_missing(path: Path) -> bool:
@@ -547,9 +543,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """
     with owned_folder(config, "tierfall forget") as folder:
         storage = config.without_peers()
-        # Opening for writing creates a folder.
-        there = storage.reading_only(_missing_folders(storage))
-        stores, failed = open_stores(there, config.run, is_bounded=True)
+        stores, failed = open_stores(storage, config.run, is_bounded=True, creates=False)
         try:
             identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
             forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())

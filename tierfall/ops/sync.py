@@ -403,18 +403,17 @@ def _write_whole(
     attempt: Attempt,
     on_bytes: Callable[[int], None],
     *,
-    damaged: Commit | None = None,
+    owed: tuple[CheckpointId, ...] = (),
     repairs: bool = False,
 ) -> Commit:
-    """Write the images of all ranks, and the commit record; in place of a copy whose record was ``damaged``, if it
-    ``repairs`` one. What the tier was owed then is only in its own record."""
+    """Write the images of all ranks, and the commit record; in place of a damaged copy, if it ``repairs`` one: what the
+    tier was ``owed`` is only in its own record."""
     run, world_size = source.commit.lineage.run, source.commit.world_size
     shards = [Shard(rank, world_size) for rank in range(world_size)]
     limits = lane_limits(store, config)
     files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
     # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
-    owed = () if damaged is None else damaged.owed
     return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
@@ -520,10 +519,17 @@ class Repairer:
         checkpoint = self._known[copy.id]
         if checkpoint.deleted:
             raise StepError("it is marked for deletion")
-        with open_writable(self._reader.config, copy.tier) as store:
+        config, owed = self._reader.config, copy.commit.owed if copy.commit else ()
+        with open_writable(config, copy.tier) as store:
             self._check_ours(store, copy, checkpoint)
             store.decided.read()
-            return self._repair_files(store, checkpoint, copy)
+            source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
+            line = source.commit.lineage
+            attempt = _writing_attempt(self._reader, self._listings, line, store)
+            _write_whole(
+                source, store, config, attempt, lambda count: None, owed=owed, repairs=True
+            )
+        return f"rewritten from {', '.join(source.images.tally.bytes)}"
 
     def _check_ours(
         self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
@@ -549,17 +555,6 @@ class Repairer:
             line = _unless_damaged(partial(line_of, Shard(rank, known.world_size)))
             if line not in (None, known.lineage):
                 raise StepError("its files are of another checkpoint than that on other tiers")
-
-    def _repair_files(
-        self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
-    ) -> str:
-        source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
-        line, config = source.commit.lineage, self._reader.config
-        attempt = _writing_attempt(self._reader, self._listings, line, store)
-        _write_whole(
-            source, store, config, attempt, lambda count: None, damaged=copy.commit, repairs=True
-        )
-        return f"rewritten from {', '.join(source.images.tally.bytes)}"
 
     def _sources(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
