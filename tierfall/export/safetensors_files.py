@@ -213,10 +213,10 @@ def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
     shape = list(tensor.shape)
     if (code := dtypes.code_of(tensor.dtype)) is not None:
         return code, shape
-    small = small_dtypes().get(tensor.dtype)
-    if small is None or not shape:
+    code, elements = LATER.get(tensor.dtype, (None, 1))
+    if code is None or not shape or not _is_supported(tensor.dtype):
         return None
-    return small[0], [*shape[:-1], shape[-1] * small[1]]
+    return code, [*shape[:-1], shape[-1] * elements]
 
 
 def left_out(parts: Sequence[StatePart]) -> list[str]:
@@ -237,40 +237,30 @@ def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
     ]
 
 
+LATER = {
+    dtype: as_stored
+    for name, as_stored in {"float8_e8m0fnu": ("F8_E8M0", 1), "float4_e2m1fn_x2": ("F4", 2)}.items()
+    if (dtype := dtypes.from_name(name)) is not None
+}
+"""The dtypes that later versions of safetensors have: the code, and how many elements of that one of torch is."""
+
+
 @cache
-def small_dtypes() -> Mapping[torch.dtype, tuple[str, int]]:
-    """Return the dtypes that the installed safetensors writes and reads: of each its code, and how many elements of
-    that an element of torch is."""
-    candidates = {
-        dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype)
-        and dtype.is_floating_point
-        and dtype.itemsize == 1
-        and dtypes.code_of(dtype) is None
-    }
-    found = {dtype: _ask(dtype) for dtype in candidates}
-    return {dtype: answer for dtype, answer in found.items() if answer is not None}
-
-
-def _ask(dtype: torch.dtype) -> tuple[str, int] | None:
-    """Write a tensor, and read it; None if safetensors is not installed, or has not this dtype."""
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Write a tensor of a dtype, and read it: whether the installed safetensors, if there is one, does both."""
     try:
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import save
     except ImportError:
-        return None
+        return False
     tensor = torch.zeros(1, dtype=torch.uint8).view(dtype)
     file = os.memfd_create("safetensors")
     try:
-        data = save({"x": tensor})
-        os.write(file, data)
+        os.write(file, save({"x": tensor}))
         with safe_open(f"/proc/self/fd/{file}", "pt") as opened:
             read = opened.get_tensor("x")
     except (SafetensorError, AttributeError, LookupError, OSError, TypeError, ValueError):
-        return None
+        return False
     finally:
         os.close(file)
-    entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]
-    same = (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
-    return (entry["dtype"], entry["shape"][0]) if same else None
+    return (read.dtype, read.shape) == (tensor.dtype, tensor.shape)

@@ -13,7 +13,7 @@ from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import LAYOUT_MEMBER
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError, IntegrityError
-from tierfall.export.safetensors_files import TRUE_DTYPES, small_dtypes
+from tierfall.export.safetensors_files import LATER, TRUE_DTYPES
 from tierfall.imports.sources import INDEX, Source, unreadable
 
 _LENGTH_BYTES = 8
@@ -114,9 +114,9 @@ def _tensor(data: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
         raise ValueError(f"tensor {name!r:.80} has no valid shape")
     code, shape = entry.get("dtype"), list(entry["shape"])
     dtype = dtypes.from_code(code)
-    for small, (its_code, elements) in small_dtypes().items() if dtype is None else ():
+    for later, (its_code, elements) in LATER.items() if dtype is None else ():
         if its_code == code and shape and shape[-1] % elements == 0:
-            dtype, shape[-1] = small, shape[-1] // elements
+            dtype, shape[-1] = later, shape[-1] // elements
     if dtype is None:
         raise ValueError(f"tensor {name!r:.80} is of dtype {code!r:.40}, unknown here")
     match entry.get("data_offsets"):
