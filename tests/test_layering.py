@@ -86,7 +86,7 @@ LINES = {
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_185,
     ("tierfall/integrations",): 3_071,
-    ("tierfall/imports", "tierfall/export"): 2_649,
+    ("tierfall/imports", "tierfall/export"): 2_626,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
     ("tierfall", "core"): 389,
