@@ -82,7 +82,7 @@ LINES = {
     ("tiers",): 4_207,
     ("tierfall/config",): 2_665,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
-    ("tierfall/ops",): 3_363,
+    ("tierfall/ops",): 3_352,
     ("tierfall/telemetry",): 1_761,
     ("tierfall/cli",): 4_185,
     ("tierfall/integrations",): 3_071,
