@@ -78,7 +78,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/scheduler",): 8_875,
     ("policies",): 2_162,
-    ("backends",): 6_982,
+    ("backends",): 6_989,
     ("tiers",): 4_207,
     ("tierfall/config",): 2_665,
     ("tierfall/run", "tierfall/session", "tierfall/setup"): 8_636,
