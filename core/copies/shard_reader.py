@@ -101,13 +101,12 @@ class ShardReader:
         self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))
 
     def read_header(self) -> ImageHeader:
+        what = f"checkpoint {self.manifest.lineage.checkpoint}"
+        return read_header(self.header_bytes(), image_bytes=self.manifest.image_bytes, what=what)
+
+    def header_bytes(self) -> bytes:
         with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
-            view = self._reader.read(0, buffer)
-            return read_header(
-                view,
-                image_bytes=self.manifest.image_bytes,
-                what=f"checkpoint {self.manifest.lineage.checkpoint}",
-            )
+            return bytes(self._reader.read(0, buffer))
 
     def fill(self, fills: Sequence[Fill]) -> None:
         pool, streams = self._ring.pool, self._ring.streams

@@ -137,23 +137,19 @@ def _export_image(
     """Write a whole step as the image of one rank: that of a single rank as it is."""
     if gathered.world_size == 1:
         with gathered.images.open(Shard(0, 1)) as image:
-            manifest = image.manifest
-            with new_output(path, replace=wish.replace, room_bytes=manifest.image_bytes) as file:
-                memory = mapped_file(file, manifest.image_bytes)
-
-                def write(index: int, chunk: memoryview) -> None:
-                    start, end = manifest.chunk_range(index)
-                    memory[start:end] = chunk
-
-                image.read_chunks(range(manifest.chunk_count), write)
-        return len(gathered.header.tensors), []
-    structure = Structure(gathered.header, entries_of(parts))
-    view = structure.view()
-    layout = plan_layout(view)
-    head = layout.header(view)
-    assert head is not None, "the layout was planned with these values"
-    places = {structure.positions[p.index]: [(p.start, p.end)] for p in layout.placements}
-    laid_out = _LaidOut(head=head, places=places, data_bytes=layout.data_bytes)
+            manifest, head = image.manifest, image.header_bytes()
+        data_bytes = manifest.image_bytes - manifest.data_start
+        blocks = enumerate(gathered.merged.blocks)
+        places = {position: [(b.start, b.end) for b in own] for position, own in blocks}
+    else:
+        structure = Structure(gathered.header, entries_of(parts))
+        view = structure.view()
+        layout = plan_layout(view)
+        made = layout.header(view)
+        assert made is not None, "the layout was planned with these values"
+        head, data_bytes = made, layout.data_bytes
+        places = {structure.positions[p.index]: [(p.start, p.end)] for p in layout.placements}
+    laid_out = _LaidOut(head=head, places=places, data_bytes=data_bytes)
     with new_output(path, replace=wish.replace, room_bytes=laid_out.length) as file:
         _write(file, laid_out, gathered)
     return len(places), []
