@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import tierfall
 from tests.stuck_tier import LONG_S, StuckTier
 from tierfall.cli.app import app
-from tierfall.ops import commands, measure, reader, sync
+from tierfall.ops import commands, reader, sync
 from tierfall.setup import tiers
 
 READS = ("stat", "commit.json", "rank-00000-of-00001.json", ".safetensors")
@@ -29,7 +29,7 @@ IMAGE_S = 20.0
 @pytest.fixture
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
     """The tier ``near`` of the run, before it hangs. Only ``far`` has step 2."""
-    for where in (tiers, reader, commands, measure, sync):
+    for where in (tiers, reader, commands, sync):
         monkeypatch.setattr(where, "ANSWER_S", 0.5)
     with tierfall.open(config(tmp_path)) as ckpt:
         ckpt.restore(state(0))

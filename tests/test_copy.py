@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tierfall
 from tests.crafted_records import MANIFEST, change_manifest
@@ -18,6 +19,7 @@ from tests.steps import blank, files_below, state_of, step_in
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.writer import PosixWriter
 from tierfall.config import load_config
 from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format.records import Attempt
@@ -38,8 +40,8 @@ IMAGE = "rank-00000-of-00001.safetensors"
 SELDOM = {"flush": {"every": 1000}}
 
 
-def step_folder(root: Path, step: int = 1) -> Path:
-    return root / "run" / f"step-{step:08d}-a0001"
+def step_folder(root: Path, step: int = 1, attempt: int = 1) -> Path:
+    return root / "run" / f"step-{step:08d}-a{attempt:04d}"
 
 
 def store_of(root: Path) -> StoredTier:
@@ -223,6 +225,47 @@ def test_the_parts_that_a_killed_copy_uploaded_go(
     left = [key for key, _ in killed._client.pending(killed._client.prefix, "look")]
     killed.close()
     assert left == ["checkpoints/run/step-00000002-a0001/x"], "of this step alone"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, IntegrityError])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_copy_that_an_error_has_ended_is_continued(
+    make_saved: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+    error: type[BaseException],
+) -> None:
+    """What it has sent is left: unfinished, for the next copy, or for the next start, which deletes it."""
+    config = make_saved({"compress": {"codec": codec}}, chunk="1MiB", host={"capacity": "64MiB"})
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(3, {"w": torch.rand(6 << 20)}, block=True)
+    offsets: list[int] = []
+    real = PosixWriter._put
+
+    def put(self: PosixWriter, offset: int, data: memoryview) -> None:
+        if len(data) >= 1 << 20:
+            offsets.append(offset)
+        real(self, offset, data)
+
+    def interrupted(done: int, total: int) -> None:
+        if done * 2 > total:
+            raise error("now")
+
+    monkeypatch.setattr(PosixWriter, "_put", put)
+    with pytest.raises(error):
+        copy(load_config(config), CheckpointId(3, 2), "far", interrupted)
+    assert offsets
+    (left,) = step_folder(tmp_path / "far", 3, 2).iterdir()
+    assert left.name.startswith(".tierfall-")
+    sent = {*offsets}
+    offsets.clear()
+    run_copy(config, CheckpointId(3, 2))
+    assert offsets
+    assert sent.isdisjoint(offsets)
+    found = tierfall.load(step_folder(tmp_path / "far", 3, 2))
+    assert torch.equal(found["w"], tierfall.load(config, step=3)["w"])
 
 
 @pytest.mark.parametrize("codec", ["none", "planes"])

@@ -29,7 +29,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
 )
 from tierfall.core.types.values import CheckpointId
-from tierfall.export import output
+from tierfall.export import gather, output
 from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
 from tierfall.ops.reader import RunReader
 from tierfall.tiers.stored import StoredTier
@@ -133,7 +133,8 @@ def test_a_file_that_appears_meanwhile_stays(config: dict[str, Any], out: Path) 
     target = out / f"{WHOLE}.safetensors"
 
     def appear(done: int, total: int) -> None:
-        target.write_text("mine")
+        if out.exists():  # it is being written
+            target.write_text("mine")
 
     with pytest.raises(BackendError, match="exists already"):
         export_from(config, "raw", to=out, watch=appear)
@@ -150,14 +151,10 @@ def test_a_full_disk_leaves_nothing(
     format: ExportFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = os.pwrite
+    def full(descriptor: int, length: int) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full(descriptor: int, data: Any, offset: int) -> int:
-        if offset > 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(output.os, "pwrite", full)
+    monkeypatch.setattr(gather, "fallocate", full)
     with pytest.raises(StorageFullError, match="No space left"):
         export_from(config, "raw", to=out, only=only, format=format)
     assert not out.parent.exists()

@@ -192,6 +192,7 @@ class PeerCache(StoredTier):
         pieces: Spliced,
         *,
         attempt_id: str | None = None,
+        resumes: bool = False,
     ) -> SentImage:
         """Begin to send an image, to those that do not keep it from an earlier start, by its ``attempt_id``."""
         with ExitStack() as undo:

@@ -163,34 +163,26 @@ class StoredTier(TierCatalog):
         pieces: Spliced,
         *,
         attempt_id: str | None = None,
+        resumes: bool = False,
     ) -> ImageUpload:
         """Begin a shard's image. ``cut`` is its division into chunks, ``pieces`` its tensors in the manifest. Peer
-        memory may have the image of that ``attempt_id`` already."""
-        packing = self._packing
+        memory may have the image of that ``attempt_id`` already. ``resumes``: continue what another upload of these
+        bytes has left, and leave what this one has sent if it is aborted."""
+        packing, publish = self._packing, Publish.RESUME if resumes else Publish.REPLACE
         if packing is None:
             key = self._key(checkpoint, keys.shard_name(shard))
-            return RawImageWriter(self.backend.create(key, length=cut.image_bytes))
+            writer = self.backend.create(key, length=cut.image_bytes, publish=publish)
+            return RawImageWriter(writer)
         key = self._key(checkpoint, keys.shard_name(shard, packing.codec))
         record = self._key(checkpoint, keys.stored_name(shard))
         return PackedImageWriter(
-            lambda bound: self.backend.create(key, length_max=bound),
+            lambda bound: self.backend.create(key, length_max=bound, publish=publish),
             packing,
             shard=shard,
             cut=cut,
             pieces=pieces,
             part_bytes_min=self.backend.traits.part_bytes_min,
             write_record=lambda data: self._documents.replace(record, data),
-        )
-
-    def resume_shard(
-        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-    ) -> ImageUpload:
-        """Begin a shard's image as ``create_shard`` does; a raw one continues what a dead process has left of it."""
-        if self.is_packed:
-            return self.create_shard(checkpoint, shard, cut, pieces)
-        key = self._key(checkpoint, keys.shard_name(shard))
-        return RawImageWriter(
-            self.backend.create(key, length=cut.image_bytes, publish=Publish.RESUME)
         )
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:

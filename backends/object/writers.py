@@ -131,9 +131,25 @@ class MultipartWriter(ObjectWriterBase):
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._there: Mapping[int, tuple[str, int]] = {}
-        """Parts that a dead process has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
+        """Parts that an earlier writer has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
         rule; where it is not, they are sent again."""
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
+
+    def abort(self) -> None:
+        """See ``Writer``. An upload that can be resumed keeps its parts: the store lists them."""
+        resumes = self._publish_mode is Publish.RESUME and self._parts_of(self._unfinished)
+        with self._lock:
+            if resumes and self._state is WriterState.OPEN:
+                self._active.discard(self._unfinished)
+                self._unfinished = ""
+        super().abort()
+
+    def _parts_of(self, upload: str) -> Mapping[int, tuple[str, int]]:
+        """Return the parts of an upload; none where it is gone, or the store does not list them."""
+        if upload:
+            with suppress(BackendError):
+                return self._client.parts(self._full_key, upload, self._what("list the parts of"))
+        return {}
 
     def _add(self, offset: int, data: memoryview) -> Callable[[], None] | None:
         end = offset + data.nbytes
@@ -209,14 +225,13 @@ class MultipartWriter(ObjectWriterBase):
             return self._unfinished
 
     def _left(self) -> str:
-        """Find an upload that a dead process has left of this key, and its parts; '' if there is none."""
+        """Find an upload of this key that nobody writes any more, and its parts; '' if there is none."""
         if self._publish_mode is not Publish.RESUME:
             return ""
         what = self._what("look for a begun upload of")
         for key, upload in self._client.pending(self._full_key, what):
             if key == self._full_key and upload not in self._active:
-                with suppress(BackendError):  # it is gone, or the store lists no parts
-                    self._there = self._client.parts(key, upload, what)
+                self._there = self._parts_of(upload)
                 if self._there:
                     return upload
         return ""

@@ -234,8 +234,8 @@ class MappedWriter(PosixWriter):
         else:
             self._keep(self._pages)
 
-    def _die(self) -> None:
-        super()._die()
+    def _die(self, *, keep: bool = False) -> None:
+        super()._die(keep=keep)
         if self._pages is not None:
             self._pages.close()
 

@@ -96,7 +96,8 @@ class PosixWriter(WriterBase):
     def abort(self) -> None:
         """See ``Writer``. A ``publish`` that is in progress on another thread, such as a hung one, then fails."""
         if self._state is not WriterState.PUBLISHED:
-            self._die()
+            is_begun = self._coverage.end > 0
+            self._die(keep=self._publish_mode is Publish.RESUME and is_begun)
 
     def _start(self) -> tuple[int, int]:
         """Open the folder and a new file in it; a folder that is removed as empty in between is created again."""
@@ -138,8 +139,8 @@ class PosixWriter(WriterBase):
         return file
 
     def _lock_left(self, folder: int, name: str) -> int | None:
-        """Open an unfinished file of this key that a dead process has left; None if it is of a living one, whose lock
-        it has, or cannot be continued."""
+        """Open an unfinished file of this key that nobody writes any more; None if a living writer has its lock, or it
+        cannot be continued."""
         most = self._extent.most_bytes or 0
         try:
             file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -226,13 +227,16 @@ class PosixWriter(WriterBase):
                 f"{what}: {self._busy} writes are still going on; wait for them first"
             )
         self._context.folders.verify(self._begun_in)
-        self._check_complete()
+        with translated(what):
+            self._check_complete()
         self._sync_and_close()
         with translated(what):
             self._make_visible()
 
     def _check_complete(self) -> None:
         fault = self._coverage.missing(self._extent.length)
+        if self._resumed:  # packed anew, an image may be shorter
+            os.ftruncate(self._file, self._coverage.end)
         size_bytes = os.fstat(self._file).st_size
         if fault is None and size_bytes != self._coverage.end:
             fault = f"{self._coverage.end} bytes were written, the file has {size_bytes}"
@@ -286,15 +290,16 @@ class PosixWriter(WriterBase):
             folder, self._folder = self._folder, -1
             os.close(folder)
 
-    def _die(self) -> None:
-        """Remove the file now, and close it after the last write in progress: if its descriptor were closed earlier, a
-        write could reach another file of the same number."""
+    def _die(self, *, keep: bool = False) -> None:
+        """Remove the file now (``keep``: leave it to be resumed), and close it after the last write in progress: if its
+        descriptor were closed earlier, a write could reach another file of the same number."""
         with self._lock:
             if self._state is not WriterState.DEAD:
                 self._state = WriterState.DEAD
-                # A failure here must not hide the first error; discard_unfinished removes the file later.
-                with suppress(OSError):
-                    os.unlink(self._name, dir_fd=self._folder)
+                if not keep:
+                    # A failure here must not hide the first error; discard_unfinished removes the file later.
+                    with suppress(OSError):
+                        os.unlink(self._name, dir_fd=self._folder)
                 self._context.active.discard(self._name)
             if self._folder < 0 or self._busy:
                 return

@@ -68,7 +68,7 @@ class ReadTally:
 
     It is shared by the reading threads. ``found_damage`` is called once for each copy that does not match its digests
     or is missing, by any of these threads. ``found_unread`` is called for each checkpoint that could not be read, and
-    was not restored for that: no rule may delete it.
+    was not restored for that: no rule may delete it. ``on_bytes`` is called with the bytes of each chunk that is read.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
@@ -76,12 +76,14 @@ class ReadTally:
     fallbacks: list[Fallback] = field(default_factory=list)
     found_damage: FoundDamage = lambda *found: None
     found_unread: Callable[[CheckpointId], None] = lambda id: None
+    on_bytes: Callable[[int], None] = lambda count: None
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, tier: str, bytes: int) -> None:
         with self.lock:
             self.bytes[tier] = self.bytes.get(tier, 0) + bytes
+        self.on_bytes(bytes)
 
     def add_received(self, tier: str, rank: int, bytes: int) -> None:
         """Add bytes that another rank read from the tier and sent."""

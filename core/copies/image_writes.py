@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.format.commit_files import files_of, raw_files, with_packed
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Lineage, Manifest, NamedFile
+from tierfall.core.format.records import Commit, Geometry, Manifest, NamedFile
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.buffers import allocate
 from tierfall.core.state.view import StateView
@@ -57,8 +58,8 @@ class WritableStore(Protocol):
 
 
 @contextmanager
-def removed_on_failure(writer: ImageUpload) -> Iterator[ImageUpload]:
-    """Remove a begun image, which the block writes and publishes, if the block fails before that."""
+def aborted_on_failure(writer: ImageUpload) -> Iterator[ImageUpload]:
+    """Abort a begun image, which the block writes and publishes, if the block fails before that."""
     try:
         yield writer
     except BaseException:
@@ -87,28 +88,27 @@ def publish_image(
 def write_view(
     store: WritableStore,
     view: StateView,
+    commit: Commit,
     *,
-    lineage: Lineage,
     shard: Shard,
     chunk_bytes: int,
-    commit: Callable[[tuple[NamedFile, ...]], Commit],
     load: Load = lambda tensor: tensor,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> tuple[NamedFile, ...]:
-    """Write an image and its manifest; return their files for the commit record, which ``commit`` makes of them.
+    """Write an image and its manifest; return their files for ``commit``, the record, which has none yet.
 
     Of the tensors that ``load`` returns, one is in use at a time. ``on_bytes`` is called with the bytes written since
     the last call. Raises what ``load`` and the store raise; the image is removed then.
     """
-    layout = plan_layout(view)
+    layout, id = plan_layout(view), commit.lineage.checkpoint
     header = layout.header(view)
     assert header is not None, "the layout was planned with these values"
     cut = layout.geometry(chunk_bytes)
-    writer = store.create_shard(lineage.checkpoint, shard, cut, layout.pieces)
-    with removed_on_failure(writer):
+    writer = store.create_shard(id, shard, cut, layout.pieces)
+    with aborted_on_failure(writer):
         source = _ImageBytes(layout, view, header, load)
         manifest = Manifest(
-            lineage=lineage,
+            lineage=commit.lineage,
             shard=shard,
             image_bytes=cut.image_bytes,
             data_start=cut.data_start,
@@ -118,9 +118,8 @@ def write_view(
             pieces=layout.pieces,
         )
         raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=manifest.encode())
-        made = publish_image(
-            store, writer, manifest, commit(raw), id=lineage.checkpoint, shard=shard
-        )
+        raw_commit = replace(commit, files=raw)
+        made = publish_image(store, writer, manifest, raw_commit, id=id, shard=shard)
         return files_of(made, shard)
 
 

@@ -101,13 +101,12 @@ class ShardReader:
         self._device_threads = max(1, min(chunks_max or ring.count, ring.count - 1, ring.threads))
 
     def read_header(self) -> ImageHeader:
+        what = f"checkpoint {self.manifest.lineage.checkpoint}"
+        return read_header(self.header_bytes(), image_bytes=self.manifest.image_bytes, what=what)
+
+    def header_bytes(self) -> bytes:
         with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
-            view = self._reader.read(0, buffer)
-            return read_header(
-                view,
-                image_bytes=self.manifest.image_bytes,
-                what=f"checkpoint {self.manifest.lineage.checkpoint}",
-            )
+            return bytes(self._reader.read(0, buffer))
 
     def fill(self, fills: Sequence[Fill]) -> None:
         pool, streams = self._ring.pool, self._ring.streams
@@ -236,8 +235,7 @@ class CheckpointReader:
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         shards = [Shard(rank, world_size) for rank in range(world_size)]
-        read = run_in_parallel(self.header_here, shards, parallel=READ_THREADS)
-        return dict(enumerate(read))
+        return dict(enumerate(run_in_parallel(self.header_here, shards, parallel=READ_THREADS)))
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``

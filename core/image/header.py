@@ -138,7 +138,7 @@ def _read(
             f"{what}: written in format {static.get('format')!r} requiring {static.get('requires')!r}; this tierfall "
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
-    tensors = _tensors(table, members.get("dtypes", list), image_bytes - data_start)
+    tensors = read_table(table, members.get("dtypes", list), image_bytes - data_start)
     rows = ((name, x["dtype"], x["shape"], *x["data_offsets"]) for name, x in table.items())
     if static.get("table") != table_digest(rows):
         raise ValueError(
@@ -195,9 +195,10 @@ def _data_start(data: bytes | bytearray | memoryview, image_bytes: int) -> int:
 # ---- the table of tensors
 
 
-def _tensors(
+def read_table(
     table: dict[str, Any], true_dtypes: list[Any], data_bytes: int
 ) -> tuple[StoredTensor, ...]:
+    """Parse a table in the order of its tensors' bytes, which are all ``data_bytes``; ValueError for any defect."""
     stored, end = [], 0
     for name, entry in table.items():
         tensor = _tensor(name, _object(entry, name))
@@ -208,7 +209,7 @@ def _tensors(
         end = tensor.end
         stored.append(tensor)
     if end != data_bytes:
-        raise ValueError(f"the tensors take {end} bytes, the image has {data_bytes} for them")
+        raise ValueError(f"the tensors take {end} bytes, the file has {data_bytes} for them")
     for entry in true_dtypes:
         position, tensor = _true_tensor(entry, stored)
         stored[position] = tensor
@@ -216,18 +217,17 @@ def _tensors(
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
-    dtype, shape, offsets = dtypes.from_code(entry.get("dtype")), entry.get("shape"), None
-    if entry.keys() == {"dtype", "shape", "data_offsets"}:
-        offsets = entry["data_offsets"]
+    code, shape = entry.get("dtype"), entry.get("shape")
+    dtype = dtypes.from_code(code)
     if dtype is None or shape is None or not dtypes.is_shape(shape):
-        raise ValueError(f"tensor {name!r} has no valid dtype or shape")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or any(type(o) is not int for o in offsets)
-    ):
-        raise ValueError(f"tensor {name!r} has no offsets")
-    start, end = offsets
+        raise ValueError(
+            f"tensor {name!r:.80} has no valid shape, or an unknown dtype: {code!r:.40}"
+        )
+    match entry.get("data_offsets"):
+        case [int(start), int(end)] if len(entry) == 3:
+            pass
+        case _:
+            raise ValueError(f"tensor {name!r} has no offsets")
     if end - start != dtypes.byte_count(dtype, shape):
         raise ValueError(
             f"tensor {name!r} has {end - start} bytes, which does not match its dtype and shape"

@@ -156,15 +156,15 @@ def _known_equal(
     for position, others in merged.replicas.items():
         (first,) = merged.blocks[position]
         for block in others:
-            if (first.start, first.end) == (block.start, block.end) and _digests(
-                manifests[first.rank], first
-            ) == _digests(manifests[block.rank], block):
+            same_bytes = bytes_identity(manifests[first.rank], first)
+            if same_bytes == bytes_identity(manifests[block.rank], block):
                 yield first, block
 
 
-def _digests(manifest: Manifest, block: TensorBlock) -> tuple[int, tuple[str, ...]]:
+def bytes_identity(manifest: Manifest, block: TensorBlock | StoredTensor) -> tuple[Any, ...]:
+    """Return what is equal only for blocks of equal bytes: the place, and the digests of the chunks around it."""
     low, high = block.start // manifest.chunk_bytes, (block.end - 1) // manifest.chunk_bytes
-    return manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
+    return block.start, block.end, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
 @dataclass(frozen=True, slots=True)

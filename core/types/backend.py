@@ -24,7 +24,7 @@ def part_bytes(object_bytes: int, least_bytes: int) -> int:
 
 class Publish(StrEnum):
     """What ``publish`` does where the key exists. RESUME replaces, too; where the medium can, the writer continues what
-    a dead process has left of this key: bytes that it is given and finds there are not sent again."""
+    a dead process, or an aborted RESUME, has left of this key: bytes that it is given and finds are not sent again."""
 
     REPLACE = "replace"
     IF_ABSENT = "if_absent"
@@ -94,7 +94,7 @@ class Writer(Protocol):
         ...
 
     def abort(self) -> None:
-        """Discard what was written; no effect after ``publish``."""
+        """Discard what was written, or leave it to be resumed; no effect after ``publish``."""
         ...
 
     def __enter__(self) -> Self: ...

@@ -1,4 +1,5 @@
-"""A writer under ``Publish.RESUME`` continues what a dead process has left of its key: no byte is sent twice."""
+"""A writer under ``Publish.RESUME`` continues what a dead process, or an aborted RESUME, has left of its key: no byte
+is sent twice."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.writer import PosixWriter
 from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.errors import BackendError
 
 PART = 5 << 20
 DATA = bytes(range(1, 251)) * (4 * PART // 250)
@@ -80,6 +82,37 @@ def test_a_file_is_continued_and_what_differs_is_written_again(
     backend.close()
 
 
+def test_an_aborted_writer_leaves_its_file_to_the_next_and_a_refused_one_nothing(
+    tmp_path: Path, put: list[int]
+) -> None:
+    backend = PosixBackend(tmp_path)
+    begun(backend, 0, 2, publish=Publish.RESUME).abort()
+    begun(backend, 0, 1, 2, 3, publish=Publish.RESUME).publish()
+    assert put == [0, 2 * PART, 1 * PART, 3 * PART]
+    assert content(backend) == DATA
+    with pytest.raises(BackendError, match="were written"):
+        begun(backend, 0, publish=Publish.RESUME).publish()
+    for writer in (begun(backend, 0), begun(backend, publish=Publish.RESUME)):
+        writer.abort()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["image"]
+    backend.close()
+
+
+def test_a_file_of_unknown_length_may_be_shorter_than_what_was_left(
+    tmp_path: Path, put: list[int]
+) -> None:
+    """Another version of a codec may pack it better."""
+    backend = PosixBackend(tmp_path)
+    for length in (2 * PART, PART):
+        writer = backend.create(KEY, length_max=3 * PART, publish=Publish.RESUME)
+        for number in range(length // PART):
+            writer.write(number * PART, part(number))
+        (writer.abort if length > PART else writer.publish)()
+    assert put == [0, PART]
+    assert (tmp_path / KEY).read_bytes() == part(0)
+    backend.close()
+
+
 def test_a_file_that_a_living_writer_holds_is_left_to_it(folder: Path, put: list[int]) -> None:
     one, two = PosixBackend(folder), PosixBackend(folder)
     first = begun(one, 0, publish=Publish.RESUME)
@@ -107,13 +140,18 @@ def test_another_key_and_another_length_are_not_continued(folder: Path, put: lis
     backend.close()
 
 
+@pytest.mark.parametrize("aborted", [False, True])
 def test_parts_of_an_upload_are_not_sent_again(
-    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch, aborted: bool
 ) -> None:
     options = s3_server.options()
     dead, backend = (open_backend(f"s3://{bucket}/x", options=options) for _ in range(2))
     assert isinstance(backend, ObjectStoreBackend)
-    begun(dead, 0, 2)
+    if aborted:
+        dead = backend
+        begun(dead, 0, 2, publish=Publish.RESUME).abort()
+    else:
+        begun(dead, 0, 2)
     sent: list[int] = []
     real = backend._client.put_part
 
@@ -126,5 +164,5 @@ def test_parts_of_an_upload_are_not_sent_again(
     assert sent == [2, 4]
     assert content(backend) == DATA
     assert not list(backend._client.pending(backend._client.prefix, "look"))
-    for each in (dead, backend):
+    for each in {dead, backend}:
         each.close()

@@ -16,8 +16,9 @@ from tests.imports.foreign import (
     save_dcp,
     save_torch,
 )
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, load_config
-from tierfall.core.types.errors import CapacityError, StepError
+from tierfall.core.types.errors import CapacityError, StepError, StorageFullError
 from tierfall.imports.importer import ImportResult, import_state, read_state
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -86,6 +87,27 @@ def test_what_a_tier_cannot_hold_is_not_begun(
     with pytest.raises(CapacityError, match="import to disk: it needs"):
         bring_in(config, save_torch(tmp_path / "c.pt", trained))
     assert not list((tmp_path / "disk").rglob("step-*"))
+
+
+def test_a_tier_that_does_not_get_its_copy_is_left_to_the_next_start(
+    config: Config, tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: PosixBackend, key: str, **more: object) -> object:
+        if "/far" in self.place and "step-" in key:
+            raise StorageFullError(f"create {key}: no room")
+        return create(self, key, **more)
+
+    create = PosixBackend.create
+    monkeypatch.setattr(PosixBackend, "create", fail)
+    seen: list[tuple[int, int]] = []
+    read = read_state(save_torch(tmp_path / "c.pt", trained))
+    done = import_state(config, read, 7, lambda *counts: seen.append(counts))
+    assert (done.tiers, done.left) == (("disk",), ("far",))
+    assert seen[-1] == (done.bytes, 2 * done.bytes)
+    monkeypatch.undo()
+    with tierfall.open(config) as ckpt:
+        assert ckpt.checkpoints()[-1].step == 7
+    assert tierfall.load(tmp_path / "far", step=7)["epoch"] == tierfall.load(config)["epoch"]
 
 
 def test_a_failure_within_the_image_leaves_nothing(

@@ -81,12 +81,12 @@ def test_a_value_that_no_state_may_hold_is_named(tmp_path: Path) -> None:
     ("entry", "why"),
     [
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "has 4 bytes"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "is at"),
-        ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "is at"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "begins at -8"),
+        ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "the file has 16"),
         ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "no valid shape"),
-        ({"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}, "dtype 'F7'"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": "0, 8"}, "is at"),
-        ("text", "no valid shape"),
+        ({"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}, "unknown dtype: 'F7'"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": "0, 8"}, "has no offsets"),
+        ("text", "damaged, or truncated"),
     ],
 )
 def test_a_header_is_not_trusted(tmp_path: Path, entry: object, why: str) -> None:
@@ -115,7 +115,7 @@ def test_tensors_that_overlap_or_leave_bytes_over_are_damage(
         path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
         with pytest.raises(safetensors.SafetensorError):
             safetensors.torch.load_file(path)
-        with pytest.raises(IntegrityError, match=r"begins at|end at"):
+        with pytest.raises(IntegrityError, match=r"begins at|the tensors take"):
             read_state(path)
 
 

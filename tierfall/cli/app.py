@@ -420,7 +420,7 @@ def export(
     """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
     verified."""
     from tierfall.cli import copies
-    from tierfall.export.options import DTYPES, ExportOptions, format_of
+    from tierfall.export.output import DTYPES, ExportOptions, format_of
 
     to = to.expanduser()
     wish = ExportOptions(

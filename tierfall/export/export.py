@@ -4,14 +4,12 @@ without tierfall.
 The state of all ranks is merged: tensors are whole, values are rank 0's, and differing entries of other ranks are below
 ``per_rank.<rank>``. With one rank there is nothing to merge.
 
-Every chunk is verified before its bytes are written; a damaged one is read from the next copy. Bytes are written to
-their offsets in the safetensors file itself, or in a mapped temporary file, from which torch writes.
+Every chunk is verified, and a damaged one is read from the next copy. Bytes are read to their offsets in the mapped
+safetensors file itself, or in a temporary one, from which torch writes.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ import torch
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.documents import sha256
+from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
@@ -36,9 +35,15 @@ from tierfall.core.load.build import CPU, Builder
 from tierfall.core.tensors.builtin_codecs import UnknownValue
 from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import ExportFormat
-from tierfall.export.gather import MergedCheckpoint, gather, positions_in
-from tierfall.export.options import ExportOptions, ExportResult, file_name
-from tierfall.export.output import check_free, first_cause, new_output
+from tierfall.export.gather import Memory, MergedCheckpoint, gather, mapped_file, positions_in
+from tierfall.export.output import (
+    ExportOptions,
+    ExportResult,
+    check_free,
+    file_name,
+    first_cause,
+    new_output,
+)
 from tierfall.export.safetensors_files import export_safetensors
 from tierfall.export.structure import (
     CARRIED,
@@ -60,19 +65,20 @@ def export(
     wish: ExportOptions,
     watch: Watch = lambda done, total: None,
 ) -> ExportResult:
-    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes written and bytes in all.
+    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes read and bytes in all.
 
     Raises ConfigError for unknown parts, IntegrityError if no copy is good, BackendError and CapacityError for an
     unusable target, and RestoreError for parts that differ among ranks and cannot be merged.
     """
     wish.check()
-    gathered = gather(checkpoint, tiers, open_image, watch)
+    gathered = gather(checkpoint, tiers, open_image)
     path = wish.to
     if not (wish.is_folder or wish.is_file):
         path = wish.to / file_name(gathered.run, gathered.id, wish)
     check_free(path, folder=wish.is_folder, replace=wish.replace)
     parts = select(gathered.header, wish.only)
     gathered.check(parts)
+    gathered.report_to(watch, parts)
     tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
         notes.append(f"entries that differ from rank 0's are below {gathered.own}, by rank")
@@ -82,8 +88,8 @@ def export(
         path=path,
         bytes=sum(file.stat().st_size for file in files),
         tensors=tensors,
-        sources=dict(gathered.tally.bytes),
-        fallbacks=tuple(gathered.tally.fallbacks),
+        sources=dict(gathered.images.tally.bytes),
+        fallbacks=tuple(gathered.images.tally.fallbacks),
         notes=tuple(notes),
     )
 
@@ -92,13 +98,11 @@ def export(
 
 
 class _MappedBuilder(Builder):
-    """Builds a state whose tensors are in a mapped file; ``places`` has the offset of each tensor."""
+    """Builds a state whose tensors are in ``memory``; ``places`` has the offset of each."""
 
-    def __init__(
-        self, gathered: MergedCheckpoint, mapping: mmap.mmap, places: Mapping[int, int]
-    ) -> None:
-        super().__init__(gathered.header)
-        self._mapping = mapping
+    def __init__(self, header: ImageHeader, memory: Memory, places: Mapping[int, int]) -> None:
+        super().__init__(header)
+        self._memory = memory
         self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
         self.notes: dict[str, str] = {}
@@ -112,16 +116,13 @@ class _MappedBuilder(Builder):
         return value.value
 
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
-        """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
+        """Return the bytes of a tensor in the memory, as a storage of its own: torch.save writes whole storages."""
         if position not in self._mapped:
-            length = self.header.tensors[position].length
-            self._mapped[position] = (
-                torch.frombuffer(
-                    self._mapping, dtype=torch.uint8, count=length, offset=self._places[position]
-                )
-                if length
-                else torch.empty(0, dtype=torch.uint8)
-            )
+            start, length = self._places[position], self.header.tensors[position].length
+            # Without bytes, it must not begin where another one does: torch.save refuses that.
+            empty = torch.empty(0, dtype=torch.uint8)
+            found = torch.from_numpy(self._memory[start : start + length]) if length else empty
+            self._mapped[position] = found
         return self._mapped[position]
 
     def carried(
@@ -170,15 +171,12 @@ def _build(
         places[position] = end
         end += -(-gathered.header.tensors[position].length // 64) * 64
     path = beside.with_name(f"{beside.name}.image")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        path.unlink()  # so that nothing remains after a crash
-        os.ftruncate(descriptor, max(end, 1))
-        gathered.write({position: (start,) for position, start in places.items()}, descriptor)
-        mapping = mmap.mmap(descriptor, max(end, 1), access=mmap.ACCESS_COPY)
+        memory = mapped_file(path, max(end, 1))
     finally:
-        os.close(descriptor)
-    builder = kind(gathered, mapping, places)
+        path.unlink(missing_ok=True)  # so that nothing remains after a crash
+    builder = kind(gathered.header, memory, places)
+    gathered.read({position: [builder.flat(position, CPU)] for position in places})
     for part in parts:
         builder.prepare(part.node, CPU)
     built = {part.name: builder.build(part.node, CPU) for part in parts}

@@ -1,32 +1,32 @@
-"""One checkpoint of any number of ranks as one state: a merged header, and whole tensors, written into a file.
+"""One checkpoint of any number of ranks as one state: a merged header, and whole tensors, read into mapped files.
 
-Bytes are copied from the ranks' images to their offsets in the file; each chunk is verified first. A tensor block that
-is a contiguous range of its tensor is written from the buffer of a chunk, of which there are two. Others (columns) are
-assembled in memory first, some rows at a time.
+The reader of a restore verifies each chunk, once, and copies its bytes to their places. Tensors that are split by
+columns, or become another dtype, are assembled in memory first, some rows at a time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
-from tierfall.backends.posix.system import write_whole
+from tierfall.backends.posix.system import fallocate
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage, ShardReader
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
-from tierfall.core.restore.reshard import BlockReads
+from tierfall.core.restore.reshard import BlockReads, bytes_identity
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.export.options import CAST
+from tierfall.export.output import CAST
 from tierfall.export.structure import StatePart
 from tierfall.ops.commands import Progress, Watch
 
@@ -37,15 +37,33 @@ ROWS_BYTES = 128 << 20
 COMPARED_BYTES = 16 << 20
 """The most that is compared between two ranks at once."""
 
+T = TypeVar("T")
+Memory = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows ``first`` to ``first + count`` of a tensor."""
 
-    position: int
-    first: int
-    count: int
-    bytes: int
+def mapped_file(path: Path, length: int) -> Memory:
+    """Create a file of ``length`` bytes, and map it. Its room is reserved, if the file system can: OSError if there is
+    none."""
+    with open(path, "xb") as file:
+        if not fallocate(file.fileno(), length):
+            file.truncate(length)
+    return np.memmap(path, np.uint8, "r+", shape=(length,))
+
+
+def in_batches(
+    items: Iterable[T], bytes_of: Callable[[T], int], bytes_max: int
+) -> Iterator[list[T]]:
+    """Divide items, in their order, into batches of at most ``bytes_max`` bytes; a larger item is alone in one."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + bytes_of(item) > bytes_max:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += bytes_of(item)
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +77,6 @@ class MergedCheckpoint:
     images: CheckpointReader
     world_size: int
     own: str | None
-    tally: ReadTally
-    watch: Watch
 
     @property
     def header(self) -> ImageHeader:
@@ -77,109 +93,58 @@ class MergedCheckpoint:
             if sum(block.end - block.start for block in blocks) < stored.length:
                 raise RestoreError(f"{self.header.what}: {stored.name}: it is incomplete")
 
-    def open(self, rank: int) -> ShardReader:
-        """Open the image of one rank."""
-        return self.images.open(Shard(rank, self.world_size))
+    def report_to(self, watch: Watch, parts: Sequence[StatePart]) -> None:
+        """Report to ``watch`` how many bytes of these parts are read from now on."""
+        total = sum(self.header.tensors[position].length for position in positions_in(parts))
+        self.images.tally.on_bytes = Progress(watch, total).add
 
-    def write_image(self, job: ShardReader, descriptor: int) -> None:
-        """Write the image of a single rank unchanged. Raises as ``write`` does."""
-        length = job.manifest.image_bytes
-        span = FileSpan(start=0, end=length, targets=(0,))
-        _write_spans(job, [span], descriptor, Progress(self.watch, length))
-
-    def write(
-        self,
-        places: Mapping[int, Sequence[int]],
-        descriptor: int,
-        *,
-        dtype: torch.dtype | None = None,
-        progress: Progress | None = None,
+    def read(
+        self, targets: Mapping[int, Sequence[torch.Tensor]], dtype: torch.dtype | None = None
     ) -> None:
-        """Write tensors into a file; ``places`` has the offsets at which each begins, one or more.
+        """Read tensors to flat memory, one target or more each; those of floating-point numbers become ``dtype``.
 
-        Tensors of floating-point numbers are converted to ``dtype``. Raises as ``ChunkReader.read`` does, and OSError.
+        Raises as ``ChunkReader.read`` does.
         """
-        other = frozenset() if dtype is None else CAST - {dtype}
-        cast = [p for p in places if self.header.tensors[p].dtype in other]
-        cut = [*cast, *(p for p in places.keys() - cast if self._is_cut(p))]
-        progress = progress or self.progress(places)
-        spans: dict[int, list[FileSpan]] = defaultdict(list)
-        for position in places.keys() - cut:
-            for block in self.merged.blocks[position]:
-                if block.end > block.start:
-                    spans[block.rank].append(self._span(position, block, places[position]))
-        for rank, those in sorted(spans.items()):
-            with self.open(rank) as job:
-                base = job.manifest.data_start
-                moved = [
-                    FileSpan(start=base + s.start, end=base + s.end, targets=s.targets)
-                    for s in sorted(those, key=lambda span: span.start)
-                ]
-                _write_spans(job, moved, descriptor, progress)
-        for batch in self._batches(cut):
-            self._write_rows(batch, places, descriptor, progress, dtype)
+        converted = frozenset() if dtype is None else CAST - {dtype}
+        assembled = {
+            position
+            for position in targets
+            if self.header.tensors[position].dtype in converted or self._is_cut(position)
+        }
+        straight = targets.keys() - assembled
+        self._fill([BlockTarget(position=p, target=t) for p in straight for t in targets[p]])
+        rows = (block for position in sorted(assembled) for block in self._rows(position))
+        for batch in in_batches(rows, lambda block: block.target.nbytes, ROWS_BYTES):
+            self._fill(batch)
+            for block in batch:
+                data, stored = block.target, self.header.tensors[block.position].dtype
+                if dtype is not None and stored in converted:
+                    data = data.view(stored).to(dtype).view(torch.uint8)
+                first, count = (block.offset or (0,))[0], (block.lengths or (1,))[0]
+                start = first * (data.numel() // count)
+                for target in targets[block.position]:
+                    target[start : start + data.numel()] = data
 
-    def progress(self, positions: Iterable[int]) -> Progress:
-        """Return what counts the bytes of these tensors, as stored."""
-        return Progress(self.watch, sum(self.header.tensors[p].length for p in positions))
-
-    def _span(self, position: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
-        """Return source and targets of a block that is a contiguous range of its tensor."""
-        before = block.offset[0] * self._row_bytes(position) if block.offset else 0
-        targets = tuple(start + before for start in starts)
-        return FileSpan(start=block.start, end=block.end, targets=targets)
-
-    def _write_rows(
-        self,
-        batch: Sequence[_Rows],
-        places: Mapping[int, Sequence[int]],
-        descriptor: int,
-        progress: Progress,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Assemble rows in memory, and write them, those of floating-point numbers as ``dtype``."""
-        shapes = [self.header.tensors[rows.position].shape for rows in batch]
-        targets = [
-            BlockTarget(
-                position=rows.position,
-                target=torch.empty(rows.bytes, dtype=torch.uint8),
-                offset=(rows.first, *(0 for _ in shape[1:])) if shape else (),
-                lengths=(rows.count, *shape[1:]) if shape else (),
-            )
-            for rows, shape in zip(batch, shapes, strict=True)
-        ]
+    def _fill(self, targets: Sequence[BlockTarget]) -> None:
         reads = BlockReads(self.merged, targets)
         self.images.fill_here(reads.fills, self.world_size)
         reads.finish()
-        for rows, block in zip(batch, targets, strict=True):
-            data, stored = block.target, self.header.tensors[rows.position].dtype
-            if dtype is not None and stored in CAST:
-                data = data.view(stored).to(dtype).view(torch.uint8)
-            before = rows.first * (data.numel() // rows.count)
-            for start in places[rows.position]:
-                write_whole(descriptor, data.numpy().data, start + before)
-            progress.add(rows.bytes)
 
-    def _batches(self, positions: Sequence[int]) -> Iterator[list[_Rows]]:
-        batch: list[_Rows] = []
-        for position in positions:
-            row, first = self._row_bytes(position), 0
-            left = (self.header.tensors[position].shape or (1,))[0] if row else 0
-            while left:
-                room = ROWS_BYTES - sum(rows.bytes for rows in batch)
-                if batch and room < row:
-                    yield batch
-                    batch = []
-                    continue
-                count = min(left, max(1, room // row))
-                batch.append(_Rows(position, first, count, count * row))
-                first, left = first + count, left - count
-        if batch:
-            yield batch
-
-    def _row_bytes(self, position: int) -> int:
+    def _rows(self, position: int) -> Iterator[BlockTarget]:
+        """Yield memory for the rows of a tensor, at most ROWS_BYTES at a time."""
         stored = self.header.tensors[position]
-        return stored.length // (stored.shape or (1,))[0] if stored.length else 0
+        count, *row = stored.shape or (1,)
+        row_bytes = stored.length // max(count, 1)
+        step = max(1, ROWS_BYTES // max(row_bytes, 1))
+        dimensions = len(stored.shape)
+        for first in range(0, count, step):
+            rows = min(step, count - first)
+            yield BlockTarget(
+                position=position,
+                target=torch.empty(rows * row_bytes, dtype=torch.uint8),
+                offset=(first, *(0 for _ in row))[:dimensions],
+                lengths=(rows, *row)[:dimensions],
+            )
 
     def _is_cut(self, position: int) -> bool:
         """Return whether some block of a tensor is not a contiguous range of it."""
@@ -189,7 +154,7 @@ class MergedCheckpoint:
 
 
 def gather(
-    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage, watch: Watch
+    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage
 ) -> MergedCheckpoint:
     """Read the headers of all ranks from ``tiers``, fastest first, and merge them, rank 0's values first.
 
@@ -200,8 +165,7 @@ def gather(
         raise checkpoint.unread or IntegrityError(
             f"export: every commit record of {checkpoint.id} is damaged"
         )
-    tally = ReadTally()
-    images = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
+    images = CheckpointReader(checkpoint, tiers, open_image, ReadTally(), None, CHUNKS_MAX)
     world_size = commit.world_size
     headers, own = separate_per_rank(
         images.headers(world_size),
@@ -212,51 +176,11 @@ def gather(
     return MergedCheckpoint(
         run=commit.lineage.run,
         id=checkpoint.id,
-        merged=merged,
+        merged=replace(merged, replicas={}),  # of what rank 0 lacks, any rank's is exported
         images=images,
         world_size=world_size,
         own=own if any(key == own for key, _ in merged.header.tree.entries) else None,
-        tally=tally,
-        watch=watch,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSpan:
-    """Bytes ``start`` to ``end`` of an image, and the offsets in the file at which they are written."""
-
-    start: int
-    end: int
-    targets: tuple[int, ...]
-
-
-def _write_spans(
-    job: ShardReader, spans: Sequence[FileSpan], descriptor: int, progress: Progress
-) -> None:
-    """Write spans of an image, sorted and disjoint, to their offsets in a file.
-
-    Raises as ``ChunkReader.read`` does, and OSError.
-    """
-    manifest, ends = job.manifest, [span.end for span in spans]
-
-    def overlapping(index: int) -> Sequence[FileSpan]:
-        start, end = manifest.chunk_range(index)
-        first = stop = bisect_right(ends, start)
-        while stop < len(spans) and spans[stop].start < end:
-            stop += 1
-        return spans[first:stop]
-
-    def write(index: int, view: memoryview) -> None:
-        start, end = manifest.chunk_range(index)
-        written = 0
-        for span in overlapping(index):
-            low, high = max(start, span.start), min(end, span.end)
-            for target in span.targets:
-                write_whole(descriptor, view[low - start : high - start], target + low - span.start)
-            written += high - low
-        progress.add(written)
-
-    job.read_chunks([i for i in range(manifest.chunk_count) if overlapping(i)], write)
 
 
 # Comparing ranks -------------------------------------------------------------------------------------
@@ -269,46 +193,24 @@ Slice = tuple[TensorPair, int, int]
 def _differing(
     images: CheckpointReader, own: Shard, pairs: Sequence[TensorPair]
 ) -> frozenset[TensorPair]:
-    """Return the pairs whose bytes differ. Equal digests of their chunks prove equality; other pairs are read."""
+    """Return the pairs whose bytes differ. Equal digests of their chunks prove equality; other pairs are read, some at
+    once, since neighbours share chunks."""
     first = Shard(0, own.world_size)
+    mine, its = images.find(own)[1], images.find(first)[1]
     slices: list[Slice] = [
         (pair, at, min(at + COMPARED_BYTES, pair.own.length))
         for pair in dict.fromkeys(pairs)
-        if _digests(images, own, pair.own) != _digests(images, first, pair.first)
+        if bytes_identity(mine, pair.own) != bytes_identity(its, pair.first)
         for at in range(0, pair.own.length, COMPARED_BYTES)
     ]
     slices.sort(key=lambda piece: piece[0].own.start + piece[1])
     found: set[TensorPair] = set()
-    for batch in _together(slices):
+    for batch in in_batches(slices, lambda piece: piece[2] - piece[1], COMPARED_BYTES):
         ours = [(p.own.start + low, p.own.start + high) for p, low, high in batch]
         theirs = [(p.first.start + low, p.first.start + high) for p, low, high in batch]
         read = zip(batch, _read(images, own, ours), _read(images, first, theirs), strict=True)
         found.update(pair for (pair, *_), one, other in read if not torch.equal(one, other))
     return frozenset(found)
-
-
-def _together(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
-    """Divide slices into those that are read at once: neighbours share chunks."""
-    batch: list[Slice] = []
-    size = 0
-    for each in slices:
-        length = each[2] - each[1]
-        if batch and size + length > COMPARED_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(each)
-        size += length
-    if batch:
-        yield batch
-
-
-def _digests(
-    images: CheckpointReader, shard: Shard, tensor: StoredTensor
-) -> tuple[int, int, tuple[str, ...]]:
-    """Return an identity of a tensor's bytes: its offset, and the digests of the chunks around it."""
-    _, manifest = images.find(shard)
-    low, high = tensor.start // manifest.chunk_bytes, (tensor.end - 1) // manifest.chunk_bytes
-    return tensor.start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
 def _read(

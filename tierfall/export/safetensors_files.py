@@ -7,24 +7,22 @@ import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tierfall.backends.posix.system import write_whole
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import format_some
-from tierfall.export.gather import MergedCheckpoint
-from tierfall.export.options import CAST, ExportOptions, file_name
-from tierfall.export.output import new_output
+from tierfall.core.types.values import Shard
+from tierfall.export.gather import MergedCheckpoint, in_batches, mapped_file
+from tierfall.export.output import CAST, ExportOptions, file_name, new_output
 from tierfall.export.structure import StatePart, Structure, entries_of, tensors_of, values_of
-from tierfall.ops.commands import Progress
 
 TRUE_DTYPES = "tierfall.dtypes"
 """The member of a safetensors file's metadata with dtype and shape of the tensors that are stored as bytes."""
@@ -33,30 +31,41 @@ TRUE_DTYPES = "tierfall.dtypes"
 def export_safetensors(
     gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
-    """Write the tensors of the parts, as one file at ``path`` or as a folder; return their number, and notes.
+    """Write the tensors of the parts, as one file at ``path``, or as a folder of shards, their index and the files that
+    are copied beside them; return the number of tensors, and notes.
 
-    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.write`` do.
+    Raises ConfigError where there is no tensor, and as ``new_output`` and ``MergedCheckpoint.read`` do.
     """
     if not wish.only:
         return _export_image(gathered, parts, path, wish)
-    header = gathered.header
-    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
     named: dict[str, int] = {}
     for part in parts:
-        named |= tensors_of(header, part, full_names=len(parts) > 1)
+        named |= tensors_of(gathered.header, part, full_names=len(parts) > 1)
     if not named:
         raise ConfigError(
             f"export: {', '.join(wish.only)} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
-    cast = cast_header(header, wish.dtype)
-    if wish.is_folder:
-        _export_folder(gathered, cast, named, metadata, path, wish)
-    else:
-        head, places, length = _lay_out(cast, named, metadata)
-        with new_output(path, replace=wish.replace, room_bytes=length) as file:
-            _write(file, head, gathered, places, wish.dtype)
-    return len(named), [*left_out(parts), *as_bytes(header, named)]
+    header = cast_header(gathered.header, wish.dtype)
+    shards = _divide(header, named, wish.max_shard_bytes)
+    base = file_name(gathered.run, gathered.id, wish) if wish.is_folder else path.name
+    files, index = _names_of(base, len(shards)), f"{base}.index.json"
+    for beside in wish.beside:
+        if beside.name in (*files, index):
+            raise ConfigError(f"export: --with {beside}: the export has a file of that name")
+    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
+    laid_out = [_lay_out(header, shard, {} if n else metadata) for n, shard in enumerate(shards)]
+    room = sum(each.length for each in laid_out) + sum(b.stat().st_size for b in wish.beside)
+    with new_output(
+        path, folder=wish.is_folder, replace=wish.replace, room_bytes=room
+    ) as unfinished:
+        for name, each in zip(files, laid_out, strict=True):
+            _write(unfinished / name if wish.is_folder else unfinished, each, gathered, wish.dtype)
+        if len(shards) > 1:
+            (unfinished / index).write_text(_index_of(header, shards, files))
+        for beside in wish.beside:
+            shutil.copyfile(beside, unfinished / beside.name)
+    return len(named), [*left_out(parts), *as_bytes(gathered.header, named)]
 
 
 def _divide(
@@ -67,60 +76,39 @@ def _divide(
     names: dict[int, list[str]] = {}
     for name, position in named.items():
         names.setdefault(position, []).append(name)
-    groups: list[dict[str, int]] = [{}]
-    size = 0
-    for position in sorted(names):
-        length = header.tensors[position].length * len(names[position])
-        if bytes_max is not None and groups[-1] and size + length > bytes_max:
-            groups.append({})
-            size = 0
-        groups[-1].update(dict.fromkeys(names[position], position))
-        size += length
-    return groups
+
+    def bytes_of(position: int) -> int:
+        return header.tensors[position].length * len(names[position])
+
+    most = sum(map(bytes_of, names)) if bytes_max is None else bytes_max
+    return [
+        {name: position for position in group for name in names[position]}
+        for group in in_batches(sorted(names), bytes_of, most)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaidOut:
+    """A file of a header and ``data_bytes`` behind it. ``places`` has where each tensor begins and ends in these, as
+    often as it is there."""
+
+    head: bytes
+    places: Mapping[int, Sequence[tuple[int, int]]]
+    data_bytes: int
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.data_bytes
 
 
 def _write(
-    path: Path,
-    head: bytes,
-    gathered: MergedCheckpoint,
-    places: Mapping[int, Sequence[int]],
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    path: Path, file: _LaidOut, gathered: MergedCheckpoint, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a new file of a header and tensors, at the offsets ``places``."""
-    with open(path, "xb") as file:
-        write_whole(file.fileno(), memoryview(head), 0)
-        gathered.write(places, file.fileno(), dtype=dtype, progress=progress)
-
-
-def _export_folder(
-    gathered: MergedCheckpoint,
-    header: ImageHeader,
-    named: Mapping[str, int],
-    metadata: Mapping[str, str],
-    path: Path,
-    wish: ExportOptions,
-) -> None:
-    """Write shards, index and copied files into a new folder, which appears whole."""
-    base = file_name(gathered.run, gathered.id, wish)
-    shards = _divide(header, named, wish.max_shard_bytes)
-    files = _names_of(base, len(shards))
-    index = f"{base}.index.json"
-    for beside in wish.beside:
-        if beside.name in (*files, index):
-            raise ConfigError(f"export: --with {beside}: the export has a file of that name")
-    laid_out = [
-        _lay_out(header, shard, metadata if n == 0 else {}) for n, shard in enumerate(shards)
-    ]
-    room = sum(length for _, _, length in laid_out) + sum(b.stat().st_size for b in wish.beside)
-    progress = gathered.progress(p for _, places, _ in laid_out for p in places)
-    with new_output(path, folder=True, room_bytes=room) as folder:
-        for name, (head, places, _) in zip(files, laid_out, strict=True):
-            _write(folder / name, head, gathered, places, wish.dtype, progress)
-        if len(shards) > 1:
-            (folder / index).write_text(_index_of(header, shards, files))
-        for beside in wish.beside:
-            shutil.copyfile(beside, folder / beside.name)
+    memory = torch.from_numpy(mapped_file(path, file.length))
+    memory[: len(file.head)] = torch.frombuffer(bytearray(file.head), dtype=torch.uint8)
+    data = memory[len(file.head) :]
+    targets = {p: [data[start:end] for start, end in at] for p, at in file.places.items()}
+    gathered.read(targets, dtype)
 
 
 def _names_of(base: str, count: int) -> list[str]:
@@ -148,26 +136,22 @@ def _export_image(
 ) -> tuple[int, list[str]]:
     """Write a whole step as the image of one rank: that of a single rank as it is."""
     if gathered.world_size == 1:
-        with (
-            gathered.open(0) as job,
-            new_output(
-                path, replace=wish.replace, room_bytes=job.manifest.image_bytes
-            ) as unfinished,
-            open(unfinished, "xb") as file,
-        ):
-            gathered.write_image(job, file.fileno())
-        return len(gathered.header.tensors), []
-    structure = Structure(gathered.header, entries_of(parts))
-    view = structure.view()
-    layout = plan_layout(view)
-    head = layout.header(view)
-    assert head is not None, "the layout was planned with these values"
-    places = {
-        structure.positions[place.index]: [layout.data_start + place.start]
-        for place in layout.placements
-    }
-    with new_output(path, replace=wish.replace, room_bytes=layout.image_bytes) as file:
-        _write(file, head, gathered, places)
+        with gathered.images.open(Shard(0, 1)) as image:
+            manifest, head = image.manifest, image.header_bytes()
+        data_bytes = manifest.image_bytes - manifest.data_start
+        blocks = enumerate(gathered.merged.blocks)
+        places = {position: [(b.start, b.end) for b in own] for position, own in blocks}
+    else:
+        structure = Structure(gathered.header, entries_of(parts))
+        view = structure.view()
+        layout = plan_layout(view)
+        made = layout.header(view)
+        assert made is not None, "the layout was planned with these values"
+        head, data_bytes = made, layout.data_bytes
+        places = {structure.positions[p.index]: [(p.start, p.end)] for p in layout.placements}
+    laid_out = _LaidOut(head=head, places=places, data_bytes=data_bytes)
+    with new_output(path, replace=wish.replace, room_bytes=laid_out.length) as file:
+        _write(file, laid_out, gathered)
     return len(places), []
 
 
@@ -192,12 +176,9 @@ def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
 
 def _lay_out(
     header: ImageHeader, named: Mapping[str, int], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[int, list[int]], int]:
-    """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
-    of its names), and the length of the file.
-
-    Tensors are in the order of their item sizes, which keeps each aligned to its items, then of the image.
-    """
+) -> _LaidOut:
+    """Lay out a safetensors file with the tensors ``named``, each once for each of its names: in the order of their
+    item sizes, which keeps each aligned to its items, then of the image."""
     unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
         for name, position in named.items()
@@ -205,7 +186,7 @@ def _lay_out(
     }
     dtypes_of = {TRUE_DTYPES: json.dumps(unsupported)} if unsupported else {}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
-    places: dict[int, list[int]] = {}
+    places: dict[int, list[tuple[int, int]]] = {}
     end = 0
 
     def order(item: tuple[str, int]) -> tuple[int, int, str]:
@@ -214,14 +195,13 @@ def _lay_out(
     for name, position in sorted(named.items(), key=order):
         tensor = header.tensors[position]
         code, shape = _code_and_shape(tensor) or (dtypes.RAW_CODE, [tensor.length])
-        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
-        places.setdefault(position, []).append(end)
-        end += tensor.length
+        start, end = end, end + tensor.length
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        places.setdefault(position, []).append((start, end))
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
-    placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
-    return head, placed, len(head) + end
+    return _LaidOut(head=head, places=places, data_bytes=end)
 
 
 def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
@@ -229,10 +209,10 @@ def _code_and_shape(tensor: StoredTensor) -> tuple[str, list[int]] | None:
     shape = list(tensor.shape)
     if (code := dtypes.code_of(tensor.dtype)) is not None:
         return code, shape
-    small = small_dtypes().get(tensor.dtype)
-    if small is None or not shape:
+    code, elements = LATER.get(tensor.dtype, (None, 1))
+    if code is None or not shape or not _is_supported(tensor.dtype):
         return None
-    return small[0], [*shape[:-1], shape[-1] * small[1]]
+    return code, [*shape[:-1], shape[-1] * elements]
 
 
 def left_out(parts: Sequence[StatePart]) -> list[str]:
@@ -253,40 +233,30 @@ def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
     ]
 
 
+LATER = {
+    dtype: as_stored
+    for name, as_stored in {"float8_e8m0fnu": ("F8_E8M0", 1), "float4_e2m1fn_x2": ("F4", 2)}.items()
+    if (dtype := dtypes.from_name(name)) is not None
+}
+"""The dtypes that later versions of safetensors have: the code, and how many elements of that one of torch is."""
+
+
 @cache
-def small_dtypes() -> Mapping[torch.dtype, tuple[str, int]]:
-    """Return the dtypes that the installed safetensors writes and reads: of each its code, and how many elements of
-    that an element of torch is."""
-    candidates = {
-        dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype)
-        and dtype.is_floating_point
-        and dtype.itemsize == 1
-        and dtypes.code_of(dtype) is None
-    }
-    found = {dtype: _ask(dtype) for dtype in candidates}
-    return {dtype: answer for dtype, answer in found.items() if answer is not None}
-
-
-def _ask(dtype: torch.dtype) -> tuple[str, int] | None:
-    """Write a tensor, and read it; None if safetensors is not installed, or has not this dtype."""
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Write a tensor of a dtype, and read it: whether the installed safetensors, if there is one, does both."""
     try:
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import save
     except ImportError:
-        return None
+        return False
     tensor = torch.zeros(1, dtype=torch.uint8).view(dtype)
     file = os.memfd_create("safetensors")
     try:
-        data = save({"x": tensor})
-        os.write(file, data)
+        os.write(file, save({"x": tensor}))
         with safe_open(f"/proc/self/fd/{file}", "pt") as opened:
             read = opened.get_tensor("x")
     except (SafetensorError, AttributeError, LookupError, OSError, TypeError, ValueError):
-        return None
+        return False
     finally:
         os.close(file)
-    entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]
-    same = (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
-    return (entry["dtype"], entry["shape"][0]) if same else None
+    return (read.dtype, read.shape) == (tensor.dtype, tensor.shape)

@@ -122,7 +122,7 @@ class DcpFolder:
     def _block(
         self,
         name: str,
-        records: Mapping[_Offset | None, StorageRecord],
+        records: Mapping[_Offset | None, Record],
         offsets: _Offset,
         like: torch.Tensor,
     ) -> torch.Tensor:
@@ -139,7 +139,7 @@ class DcpFolder:
             )
         return found
 
-    def _load(self, name: str, record: StorageRecord) -> Any:
+    def _load(self, name: str, record: Record) -> Any:
         """Load one record. Raises ConfigError for one that needs a class, or was transformed."""
         if record.transform_descriptors:
             raise ConfigError(
@@ -157,9 +157,9 @@ class DcpFolder:
         return load_plain(io.BytesIO(data), f"import: {self._folder}: {name} in {file}")
 
 
-def _records_of(metadata: MetadataRecord) -> dict[str, dict[_Offset | None, StorageRecord]]:
+def _records_of(metadata: MetadataRecord) -> dict[str, dict[_Offset | None, Record]]:
     """Return where each entry's bytes are: by name, and by the offset of a tensor's block."""
-    found: dict[str, dict[_Offset | None, StorageRecord]] = defaultdict(dict)
+    found: dict[str, dict[_Offset | None, Record]] = defaultdict(dict)
     for index, record in (metadata.storage_data or {}).items():
         offset = None if index.offset is None else tuple(index.offset)
         if type(record.offset) is not int or type(record.length) is not int or record.offset < 0:
@@ -204,9 +204,20 @@ _BYTES_MAX = 1 << 30
 
 
 class Record:
-    """Stands for an object of DCP: its members, by name; of an object that keeps a tuple, ``members``."""
+    """Stands for an object of DCP, or for the result of a function. It has the members that the pickle gives it, by
+    name; of an object that keeps a tuple, in ``members``."""
 
     members: tuple[Any, ...] = ()
+    planner_data: Any = None
+    storage_data: Any = None
+    offset: Any = None
+    transform_descriptors: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is missing")
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -218,71 +229,36 @@ class Record:
 
 
 class MetadataRecord(Record):
-    state_dict_metadata: dict[str, Any]
-    planner_data: Any = None
-    storage_data: Any = None
-
-
-class PropertiesRecord(Record):
-    """Its ``members`` begin with the dtype."""
+    """It has ``state_dict_metadata``, ``planner_data`` and ``storage_data``."""
 
 
 class TensorRecord(Record):
-    properties: PropertiesRecord
-    size: tuple[int, ...]
-    chunks: list[ChunkRecord]
+    """It has ``properties``, whose ``members`` begin with the dtype, ``size`` and ``chunks``."""
 
 
 class BytesRecord(Record):
-    pass
-
-
-class ChunkRecord(Record):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class IndexRecord(Record):
-    fqn: str
-    offset: tuple[int, ...] | None = None
-    index: int | None = None
-
-    def __hash__(self) -> int:
-        return id(self)  # a dict of them is filled before they have members
-
-
-class StorageRecord(Record):
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Any = None
-
-
-class _Ignored(Record):
-    """Stands for an object, or the result of a function, that is not needed."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
+    """It stands for a value."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA, "Metadata"): MetadataRecord,
     (_METADATA, "TensorStorageMetadata"): TensorRecord,
     (_METADATA, "BytesStorageMetadata"): BytesRecord,
-    (_METADATA, "TensorProperties"): PropertiesRecord,
-    (_METADATA, "ChunkStorageMetadata"): ChunkRecord,
-    (_METADATA, "MetadataIndex"): IndexRecord,
-    (_METADATA, "StorageMeta"): _Ignored,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Ignored,
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): PropertiesRecord,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
+    **{
+        (_METADATA, name): Record
+        for name in ("TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")
+    },
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Record,
+    (_SHARDED, "TensorProperties"): Record,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Ignored,
+    ("torch.serialization", "_get_layout"): Record,
     ("collections", "OrderedDict"): OrderedDict,
-    **{("pathlib", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},
-    **{("pathlib._local", name): _Ignored for name in ("Path", "PosixPath", "WindowsPath")},
+    **{("pathlib", name): Record for name in ("Path", "PosixPath", "WindowsPath")},
+    **{("pathlib._local", name): Record for name in ("Path", "PosixPath", "WindowsPath")},
 }
 _DTYPES = {("torch", str(v)[6:]): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 

@@ -1,26 +1,29 @@
 """Import: what another program saved, or tierfall exported, becomes a step of a run, on all of its stored tiers.
 
-The run is opened as a trainer opens it, by an attempt of its own. The image is written to the first stored tier without
-host memory, from mapped files or, of DCP, one tensor at a time; the other tiers get it from there, each as it packs.
-Before the commit record nothing counts.
+It has an attempt of its own, as a start of a trainer has. The image is written to the first stored tier without host
+memory, from mapped files or, of DCP, one tensor at a time; the other tiers get a copy (``ops/sync.py``). Before the
+commit record nothing counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.image_writes import Load
+from tierfall.core.copies.image_writes import Load, write_view
 from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.records import Commit
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
-from tierfall.core.types.errors import CaptureError, ConfigError, StepError
+from tierfall.core.types.errors import CaptureError, ConfigError, StepError, TierfallError
 from tierfall.core.types.keys import STEP_MAX
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
 from tierfall.imports.own_exports import read_image, read_own_dcp, read_own_torch
@@ -28,13 +31,21 @@ from tierfall.imports.safetensors_files import read_safetensors
 from tierfall.imports.sources import Format, find_source
 from tierfall.imports.state import ImportedState, is_module
 from tierfall.imports.torch_files import read_torch
-from tierfall.integrations.dcp.writer import commit_files, direct_write, write_image
-from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
+from tierfall.ops.commands import (
+    Progress,
+    Watch,
+    check_room,
+    owned_tiers,
+    trained_elsewhere,
+    unread,
+)
 from tierfall.ops.reader import RunReader
-from tierfall.run.checkpointer import Checkpointer, open_run_of
-from tierfall.run.open_run import OpenRun
-from tierfall.run.restorer import log_abandoned
+from tierfall.ops.sync import commit_copy, copy, open_writable
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.lineage import SavingLineage
+from tierfall.setup.places import seen_by_one
 
+logger = logging.getLogger("tierfall")
 _MODEL = "model"
 """The entry of the state that a bare state_dict becomes."""
 
@@ -147,65 +158,80 @@ def import_state(
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
     and what reading the source raises. After an error nothing of the step counts.
     """
+    config = seen_by_one(config)
     if not config.written:
         raise ConfigError("import: the configuration has no stored tier that may be written")
+    names = [tier.name for tier in config.written]
     size = plan_layout(read.view).image_bytes
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
-    written = {tier.name for tier in config.written}
-    for listing in [listing for listing in listings if listing.tier in written]:
+    for listing in [listing for listing in listings if listing.tier in names]:
         check_room(config, listing, size, doing="import to")
-    with Checkpointer(config, run=config.run, command="tierfall import") as ckpt:
-        run = open_run_of(ckpt)
-        check_step(run.session.listings, step, config.run, run.session.stores)  # by now
-        _continue_from_newest(run, step)
-        request = direct_write(run, step, metrics={}, tags=())
-        # All tiers get it, whatever their flush rules are.
-        request = replace(request, lineage=replace(request.lineage, at_end=True))
-        store = run.session.stores[request.tier]
-        on_bytes = Progress(watch, size).add
-        files = write_image(request, store, read.view, load=read.load, on_bytes=on_bytes)
-        commit_files(request, store, files)
-        ckpt.drain()
-        id = request.lineage.checkpoint
-        copies = next(
-            info.tiers
-            for info in ckpt.checkpoints()
-            if (info.step, info.attempt) == (id.step, id.attempt)
-        )
-    names = [tier.name for tier in config.written]
+    done: list[str] = []
+
+    def watch_one(count: int, total: int) -> None:
+        watch(len(done) * size + min(count, size), len(names) * size)
+
+    with owned_tiers(config, "tierfall import", begins=True) as tiers:
+        check_step(tiers.listings, step, config.run, tiers.stores)  # by now
+        first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
+        id = _write(tiers, first, read, step, Progress(watch_one, size).add)
+        done.append(first)
+    for tier in (name for name in names if name != first):
+        try:
+            copy(config, id, tier, watch_one)
+        except TierfallError as error:
+            logger.warning("import: %s is not on %s yet: %s", id, tier, error)
+        else:
+            done.append(tier)
     return ImportResult(
         id=id,
         format=read.format,
         entries=read.entries,
         tensors=len(read.view.names),
         bytes=size,
-        tiers=tuple(name for name in names if copies.get(name) == "committed"),
-        left=tuple(name for name in names if copies.get(name) != "committed"),
+        tiers=tuple(name for name in names if name in done),
+        left=tuple(name for name in names if name not in done),
         notes=_notes(read),
     )
 
 
-def _continue_from_newest(run: OpenRun, step: int) -> None:
-    """Continue the lineage of a run that has checkpoints from its newest live one. Raises StepError if it may have
-    some, and none was found."""
-    if run.lineage.begun:
-        return
-    live = [
-        known.commit
-        for known in run.session.known_by_all()
-        if known.commit is not None and not (known.abandoned or known.deleted)
-    ]
-    if not live:
-        run.lineage.check_begun(step)
-        return
-    commit, attempt = live[-1], run.lineage.attempt
-    id = commit.lineage.checkpoint
-    run.lineage.continue_from(commit, attempt)
-    log_abandoned(run.run, run.session.known(), id)
-    ledger = run.session.coordinator.ledger
-    run.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
+def _write(
+    tiers: OpenedTiers, tier: str, read: ReadState, step: int, on_bytes: Callable[[int], None]
+) -> CheckpointId:
+    """Write what was read to one tier, and commit it as the next step of the run, which continues its newest live
+    checkpoint. Raises StepError if the run may have one, and none was found."""
+    attempt = tiers.attempt
+    assert attempt is not None, "an attempt was begun"
+    lineage = SavingLineage(tiers.run, attempt, begun=tiers.finds_nothing())
+    live = [c.commit for c in merge(tiers.listings) if c.live and c.commit is not None]
+    if live:
+        lineage.continue_from(live[-1], attempt)
+    lineage.check_begun(step)
+    commit = Commit(
+        lineage=replace(
+            lineage.next(step), at_end=True
+        ),  # all tiers get it, whatever their flush rules are
+        world_size=1,
+        files=(),
+        nodes=(tiers.node,),
+        wall_time_s=time.time(),
+    )
+    with open_writable(tiers.config, tier) as store:
+        store.fence.check(attempt)
+        files = write_view(
+            store,
+            read.view,
+            commit,
+            shard=Shard(0, 1),
+            chunk_bytes=tiers.config.chunk_bytes,
+            load=read.load,
+            on_bytes=on_bytes,
+        )
+        commit_copy(commit, store, files, attempt=attempt)
+        store.write_latest(commit.lineage.checkpoint)
+    return commit.lineage.checkpoint
 
 
 def _notes(read: ReadState) -> tuple[str, ...]:

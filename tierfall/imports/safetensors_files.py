@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from tierfall.core.format.records import HEADER_BYTES_MAX
+from tierfall.core.image.header import StoredTensor, read_table
 from tierfall.core.image.layout import LAYOUT_MEMBER
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError, IntegrityError
-from tierfall.export.safetensors_files import TRUE_DTYPES, small_dtypes
+from tierfall.export.safetensors_files import LATER, TRUE_DTYPES
 from tierfall.imports.sources import INDEX, Source, unreadable
 
 _LENGTH_BYTES = 8
@@ -77,59 +78,35 @@ def _read_file(path: Path) -> dict[str, torch.Tensor] | None:
         if LAYOUT_MEMBER in metadata:
             return None
         start = _LENGTH_BYTES + length
-        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        found = {name: _tensor(flat[start:], name, entry) for name, entry in table.items()}
-        _check_offsets([entry["data_offsets"] for entry in table.values()], size - start)
-        for name, true in json.loads(metadata.get(TRUE_DTYPES, "{}")).items():
-            found[name] = _as_it_was(found[name], name, true)
-        return found
+        table = dict(sorted(table.items(), key=lambda item: item[1]["data_offsets"]))
+        true = json.loads(metadata.get(TRUE_DTYPES, "{}")) | _later_dtypes(table)
+        positions = {name: position for position, name in enumerate(table)}
+        rows = [[positions[name], *each] for name, each in true.items()]
+        stored = read_table(table, rows, size - start)
+        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
+        return {each.name: _viewed(flat[each.start : each.end], each) for each in stored}
     except OSError as error:
         raise unreadable(path, error) from error
     except Exception as error:  # whatever its bytes lead to
         raise IntegrityError(f"import: {path} is damaged, or truncated: {error}") from error
 
 
-def _check_offsets(offsets: list[list[int]], size: int) -> None:
-    """Raise ValueError unless the tensors are the ``size`` bytes, one after the other, as the format requires."""
-    end = 0
-    for first, last in sorted(offsets):
-        if first != end:
-            raise ValueError(f"a tensor begins at {first}, and the one before ends at {end}")
-        end = last
-    if end != size:
-        raise ValueError(f"the tensors end at {end} of {size} bytes")
+def _later_dtypes(table: dict[str, Any]) -> dict[str, Any]:
+    """Make bytes of the tensors of ``table`` whose dtypes only later versions of safetensors have; return their true
+    dtypes and shapes."""
+    codes = {code: (dtype, elements) for dtype, (code, elements) in LATER.items()}
+    true = {}
+    for name, entry in table.items():
+        if (later := codes.get(entry["dtype"])) is not None:
+            dtype, elements = later
+            *rows, last = entry["shape"]
+            true[name] = [dtypes.name_of(dtype), [*rows, last // elements]]
+            start, end = entry["data_offsets"]
+            table[name] = {**entry, "dtype": dtypes.RAW_CODE, "shape": [end - start]}
+    return true
 
 
-def _as_it_was(raw: torch.Tensor, name: str, true: Any) -> torch.Tensor:
-    """Return a tensor that tierfall wrote as bytes. ValueError where its true dtype and shape are malformed."""
-    dtype, shape = dtypes.from_name(true[0]), true[1]
-    if dtype is None or not dtypes.is_shape(shape) or dtypes.byte_count(dtype, shape) != raw.nbytes:
-        raise ValueError(f"tensor {name!r:.80} has no valid true dtype and shape: {true!r:.80}")
-    return _viewed(raw, dtype, shape)
-
-
-def _tensor(data: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
-    """Return one tensor of a file, whose ``data`` are the bytes behind its header. ValueError where it is malformed."""
-    if not isinstance(entry, dict) or not dtypes.is_shape(entry.get("shape")):
-        raise ValueError(f"tensor {name!r:.80} has no valid shape")
-    code, shape = entry.get("dtype"), list(entry["shape"])
-    dtype = dtypes.from_code(code)
-    for small, (its_code, elements) in small_dtypes().items() if dtype is None else ():
-        if its_code == code and shape and shape[-1] % elements == 0:
-            dtype, shape[-1] = small, shape[-1] // elements
-    if dtype is None:
-        raise ValueError(f"tensor {name!r:.80} is of dtype {code!r:.40}, unknown here")
-    match entry.get("data_offsets"):
-        case [int(start), int(end)] if 0 <= start <= end <= len(data):
-            flat = data[start:end]
-        case offsets:
-            raise ValueError(f"tensor {name!r:.80} is at {offsets!r:.80} of {len(data)} bytes")
-    if len(flat) != dtypes.byte_count(dtype, shape):
-        raise ValueError(f"tensor {name!r:.80} has {len(flat)} bytes, which is not its shape's")
-    return _viewed(flat, dtype, shape)
-
-
-def _viewed(flat: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
+def _viewed(flat: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    if flat.data_ptr() % stored.dtype.itemsize or flat.storage_offset() % stored.dtype.itemsize:
         flat = flat.clone()  # an old file, whose header is not padded
-    return flat.view(dtype).view(shape)
+    return flat.view(stored.dtype).view(stored.shape)

@@ -47,6 +47,7 @@ from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.start import begin_attempt
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
@@ -251,18 +252,14 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
-    if missing := _missing_folders(config):
-        raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
-
-
-def _missing_folders(config: Config) -> dict[str, Path]:
     folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
     answers = BoundedCalls().call_all(
         {name: partial(_is_missing, folder) for name, folder in folders.items()},
         bounds_s(config),
         doing="open",
     )
-    return {name: folder for name, folder in folders.items() if answers[name].value}
+    if missing := {name: folder for name, folder in folders.items() if answers[name].value}:
+        raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
 
 
 def _is_missing(path: Path) -> bool:
@@ -371,16 +368,20 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 
 
 @contextmanager
-def owned_tiers(config: Config, command: str) -> Iterator[OpenedTiers]:
+def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterator[OpenedTiers]:
     """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
-    command that does.
+    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created.
 
-    Raises UnreachableError, before anything is changed, where a tier's folder is missing.
+    Else raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """
-    check_folders(config)
-    tiers = OpenedTiers(config, run=config.run, offline=True, command=command)
+    if not begins:
+        check_folders(config)
+    tiers = OpenedTiers(config, run=config.run, offline=not begins, command=command)
     try:
-        tiers.make_durable()
+        if begins:
+            begin_attempt(tiers)
+        else:
+            tiers.make_durable()
         yield tiers
     finally:
         tiers.close(keep=bool(images_in(tiers.hosts()) or tiers.host.holds_damaged()))
@@ -541,9 +542,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """
     with owned_folder(config, "tierfall forget") as folder:
         storage = config.without_peers()
-        # Opening for writing creates a folder.
-        there = storage.reading_only(_missing_folders(storage))
-        stores, failed = open_stores(there, config.run, is_bounded=True)
+        stores, failed = open_stores(storage, config.run, is_bounded=True, creates=False)
         try:
             identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
             forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())

@@ -418,7 +418,7 @@ class _Drain:
         files = (*part.sent[id], *(self._of_others(part, source, mine) if part.sends_all else ()))
         older = {*part.failed, *part.waiting}
         owed = tuple(sorted(other for other in older if other < id)[-OLDER_OWED_MAX:])
-        commit = commit_copy(source, store, files, attempt=self._attempt, owed=owed)
+        commit = commit_copy(source.commit, store, files, attempt=self._attempt, owed=owed)
         part.bytes += commit.image_bytes
         part.seconds += time.monotonic() - began_s
         copy = FoundCopy(id=id, state=CopyState.COMMITTED, bytes=commit.stored_bytes, commit=commit)

@@ -17,15 +17,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from tierfall.backends.open import place_of
-from tierfall.config import Config, HostTierConfig, Tier
+from tierfall.config import Config, FileTierConfig, HostTierConfig, ObjectTierConfig
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.flush.lane import LaneLimits
+from tierfall.core.format.catalog import Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.runtime.threads import run_in_threads
@@ -42,11 +42,10 @@ from tierfall.ops.commands import check_room
 from tierfall.ops.reader import RunReader, known_slots
 from tierfall.ops.sync import open_writable
 from tierfall.setup.places import memory_root, run_folder
-from tierfall.setup.tiers import ANSWER_S, call_tiers, close_stores, lane_limits, open_stores
+from tierfall.setup.tiers import call_tiers, lane_limits
 from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
 from tierfall.tiers.stored import StoredTier
 
-T = TypeVar("T")
 PROBE_PREFIX = "tierfall-check-"
 SIZE_MAX_BYTES = 4 << 30
 TRIPS = 5
@@ -89,17 +88,18 @@ def measure(
     found = []
     with RunReader(config) as reader:
         listings, missing, new = reader.survey()
-    run_bytes = {x.tier: x.used_bytes for x in listings if x.error is None}
+    listed = {listing.tier: listing for listing in listings}
     for tier in config.chain:
         on_tier(tier.name)
         if isinstance(tier, HostTierConfig):
             found.append(_measure_host(config, tier))
         else:
-            why = missing.get(tier.name)
-            measured = _measure_stored(config, tier, size_bytes, why)
+            listing = listed.get(tier.name, Listing(tier=tier.name))
+            measured = _measure_stored(config, tier, size_bytes, listing, missing.get(tier.name))
             if tier.name in new:
                 measured = replace(measured, not_created=True, error=None)
-            found.append(replace(measured, run_bytes=run_bytes.get(tier.name)))
+            used = listing.used_bytes if tier.name in listed and listing.error is None else None
+            found.append(replace(measured, run_bytes=used))
     return tuple(found)
 
 
@@ -120,10 +120,14 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
 
 
 def _measure_stored(
-    config: Config, tier: Tier, size_bytes: int, missing: TierfallError | None
+    config: Config,
+    section: FileTierConfig | ObjectTierConfig,
+    size_bytes: int,
+    listing: Listing,
+    missing: TierfallError | None,
 ) -> TierMeasurement:
-    """``missing`` is the error of a tier that is not mounted: its path is on another disk now."""
-    section = next(each for each in config.stored if each.name == tier.name)
+    """``listing`` is what was read there; ``missing`` the error of a tier that is not mounted: its path is on another
+    disk now."""
     known = TierMeasurement(
         name=section.name,
         kind=section.kind,
@@ -133,52 +137,37 @@ def _measure_stored(
     if missing is not None:
         return replace(known, read_only=section.read_only, error=missing)
     if section.read_only:
-        return replace(known, read_only=True, error=_read_error(config, section.name))
+        return replace(known, read_only=True, error=listing.error)
     try:
         with open_writable(config, section.name) as store:
             traits = store.backend.traits
+            free = call_tiers(
+                [store], lambda _: _free_bytes(section.folder), config, BoundedCalls()
+            )
             known = replace(
                 known,
                 place=store.place,
                 durable=traits.durable,
                 fenced=traits.conditional_create,
                 direct_io=traits.direct_io,
-                free_bytes=_ask(config, store, lambda _: _free_bytes(section.folder)),
+                free_bytes=free[store.name].get(),
             )
             limits = lane_limits(store, config)
             _remove_leftovers(store)
             if section.capacity_bytes is not None:
-                listing = _ask(config, store, StoredTier.list)
                 if listing.error is not None:
                     raise listing.error
                 advice = "measure with a smaller --size"
                 check_room(config, listing, size_bytes, doing="check of", advice=advice)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
-        is_read = _read_error(config, section.name) is None
-        return replace(known, read_only=is_read, error=error)
+        return replace(known, read_only=listing.error is None, error=error)
     except TierfallError as error:
         return replace(known, error=error)
 
 
-def _read_error(config: Config, tier: str) -> TierfallError | None:
-    """Return the error of reading a tier, or None."""
-    only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
-    stores, errors = open_stores(only, config.run, read_only=True, is_bounded=True)
-    try:
-        return errors[tier] if tier in errors else _ask(config, stores[tier], StoredTier.list).error
-    finally:
-        close_stores(stores, ANSWER_S)
-
-
-def _ask(config: Config, store: StoredTier, call: Callable[[StoredTier], T]) -> T:
-    return call_tiers([store], call, config, BoundedCalls())[store.name].get()
-
-
 def _free_bytes(folder: Path | None) -> int | None:
-    if folder is None:
-        return None
-    return room_for_arena(folder).file_system_free_bytes
+    return None if folder is None else room_for_arena(folder).file_system_free_bytes
 
 
 def _measure_bytes(

@@ -10,7 +10,6 @@ any tier knows: a newer one elsewhere fences it, as it fences a flush. No attemp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import TypeVar
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
-from tierfall.core.copies.image_writes import publish_image, removed_on_failure
+from tierfall.core.copies.image_writes import aborted_on_failure, publish_image
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
 from tierfall.core.flush.lane import LaneLimits
@@ -72,7 +71,6 @@ from tierfall.setup.tiers import ANSWER_S, close_stores, lane_limits, open_store
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
-logger = logging.getLogger("tierfall")
 NEWER = "a newer tierfall wrote it: verify it with that version; this one does not change it"
 
 
@@ -149,10 +147,10 @@ def send(
 ) -> tuple[NamedFile, ...]:
     """Write the images of ``shards`` and their manifests, each complete before it is visible; return their files.
 
-    An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of a raw
-    image that a killed process had begun, what has arrived is compared, and not sent again. With
-    ``anew``, a file of the same name is replaced once the whole image was read and verified. Raises the error of the
-    source or of the tier, and FencedError.
+    An image that the tier holds already is not sent again: an earlier call, or another machine, has sent it. Of one
+    that an earlier call had begun, however it ended, what has arrived is compared, and not sent again; so does this
+    call leave what it has begun. With ``anew``, a file of the same name is replaced once the whole image was read and
+    verified. Raises the error of the source or of the tier, and FencedError.
     """
     id = source.commit.lineage.checkpoint
     sizes = {} if anew else sizes_on(store, id)
@@ -163,8 +161,9 @@ def send(
             files += held
             on_bytes(manifest.image_bytes)
             continue
-        writer = store.resume_shard(id, shard, geometry(manifest), manifest.pieces)
-        with removed_on_failure(writer):
+        cut = geometry(manifest)
+        writer = store.create_shard(id, shard, cut, manifest.pieces, resumes=True)
+        with aborted_on_failure(writer):
             # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.is_packed else limits
             reader = ChunkReader(found, manifest, source.images.tally)
@@ -211,7 +210,7 @@ def held_files(
 
 
 def commit_copy(
-    source: Source,
+    source: Commit,
     store: StoredTier,
     files: Iterable[NamedFile],
     *,
@@ -222,11 +221,11 @@ def commit_copy(
     """Write the commit record of a copy, whose images are there as ``files``; no other function writes one offline.
     ``owed`` are older checkpoints that the tier still lacks. ``repairs``: a damaged copy was rewritten in place.
 
-    The evidence that it is a checkpoint is the ``source``, never what is in the target. Raises FencedError, and
-    StepError where the checkpoint was deleted meanwhile: what was written is deleted too then.
+    The evidence that it is a checkpoint is the record of the ``source``, never what is in the target. Raises
+    FencedError, and StepError where the checkpoint was deleted meanwhile: what was written is deleted too then.
     """
-    id, attempt_id = source.commit.lineage.checkpoint, source.commit.lineage.attempt_id
-    commit = replace(source.commit, files=tuple(files), owed=owed)
+    id, attempt_id = source.lineage.checkpoint, source.lineage.attempt_id
+    commit = replace(source, files=tuple(files), owed=owed)
     store.fence.check(attempt)
     is_there = not repairs or store.is_committed(id)
     if is_there and not store.decided.read().is_deleted(id, attempt_id):
@@ -294,7 +293,7 @@ def copy(
     Raises LockError where a trainer of this machine is alive, FencedError where a newer attempt starts meanwhile,
     StepError where the checkpoint is marked for deletion, or the tier holds another one of that id, IntegrityError
     where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
-    it. After an error nothing of the copy is left.
+    it. What was sent before an error is there when the copy is repeated; else the next start deletes it.
     """
     with owned_reader(config, "tierfall copy") as reader:
         listings = reader.list()
@@ -372,12 +371,9 @@ def _copy(
     source = _open_whole(checkpoint, held, reader)
     attempt = _writing_attempt(reader, listings, source.commit.lineage, store)
     there = next(listing for listing in listings if listing.tier == tier)
-    check_room(config, there, source.commit.stored_bytes, doing="copy to")
-    try:
-        commit = _write_whole(source, store, config, attempt, counter.add)
-    except BaseException:
-        _retract(store, id, attempt)
-        raise
+    needed = source.commit.stored_bytes - there.unfinished.get(id, 0)
+    check_room(config, there, needed, doing="copy to")
+    commit = _write_whole(source, store, config, attempt, counter.add)
     after = tuple(store.list() if listing is there else listing for listing in listings)
     return CopyResult(
         id=id,
@@ -407,30 +403,18 @@ def _write_whole(
     attempt: Attempt,
     on_bytes: Callable[[int], None],
     *,
-    damaged: Commit | None = None,
+    owed: tuple[CheckpointId, ...] = (),
     repairs: bool = False,
 ) -> Commit:
-    """Write the images of all ranks, and the commit record; in place of a copy whose record was ``damaged``, if it
-    ``repairs`` one. What the tier was owed then is only in its own record."""
+    """Write the images of all ranks, and the commit record; in place of a damaged copy, if it ``repairs`` one: what the
+    tier was ``owed`` is only in its own record."""
     run, world_size = source.commit.lineage.run, source.commit.world_size
     shards = [Shard(rank, world_size) for rank in range(world_size)]
     limits = lane_limits(store, config)
     files = send(source, store, limits, shards, attempt=attempt, on_bytes=on_bytes, anew=repairs)
-    # What a killed process has left there, and was not continued.
+    # What another process has left there, and was not continued.
     store.backend.discard_unfinished(keys.step_prefix(run, source.commit.lineage.checkpoint))
-    owed = () if damaged is None else damaged.owed
-    return commit_copy(source, store, files, attempt=attempt, owed=owed, repairs=repairs)
-
-
-def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
-    """Remove the files of a copy that could not be committed, unless a newer attempt may be writing there."""
-    try:
-        if not store.is_committed(id):
-            store.discard(id, attempt=attempt)
-    except TierfallError as error:
-        logger.warning(
-            "%s: files of the unfinished copy of %s are left for now: %s", store.name, id, error
-        )
+    return commit_copy(source.commit, store, files, attempt=attempt, owed=owed, repairs=repairs)
 
 
 def newer_on(
@@ -535,10 +519,17 @@ class Repairer:
         checkpoint = self._known[copy.id]
         if checkpoint.deleted:
             raise StepError("it is marked for deletion")
-        with open_writable(self._reader.config, copy.tier) as store:
+        config, owed = self._reader.config, copy.commit.owed if copy.commit else ()
+        with open_writable(config, copy.tier) as store:
             self._check_ours(store, copy, checkpoint)
             store.decided.read()
-            return self._repair_files(store, checkpoint, copy)
+            source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
+            line = source.commit.lineage
+            attempt = _writing_attempt(self._reader, self._listings, line, store)
+            _write_whole(
+                source, store, config, attempt, lambda count: None, owed=owed, repairs=True
+            )
+        return f"rewritten from {', '.join(source.images.tally.bytes)}"
 
     def _check_ours(
         self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
@@ -565,17 +556,6 @@ class Repairer:
             if line not in (None, known.lineage):
                 raise StepError("its files are of another checkpoint than that on other tiers")
 
-    def _repair_files(
-        self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
-    ) -> str:
-        source = _open_whole(checkpoint, self._sources(store, checkpoint, copy), self._reader)
-        line, config = source.commit.lineage, self._reader.config
-        attempt = _writing_attempt(self._reader, self._listings, line, store)
-        _write_whole(
-            source, store, config, attempt, lambda count: None, damaged=copy.commit, repairs=True
-        )
-        return f"rewritten from {', '.join(source.images.tally.bytes)}"
-
     def _sources(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> list[str]:
@@ -591,41 +571,27 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def repair_tier(self, store: StoredTier, listing: Listing) -> None:
+    def repair_tier(self, tier: str, files: Iterable[str]) -> None:
         """Rewrite damaged records of attempts from other tiers, and ``latest`` where it names a missing checkpoint."""
-        for number in listing.attempts:
-            file = keys.attempt_key("", number).lstrip("/")
+        for file in files:
+            is_latest = file == keys.LATEST_NAME
             try:
-                store.fence.read(number)
-            except IntegrityError:
-                self._try(store.name, file, partial(self._repair_attempt, store.name, number))
-            except (BackendError, NotSupportedError):
-                continue  # reported by the check that follows
-        try:
-            stale = (latest := store.latest.read()) is not None and store.find_copy(latest) is None
-        except BackendError:
-            return  # likewise
-        if stale:
-            self._try(store.name, keys.LATEST_NAME, partial(self._repair_latest, store.name))
+                why = self._repair_latest(tier) if is_latest else self._repair_attempt(tier, file)
+            except TierfallError as error:
+                self._note(tier, None, file, str(error), done=False)
+            else:
+                self._note(tier, None, file, why, done=True)
 
-    def _try(self, tier: str, file: str, mend: Callable[[], str]) -> None:
-        try:
-            self._note(tier, None, file, mend(), done=True)
-        except TierfallError as error:
-            self._note(tier, None, file, str(error), done=False)
-
-    def _repair_attempt(self, tier: str, number: int) -> str:
-        for listing in self._listings:
-            if listing.tier == tier or number not in listing.attempts:
-                continue
+    def _repair_attempt(self, tier: str, file: str) -> str:
+        number = keys.parse_attempt(file.rpartition("/")[2]) or 0
+        for other in (x.tier for x in self._listings if x.tier != tier and number in x.attempts):
             try:
-                attempt = self._reader.stores[listing.tier].fence.read(number)
+                attempt = self._reader.stores[other].fence.read(number)
             except TierfallError:
                 continue
-            key = keys.attempt_key(self._reader.run, number)
             with open_writable(self._reader.config, tier) as store:
-                put_object(store.backend, key, attempt.encode())
-            return f"rewritten from {listing.tier}"
+                put_object(store.backend, f"{self._reader.run}/{file}", attempt.encode())
+            return f"rewritten from {other}"
         raise IntegrityError("no other tier has a good one")
 
     def _repair_latest(self, tier: str) -> str:

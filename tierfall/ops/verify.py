@@ -118,10 +118,14 @@ def check_run(
         for listing in stored if scope.checkpoints is None else ():
             store = reader.stores[listing.tier]
             try:
+                wrong = _check_tier(store, listing)
                 # before the copies: none is written where the newest attempt is not known
-                if repairer is not None:
-                    repairer.repair_tier(store, listing)
-                findings += _check_tier(store, listing)
+                if repairer is not None and wrong:
+                    repairer.repair_tier(
+                        store.name, [each.file for each in wrong if not each.newer]
+                    )
+                    wrong = _check_tier(store, listing)
+                findings += wrong
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
         copies = [repairer.repair(c, verifier) if repairer and c.damage else c for c in found]

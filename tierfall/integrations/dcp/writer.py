@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import currentframe
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch.futures import Future
 
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.copies.image_writes import Load, write_view
+from tierfall.core.copies.image_writes import write_view
 from tierfall.core.flush.external_commits import ExternalCommits
 from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.runtime.public_calls import public_call
@@ -62,7 +61,6 @@ from tierfall.run.open_run import OpenRun
 from tierfall.run.saver import checked_metrics, checked_tags
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import is_shared, open_store
-from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
@@ -436,7 +434,9 @@ class DirectWriter(PlansUnchanged, StorageWriter):
         request = self._request
         view = walk_state(planned_state(plan, planner), with_random=False)
         with open_store(request.config, request.run, request.tier) as store:
-            files = write_image(request, store, view)
+            store.fence.check(request.attempt)
+            chunk_bytes, commit = request.config.chunk_bytes, _commit_of(request, ())
+            files = write_view(store, view, commit, shard=request.shard, chunk_bytes=chunk_bytes)
         index = MetadataIndex(keys.shard_name(request.shard))
         written = ImageFiles(
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
@@ -458,36 +458,8 @@ class DirectWriter(PlansUnchanged, StorageWriter):
             )
         count_outcomes(metadata, results, step)
         with open_store(request.config, request.run, request.tier) as store:
-            commit_files(request, store, files)
-
-
-def write_image(
-    request: DirectWrite,
-    store: StoredTier,
-    view: StateView,
-    *,
-    load: Load = lambda tensor: tensor,
-    on_bytes: Callable[[int], None] = lambda count: None,
-) -> tuple[NamedFile, ...]:
-    """Write a rank's image and manifest, unless a newer attempt fences it; return their files for ``commit_files``. The
-    rest is as for ``write_view``."""
-    store.fence.check(request.attempt)
-    return write_view(
-        store,
-        view,
-        lineage=request.lineage,
-        shard=request.shard,
-        chunk_bytes=request.config.chunk_bytes,
-        commit=partial(_commit_of, request),
-        load=load,
-        on_bytes=on_bytes,
-    )
-
-
-def commit_files(request: DirectWrite, store: StoredTier, files: tuple[NamedFile, ...]) -> None:
-    """Commit a step with the files of all ranks."""
-    store.commit(_commit_of(request, files), attempt=request.attempt)
-    store.write_latest(request.lineage.checkpoint)
+            store.commit(_commit_of(request, files), attempt=request.attempt)
+            store.write_latest(request.lineage.checkpoint)
 
 
 def _commit_of(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
