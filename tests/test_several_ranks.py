@@ -27,8 +27,8 @@ from tierfall.core.types.errors import (
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.saver import Saver
-from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.setup import tiers as stores
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.host import HostTier
 
 

@@ -56,7 +56,7 @@ from tierfall.ops.reader import RunReader, find_runs
 from tierfall.ops.watch import find_living_status
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
-from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds
 from tierfall.telemetry.status import Status

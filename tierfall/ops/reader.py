@@ -25,7 +25,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
-from tierfall.session.leftovers import images_in, list_slots, regions_in
+from tierfall.setup.host_memory import images_in, list_slots, regions_in
 from tierfall.setup.places import (
     folders_in,
     is_run,
@@ -269,8 +269,7 @@ class RunReader:
     ) -> tuple[tuple[Listing, ...], dict[str, UnreachableError], Sequence[str]]:
         """Return the listings of all tiers; those that count as not mounted, as they are empty and should not be, each
         with the error; and those that ``open`` creates: their folder is missing, and nothing remembers them."""
-        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        listings = (self.memory(), *listings[1:])
+        listings = list_all(self.config, self.memory(), self.stores, self.errors, self._calls)
         identities = TierIdentities(self.config, self.stores, self._folder, listings, self._calls)
         creatable = {tier.name for tier in self.config.written if may_create(tier)}
         absent = (x.tier for x in listings if isinstance(x.error, NoFolderError))

@@ -39,11 +39,10 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
-from tierfall.run import group_commands
+from tierfall.run import group_commands, status_writer
 from tierfall.run.open_run import OpenRun, failed_by_exception
-from tierfall.session import statistics
+from tierfall.run.saver import as_step
 from tierfall.setup import pointer
-from tierfall.setup.lineage import as_step
 from tierfall.telemetry.journal import log_failures
 from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 
@@ -68,11 +67,14 @@ class Checkpointer:
         config: Config,
         *,
         run: str,
-        fresh: bool = False,
+        process_group: object = None,
         ranks: Ranks | None = None,
+        fresh: bool = False,
         command: str = "",
     ) -> None:
-        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, command=command)
+        opened = OpenRun.open(
+            config, run=run, process_group=process_group, ranks=ranks, fresh=fresh, command=command
+        )
         self._opened = opened
         self._config = opened.config
         self._session = opened.session
@@ -309,13 +311,13 @@ class Checkpointer:
         )
         if continues:
             verified = restored.verified(ranks.shard)
-            restorer.continue_from(restored.checkpoint, any_saved, verified=verified)
+            self._opened.continue_from(restored.checkpoint, any_saved, verified=verified)
             self._saver.counts.steps.continue_from(id.step)
         return restored
 
     def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
         seconds, rates = time.monotonic() - began_s, self._session.coordinator.rates
-        report = statistics.restore_report(restored, seconds)
+        report = status_writer.restore_report(restored, seconds)
         for source in report.sources:
             if source.rank is None:  # a lower bound: measured over the whole restore
                 read = partial(rates.note_read, source.tier, source.bytes, seconds)
@@ -414,7 +416,7 @@ class Checkpointer:
         """Return counters and times since open."""
         self._opened.check_usable()
         return replace(
-            statistics.statistics(self._session, self._saver.counts),
+            status_writer.statistics(self._session, self._saver.counts),
             cadence=self._cadence.report(),
             ettr=self._cadence.ettr(),
         )

@@ -22,6 +22,7 @@ from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.chunk_reader import FoundDamage
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
@@ -29,21 +30,18 @@ from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId, OnError, Verify
-from tierfall.run import announced_steps, closing, drain_on_signal, group_commands
-from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import cadence_of
-from tierfall.run.drain_on_signal import DrainOnSignal
+from tierfall.launch import signal_hub
+from tierfall.launch.launcher import find_ranks
+from tierfall.run import cadence, closing, group_commands
 from tierfall.run.restorer import Restorer, log_abandoned
-from tierfall.run.saver import SaveCall, Saver, checked_metrics
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.requests import must_keep_memory
-from tierfall.session.session import Listener, Session
-from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_each
-from tierfall.setup import signal_hub
-from tierfall.setup.lineage import SavingLineage, as_step
-from tierfall.setup.peers import close_peers, meet_peers
+from tierfall.run.saver import SaveCall, Saver, SavingLineage, as_step, checked_metrics
+from tierfall.run.session import Listener, Session
+from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder
+from tierfall.setup.start import all_ranks_or_none, catalog_of, opened_by_each, take_attempt
 from tierfall.setup.tiers import patience_s
 from tierfall.telemetry.step_timer import StepClock
 
@@ -53,25 +51,94 @@ OPEN: set[OpenRun] = set()
 ABANDON_S = 1.0
 LAST_S = 1.0
 """Each last step of ``close`` has at least so many seconds, also when ``max_wait`` is over."""
+_SAVE_ON = "open: interval.on_signal"
 
 
 class OpenRun:
-    """See the module. Complete when built; ``close`` ends it.
+    """See the module. ``open`` returns one; ``close`` ends it.
 
     Its methods are called by the thread that trains. ``save`` may be called by one thread after the other.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def open(
+        cls,
         config: Config,
         *,
         run: str,
-        fresh: bool = False,
+        process_group: object = None,
         ranks: Ranks | None = None,
+        fresh: bool = False,
         command: str = "",
+    ) -> OpenRun:
+        """Open a run; see ``tierfall.open``. ``ranks`` takes the place of what the launcher says; ``command`` names the
+        command that opens it, in a process alone. If a step fails, what the steps before it have opened is closed, on
+        all ranks."""
+        with ExitStack() as undo:
+            # The launcher: which rank this process is, and the connection to the others.
+            if ranks is None and command:
+                ranks = Ranks.alone()
+            ranks = ranks or find_ranks(config, run=run, process_group=process_group)
+            undo.callback(ranks.leave)
+            if not config.stored and ranks.topology.is_root:
+                logger.warning(
+                    "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart "
+                    "of the machine. Add a tier of kind file or object", run,
+                )  # fmt: skip
+            config, peers = meet_peers(config, run, ranks)
+            undo.callback(close_peers, peers)
+
+            # The tiers: host memory with what an earlier start left in it, and each stored tier, listed.
+            with opened_by_each(ranks):
+                _check_first(config, run)
+                tiers = OpenedTiers(
+                    config, run=run, ranks=ranks, fresh=fresh, peers=peers, command=command
+                )
+                undo.callback(tiers.close, keep=True)
+
+            # The attempt: a number that no other start has, and what all ranks have found.
+            start = take_attempt(tiers)
+
+            with all_ranks_or_none(ranks, timeout_s=patience_s(tiers.config)):
+                tiers.memory.host.allocate_now()
+
+                # The catalog: who has what, for all ranks.
+                warned: set[Key] = set()
+                catalog = catalog_of(tiers, start, warned)
+
+                # The planner: the ledger of it, and what decides and copies. Nothing moves yet.
+                session = Session(tiers, start, catalog, warned)
+                undo.callback(session.close, keep_memory=True, timeout_s=ABANDON_S)
+
+                # The checkpointer: what saves and restores on the thread that trains, and the thread that captures.
+                steps = StepClock(session.coordinator.throttle)
+                capturer = _capturer_of(session, steps)
+                undo.callback(capturer.close, ABANDON_S)
+                opened = cls(session, capturer, steps, peers, begun=fresh or start.first)
+                undo.callback(opened.stop_signals)
+
+            if fresh:
+                log_abandoned(run, session.known(), None)
+                session.coordinator.begin_anew()
+            session.start(opened.listeners)
+            closing.log_open(session)
+            undo.pop_all()
+        OPEN.add(opened)
+        return opened
+
+    def __init__(
+        self,
+        session: Session,
+        capturer: Capturer,
+        steps: StepClock,
+        peers: PeerMemory | None,
+        *,
+        begun: bool,
     ) -> None:
-        """See ``tierfall.open``."""
-        self.run = run
+        """Build what saves and restores on a ``session`` that has not started. ``begun``: it may save without a
+        restore."""
+        self.session, self.capturer, self._steps, self._peers = session, capturer, steps, peers
+        self.run, self.config, ranks = session.run, session.config, session.ranks
         self.pid = os.getpid()
         self.closed = False
         self._ends = False
@@ -79,78 +146,34 @@ class OpenRun:
         self._last: closing.LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
-        ranks = ranks or Ranks.alone()
-        with ExitStack() as undo:
-            undo.callback(ranks.leave)
-            config, self._peers = meet_peers(config, run, ranks)
-            undo.callback(close_peers, self._peers)
-            with opened_by_each(ranks):
-                _check_first(config, run)
-                if config.drain is not None:
-                    signal_hub.check_thread(drain_on_signal.WHAT)
-                tiers = OpenedTiers(
-                    config,
-                    run=run,
-                    ranks=ranks,
-                    fresh=fresh,
-                    peers=self._peers,
-                    command=command,
-                )
-            undo.callback(tiers.close, keep=True)
-            start = begin_attempt(tiers)
-            assert tiers.attempt is not None
-            self.config = config = tiers.config
-            with all_ranks_or_none(ranks, timeout_s=patience_s(config)):
-                tiers.host.allocate_now()
-                self.session = Session(tiers, start)
-                undo.callback(self.session.abandon)
-                self.session.serve_metrics()
-                self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
-                self._steps = StepClock(self.session.coordinator.throttle)
-                self.capturer = Capturer(
-                    post=self.session.coordinator.post,
-                    max_wait_s=config.max_wait_s,
-                    name=run,
-                    holds=self.session.holds,
-                    checked=config.capture.verify is not Verify.OFF,
-                    on_step=self._steps.on_step,
-                    threads=self.session.hash_threads,
-                )
-                undo.callback(self.capturer.close, ABANDON_S)
-                self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)
-                listeners: dict[str | int, Listener] = {}
-                announced = None
-                if ranks.many:
-                    announced = AnnouncedSteps(
-                        ranks.message_tree,
-                        run_aside=self.session.call_soon,
-                        leave_out=self._report_unsaved,
-                    )
-                    listeners[announced_steps.TOPIC] = announced.on_message
-                self.cadence = cadence_of(config, self.session, announced)
-                self.restorer = Restorer(
-                    config,
-                    self.session,
-                    self.lineage,
-                    on_continued=self._on_continued,
-                )
-                self._saves_on = signal_hub.add_listener(
-                    signals_named(config.interval.on_signal),
-                    what="open: interval.on_signal",
-                    flag=lambda number: self.cadence.request(number.name),
-                )
-                undo.callback(signal_hub.stop, self._saves_on)
-            if fresh:
-                log_abandoned(run, self.session.known(), None)
-                self.session.coordinator.begin_anew()
-            self.session.start(listeners)
-            self._drains_on: DrainOnSignal | None = None
-            if config.drain is not None:
-                counts = self.saver.counts
-                self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
-            closing.log_open(self.session)
-            undo.pop_all()
-        OPEN.add(self)
+        self.lineage = SavingLineage(self.run, session.attempt, begun=begun)
+        self.saver = Saver(self.config, session, capturer, lambda: steps.step_s)
+        announced = None
+        if ranks.many:
+            announced = cadence.AnnouncedSteps(
+                ranks.message_tree, run_aside=session.call_soon, leave_out=self._report_unsaved
+            )
+        self.listeners: dict[str | int, Listener] = (
+            {} if announced is None else {cadence.TOPIC: announced.on_message}
+        )
+        """What receives the other ranks' messages of a topic."""
+        self.cadence = cadence.cadence_of(self.config, session, announced)
+        self.restorer = Restorer(self.config, session, self.lineage)
+        self._saves_on = signal_hub.add_listener(
+            signals_named(self.config.interval.on_signal),
+            what=_SAVE_ON,
+            flag=lambda number: self.cadence.request(number.name),
+        )
+        self._drains_on: closing.DrainOnSignal | None = None
+        if self.config.drain is not None:
+            counts = self.saver.counts
+            self._drains_on = closing.DrainOnSignal(self.config, session, lambda: counts.tried)
+
+    def stop_signals(self) -> None:
+        """Stop listening to signals; may be called twice."""
+        signal_hub.stop(self._saves_on)
+        if self._drains_on is not None:
+            self._drains_on.stop()
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -285,7 +308,7 @@ class OpenRun:
         if continues and (fenced := self.session.coordinator.fenced) is not None:
             raise fenced
         if continues and self.lineage.saved_any:
-            self.session.tiers.check_fence()
+            self.session.tiers.check_fence(self.session.attempt)
         self.finish_capture()
         for handle in self.saver.counts.handles[-1:]:
             try:
@@ -293,9 +316,30 @@ class OpenRun:
             except (TierfallError, TimeoutError):
                 logger.debug("the last save was not captured", exc_info=True)
 
-    def _on_continued(self, step: int, due: str | None) -> None:
+    def continue_from(
+        self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
+    ) -> None:
+        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
+        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
+        id, commit, session = checkpoint.id, checkpoint.commit, self.session
+        assert commit is not None
+        attempt = session.begin_attempt() if any_saved else self.lineage.attempt
+        self.lineage.continue_from(commit, attempt)
+        log_abandoned(self.run, session.known(), id)
+
+        def continue_ledger() -> None:
+            session.coordinator.verifier.on_restored(id, verified)
+            session.coordinator.ledger.continue_from(id, attempt=attempt.number)
+
+        session.call(continue_ledger)
+        # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
+        # for others, again.
+        is_lost = self.config.peers is not None and session.host.name not in verified
+        due = "peer memory has lost copies" if is_lost else None
+        if session.displaced:
+            due = "memory has images of other ranks, which no rank can flush"
         self.forget_last()
-        self.cadence.continue_from(step, due)
+        self.cadence.continue_from(id.step, due)
 
     # Checks ------------------------------------------------------------------------------------------
 
@@ -372,7 +416,7 @@ class OpenRun:
             finally:
                 self.capturer.stop_waiting()
                 together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
-            keep = not looked_at.allows_release or must_keep_memory(session)
+            keep = not looked_at.allows_release or session.must_keep_memory()
             if keep:
                 session.coordinator.errors += closing.log_lost(session)
             closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
@@ -385,8 +429,7 @@ class OpenRun:
             try:
                 session.close(keep_memory=keep, timeout_s=left_s(LAST_S))
             finally:
-                if self._drains_on is not None:
-                    self._drains_on.stop()
+                self.stop_signals()
                 if together:
                     session.ranks.close(max(LAST_S, meets_s()))
                 else:
@@ -456,7 +499,7 @@ def open_run_on(config: Config, run: str) -> OpenRun | None:
     for other in open_runs():
         theirs = {tier.place for tier in other.config.stored}
         if other.run == run and (
-            places & theirs or other.session.tiers.folder == run_folder(config, run)
+            places & theirs or other.session.memory.folder == run_folder(config, run)
         ):
             return other
     return None
@@ -467,14 +510,31 @@ def failed_by_exception() -> str:
     return "" if sys.exc_info()[0] is None else "it ended by an exception"
 
 
+def _capturer_of(session: Session, steps: StepClock) -> Capturer:
+    return Capturer(
+        post=session.coordinator.post,
+        max_wait_s=session.config.max_wait_s,
+        name=session.run,
+        holds=session.holds,
+        checked=session.config.capture.verify is not Verify.OFF,
+        on_step=steps.on_step,
+        threads=session.hash_threads,
+    )
+
+
 def _check_first(config: Config, run: str) -> None:
-    """Refuse to open a run twice in one process: the second would fence the first."""
+    """Refuse to open a run twice in one process: the second would fence the first; and to listen to signals on another
+    than the main thread."""
     if (other := open_run_on(config, run)) is not None:
         raise ConfigError(
             f"open: a second Checkpointer of run {run!r} in this process, which has one with host memory in "
-            f"{other.session.tiers.folder} already. tierfall.open(..., replace=True) closes that one first, also if no "
-            "variable holds it any more; tierfall.close_all() closes all of this process"
+            f"{other.session.memory.folder} already. tierfall.open(..., replace=True) closes that one first, also if "
+            "no variable holds it any more; tierfall.close_all() closes all of this process"
         )
+    if config.drain is not None:
+        signal_hub.check_thread(closing.DRAIN_ON)
+    if config.interval.on_signal:
+        signal_hub.check_thread(_SAVE_ON)
 
 
 @atexit.register

@@ -23,9 +23,8 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types.errors import ConfigError, StepError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.leftovers import regions_in
-from tierfall.session.session import Session
-from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.run.saver import SavingLineage, as_step
+from tierfall.run.session import Session
 from tierfall.setup.places import runs_in
 from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers
 
@@ -37,20 +36,10 @@ LOOK_S = 2.0
 class Restorer:
     """See the module."""
 
-    def __init__(
-        self,
-        config: Config,
-        session: Session,
-        lineage: SavingLineage,
-        *,
-        on_continued: Callable[[int, str | None], None],
-    ) -> None:
-        """``on_continued`` is called with the step that the lineage continues from, and why the next step is to be
-        saved, if it is."""
+    def __init__(self, config: Config, session: Session, lineage: SavingLineage) -> None:
         self._config = config
         self._session = session
         self._lineage = lineage
-        self._on_continued = on_continued
         self.patience_s = patience_s(config)
 
     @contextmanager
@@ -119,7 +108,9 @@ class Restorer:
             def choose_now(request: RestoreRequest) -> Choice:
                 listings = session.list_now()
                 candidates = self.candidates(listings, request, tally)
-                return Choice(candidates=candidates, listings=listings, open_image=self.opener())
+                return Choice(
+                    candidates=candidates, listings=listings, open_image=session.tiers.opener()
+                )
 
             chosen = choose_now(request)
             if not chosen.candidates:
@@ -197,11 +188,6 @@ class Restorer:
         reported = reported_tiers(self._config, ranks)
         return agree_to_restore(ranks, listings, request, mine=reported, tally=tally)
 
-    def opener(self) -> OpenImage:
-        """Return what opens images, those in the memory of this process included."""
-        tiers = self._session.tiers
-        return tiers.opener(regions_in(tiers.hosts()))
-
     def begin(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
         self._lineage.begin()
@@ -217,33 +203,6 @@ class Restorer:
                 "continue from one, choose another run name, or open with fresh=True to leave them behind"
             )
         self.begin()
-
-    def continue_from(
-        self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
-    ) -> None:
-        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
-        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
-        id, commit = checkpoint.id, checkpoint.commit
-        assert commit is not None
-        attempt = self._lineage.attempt
-        if any_saved:
-            attempt = self._session.begin_attempt()
-        self._lineage.continue_from(commit, attempt)
-        log_abandoned(self._session.run, self._session.known(), id)
-        coordinator = self._session.coordinator
-
-        def continue_ledger() -> None:
-            coordinator.verifier.on_restored(id, verified)
-            coordinator.ledger.continue_from(id, attempt=attempt.number)
-
-        self._session.call(continue_ledger)
-        # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
-        # for others, again.
-        is_lost = self._config.peers is not None and self._session.host.name not in verified
-        due = "peer memory has lost copies" if is_lost else None
-        if self._session.displaced:
-            due = "memory has images of other ranks, which no rank can flush"
-        self._on_continued(id.step, due)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

@@ -14,7 +14,7 @@ from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.session.leftovers import Leftovers
+from tierfall.setup.host_memory import Leftovers
 
 PEERS, STORE = "peers", "store"
 OLD, NEW, STRAY = CheckpointId(10, 1), CheckpointId(20, 2), CheckpointId(90, 3)

@@ -61,7 +61,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
-from tierfall.session.session import Session
+from tierfall.run.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -99,7 +99,7 @@ def open_checkpoint(
         error: Exception | None = None
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [tier for tier in held if request.tier in (None, tier)]
-        parts = run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
+        parts = run.restorer.reader(checkpoint, tiers, run.session.tiers.opener(), tally)
         with ExitStack() as closing:
             closing.callback(parts.close)
             try:
@@ -301,7 +301,7 @@ class TierReader(PlansUnchanged, StorageReader):
                 bool,
                 timeout_s=patience_s,
             )
-            run.restorer.continue_from(checkpoint, saved)
+            run.continue_from(checkpoint, saved)
 
 
 class _Reads:
