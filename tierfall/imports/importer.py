@@ -32,8 +32,7 @@ from tierfall.integrations.dcp.writer import commit_files, direct_write, write_i
 from tierfall.ops.commands import Progress, Watch, check_room, trained_elsewhere, unread
 from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer, open_run_of
-from tierfall.run.open_run import OpenRun
-from tierfall.run.restorer import log_abandoned
+from tierfall.run.open_run import OpenRun, log_abandoned
 
 _MODEL = "model"
 """The entry of the state that a bare state_dict becomes."""
