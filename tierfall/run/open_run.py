@@ -557,16 +557,28 @@ class OpenRun:
         failure: Exception | None = None
         keep, together, session = True, False, self.session
         deadline_s = time.monotonic() + self.config.max_wait_s
+        most_s = closing.FAILED_S if failed else math.inf  # at each meeting of the ranks
 
         def left_s(least_s: float = 0.0) -> float:
             return max(least_s, deadline_s - time.monotonic())
 
         def meets_s() -> float:
-            return min(left_s(), self._meets_s)
+            return min(left_s(), most_s)
 
         try:
             try:
-                failure = self._save_last(failed, left_s() / 2)
+                self.cadence.end()
+                updates, last = self.capturer.barrier.updates, self._last
+                plan, most_s = closing.agree_on_end(
+                    session,
+                    self.lineage,
+                    last,
+                    changed="" if last is None else last.describe_change(updates),
+                    failed=failed,
+                    timeout_s=min(left_s() / 2, most_s),
+                )
+                if last is not None and plan is closing.ClosingPlan.SAVE:
+                    failure = self._save_last(last)
                 self._end_saves(left_s() / 2)
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
@@ -578,7 +590,7 @@ class OpenRun:
                     doing="close",
                     continues=False,
                     # deletions may need other ranks, and one of these may have failed
-                    copies_only=session.ranks.many and self._meets_s <= closing.FAILED_S,
+                    copies_only=session.ranks.many and most_s <= closing.FAILED_S,
                 )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
@@ -587,7 +599,7 @@ class OpenRun:
                 raise
             finally:
                 self.capturer.stop_waiting()
-                together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
+                together = most_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or session.must_keep_memory()
             if keep:
                 session.coordinator.errors += closing.log_lost(session)
@@ -619,21 +631,8 @@ class OpenRun:
         if self.saver.lock.acquire(timeout=timeout_s):
             self.saver.lock.release()
 
-    def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
-        """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
-        self._meets_s = closing.FAILED_S if failed else math.inf
-        self.cadence.end()
-        last = self._last
-        plan, self._meets_s = closing.agree_on_end(
-            self.session,
-            self.lineage,
-            last,
-            changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
-            failed=failed,
-            timeout_s=min(timeout_s, self._meets_s),
-        )
-        if last is None or plan is not closing.ClosingPlan.SAVE:
-            return None
+    def _save_last(self, last: closing.LastStep) -> Exception | None:
+        """Save the last step to all tiers; return why that failed."""
         try:
             self.save_state(last.step, last.state, last.metrics, last.tags, at_end=True)
         except Exception as error:  # noqa: BLE001 - raised once all is closed
