@@ -32,7 +32,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
 from tierfall.setup.host_memory import Slot, images_in
 from tierfall.setup.places import run_folder
-from tierfall.setup.tiers import unattached_slot
+from tierfall.setup.tiers import open_slot
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.host import SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier
@@ -46,8 +46,7 @@ def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage
         hosts = []
         for slot in [slot for slot in arena_slots(folder) if slot >= first]:
             lock = RunLock.acquire(folder / lock_name(slot), run=config.run)
-            host = unattached_slot(folder, slot, name=config.host.name, run=config.run)
-            host.attach()
+            host = open_slot(folder, slot, name=config.host.name, run=config.run)
             owned.callback(Slot(lock, host).close, keep=True)
             hosts.append(host)
         yield [image for id, image in images_in(hosts) if id == FIRST]

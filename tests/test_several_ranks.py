@@ -140,7 +140,7 @@ def _rank_of(self: Any, *args: Any) -> int:
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (HostTier, "attach"),
+        (HostTier, "_attach"),
         (OpenedTiers, "_write_record"),
         (Saver, "__init__"),
     ],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from tierfall.config import Config
@@ -37,9 +38,9 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.places import run_folder
-from tierfall.setup.tiers import unattached_slot
+from tierfall.setup.tiers import open_slot
 from tierfall.telemetry.status import remove_status
-from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.arena import arena_name, lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import (
     HostTier,
@@ -91,41 +92,38 @@ class NodeMemory:
         self.adopted: list[Slot] = []
         self.problems: list[TierfallError] = []
         self.loss = ""
-        self.host = HostTier(
-            name=self.name,
-            run=run,
-            folder=self.folder,
-            slot=ranks.local_index,
-            shard=ranks.shard,
-            capacity_bytes=config.host.capacity_bytes,
-            progress=log_allocation(self.name),
-            images=images,
-        )
-        lock = RunLock.acquire(
-            self.folder / lock_name(ranks.local_index),
-            run=run,
-            command=command,
-            wait_s=config.max_wait_s,
-        )
-        self._own = Slot(lock, self.host)
-        try:
-            self.host.attach()
+        with ExitStack() as undo:
+            own = ranks.local_index
+            lock = RunLock.acquire(
+                self.folder / lock_name(own), run=run, command=command, wait_s=config.max_wait_s
+            )
+            undo.callback(lock.release)
+            try:
+                self.host = HostTier(
+                    name=self.name,
+                    run=run,
+                    folder=self.folder,
+                    slot=own,
+                    shard=ranks.shard,
+                    capacity_bytes=config.host.capacity_bytes,
+                    progress=log_allocation(self.name),
+                    images=images,
+                )
+            except IntegrityError as error:
+                raise damaged_arena_error(error, self.folder / arena_name(own)) from error
+            self._own = Slot(lock, self.host)
+            undo.callback(self.close, keep=True)
             for slot in arena_slots(self.folder) if adopts else ():
                 if slot >= len(ranks.topology.local_ranks):
                     self._adopt(slot, run, command)
-        except BaseException as error:
-            self.close(keep=True)
-            if isinstance(error, IntegrityError):
-                raise damaged_arena_error(error, self.host.path) from error
-            raise
+            undo.pop_all()
 
     def _adopt(self, slot: int, run: str, command: str) -> None:
         """Adopt a slot. An empty one is deleted; one that cannot be read is logged, and stays. Raises LockError where
         another process owns it: a rank of an earlier start that still runs."""
         lock = RunLock.acquire(self.folder / lock_name(slot), run=run, command=command)
-        host = unattached_slot(self.folder, slot, name=self.name, run=run)
         try:
-            host.attach()
+            host = open_slot(self.folder, slot, name=self.name, run=run)
         except BaseException as error:
             lock.release()
             if not isinstance(error, TierfallError):
@@ -134,9 +132,8 @@ class NodeMemory:
                 "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
                 error,
             )
-            if not (
-                error.is_damage or isinstance(error, ConfigError)
-            ):  # the latter: not of this run
+            is_another_runs = isinstance(error, ConfigError)
+            if not (error.is_damage or is_another_runs):
                 self.problems.append(error)
             return
         if host.is_empty():

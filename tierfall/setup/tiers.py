@@ -143,9 +143,9 @@ def reporters(config: Config, ranks: Ranks) -> dict[str, int]:
     return {tier.name: 0 if is_shared(tier) else leader for tier in config.stored}
 
 
-def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
-    """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
-    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+def open_slot(folder: Path, slot: int, *, name: str, run: str, writable: bool = True) -> HostTier:
+    """Open a slot of host memory, to read or adopt images of any rank."""
+    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, writable=writable)
 
 
 def patience_s(config: Config) -> float:
