@@ -202,7 +202,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that are threads see each other's files at once, or never."""
     monkeypatch.setattr(
-        "tierfall.session.shared_folders.PATIENCE_S", dict.fromkeys((True, None, False), 0.1)
+        "tierfall.setup.shared_folders.PATIENCE_S", dict.fromkeys((True, None, False), 0.1)
     )
 
 

@@ -14,7 +14,7 @@ from tests.steps import state_of, wait_until
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.values import SaveOutcome
-from tierfall.run import announced_steps
+from tierfall.run import cadence
 from tierfall.run.checkpointer import Checkpointer
 
 STEP_S = 0.004
@@ -28,7 +28,7 @@ def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages between threads take no second."""
-    monkeypatch.setattr(announced_steps, "AHEAD_S", 0.2)
+    monkeypatch.setattr(cadence, "AHEAD_S", 0.2)
 
 
 class Training:
@@ -143,7 +143,7 @@ def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_rec
     opener: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
-    monkeypatch.setattr(announced_steps, "AHEAD_S", 0.0)
+    monkeypatch.setattr(cadence, "AHEAD_S", 0.0)
     both = opener.all_open(interval={"every": 10**6, "at_end": False})
     received = both[1]._cadence._others
     assert received is not None

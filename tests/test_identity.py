@@ -4,7 +4,6 @@ tiers."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tierfall
+from tests.core.ranks.threads import network
+from tests.open_ranks import Opener, close_all, restore_all
 from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
@@ -20,6 +21,7 @@ from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
     RestoreError,
+    StepError,
     UnreachableError,
 )
 
@@ -73,21 +75,45 @@ def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
     assert restored(chain(tmp_path, *tiers, memory="third"), unreachable="ignore") == 1
 
 
-def test_a_disk_that_lay_on_another_device_is_not_mounted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_emptied_disk_of_this_node_is_no_first_start_until_somebody_says_so(
+    tmp_path: Path,
 ) -> None:
+    """As often as it is opened. What another tier has is restored."""
+    config = chain(tmp_path, tier(tmp_path, "disk"))
+    save(config, 1)
+    away = unmount(tmp_path / "disk")
+    for _ in range(2):
+        with pytest.raises(RestoreError, match=r"Is a file system not mounted there.*forget disk"):
+            restored(config)
+    with tierfall.open(config) as ckpt, pytest.raises(StepError):
+        ckpt.save(2, state_of(2))
+    mount_again(tmp_path / "disk", away)
+    assert restored(config) == 1
+    unmount(tmp_path / "disk")
+    forget(tmp_path, config, "disk")
+    assert restored(config) is None
+
+
+def test_a_start_that_begins_anew_takes_the_emptied_disk(tmp_path: Path) -> None:
     config = chain(tmp_path, tier(tmp_path, "disk"))
     save(config, 1)
     unmount(tmp_path / "disk")
-    assert restored(config) is None, "the same device: somebody emptied it"
-    shutil.rmtree(tmp_path / "disk")
-    (tmp_path / "disk-away").rename(tmp_path / "disk")
-    save(config, 3)
+    with tierfall.open(config, fresh=True) as ckpt:
+        ckpt.save(7, state_of(7), block=True)
+    assert restored(config) == 7
+
+
+def test_an_emptied_disk_beside_a_tier_that_has_all_is_written_again(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(config, 1, 2)
     unmount(tmp_path / "disk")
-    parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.setup.tier_identity.device_of", lambda tier: parents)
-    with pytest.raises(RestoreError, match="Is a file system not mounted there"):
-        restored(config)
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(blank())
+        assert report is not None
+        assert report.step == 2
+        ckpt.save(3, state_of(3), block=True)
+    assert steps_on(tmp_path / "disk")[-1] == 3
+    assert restored(config) == 3
 
 
 def another_life(folder: Path, step: int) -> None:
@@ -102,16 +128,10 @@ def another_life(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("remembers", ["machine", "tier"])
 @pytest.mark.parametrize("shared", [True, None])
 def test_another_file_system_in_a_tiers_place_is_not_that_tier(
-    tmp_path: Path, remembers: str, shared: bool | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, remembers: str, shared: bool | None
 ) -> None:
     if (remembers, shared) == ("tier", None):
         pytest.skip("a node's own disk may be another one after a restart of the machine")
-    if shared is None:
-        right_device = os.stat(tmp_path).st_dev
-        monkeypatch.setattr(
-            "tierfall.setup.tier_identity.device_of",
-            lambda tier: right_device + (tmp_path / "right").exists(),
-        )
     pfs = tier(tmp_path, "pfs", **({} if shared is None else {"shared": shared}))
     config = chain(tmp_path, *([tier(tmp_path, "disk")] if remembers == "tier" else []), pfs)
     save(config, 1, 2)
@@ -146,7 +166,7 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(tmp_path: Path) 
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, moved, memory="another-nodes")
     for _ in range(2):
-        with pytest.raises(RestoreError, match=r"the tier was in .*/pfs before\..*forget pfs"):
+        with pytest.raises(RestoreError, match=r"run .run. was in .*/pfs before\..*forget pfs"):
             restored(config)
     forget(tmp_path, config, "pfs")
     assert restored(config) == 2
@@ -186,10 +206,10 @@ def test_tiers_that_have_changed_places_are_not_looked_at(
     disk = {**tier(tmp_path, "pfs", retain={"last": 1}), "name": "disk"}
     pfs = {**tier(tmp_path, "disk", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, pfs, memory="another-nodes")
-    with pytest.raises(RestoreError, match=f"disk: {tmp_path}/pfs has the id of tier pfs"):
+    with pytest.raises(RestoreError, match=f"disk: {tmp_path}/pfs has another id"):
         restored(config)
-    assert f"disk: {tmp_path}/pfs has the id of tier pfs" in caplog.text
-    assert f"pfs: {tmp_path}/disk has the id of tier disk" in caplog.text
+    assert f"disk: {tmp_path}/pfs has another id" in caplog.text
+    assert f"pfs: {tmp_path}/disk has another id" in caplog.text
     assert steps_on(tmp_path / "pfs") == [1, 2]
     forget(tmp_path, config, "disk", "pfs")
     for _ in range(2):
@@ -286,3 +306,19 @@ def test_a_copy_of_a_tiers_folder_is_another_tier_without_its_id(tmp_path: Path)
     (tmp_path / "two/run/tier.json").unlink()
     save(config, 3)
     assert steps_on(tmp_path / "two") == [1, 2, 3]
+
+
+def test_emptied_disks_of_several_nodes_are_no_first_start_of_any_rank(tmp_path: Path) -> None:
+    with network(["a", "b"]) as first:
+        checkpointers = Opener(tmp_path, first).all_open()
+        for ckpt in checkpointers:
+            ckpt.save(1, state_of(1))
+        close_all(checkpointers)
+    for disk in tmp_path.glob("*/[!m]*"):
+        shutil.rmtree(disk)
+    with network(["a", "b"]) as second:
+        checkpointers = Opener(tmp_path, second).all_open()
+        for outcome in restore_all(checkpointers, [blank(), blank()]):
+            assert isinstance(outcome, RestoreError)
+            assert "tierfall forget" in str(outcome)
+        close_all(checkpointers)

@@ -13,7 +13,7 @@ from tests import forked
 from tests.core.ranks.processes import PATIENCE_S, serve
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError, RanksError
-from tierfall.setup import launcher
+from tierfall.launch import launcher
 
 LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -110,7 +110,7 @@ def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, mess
 LIVES = """
 import os, sys
 from tierfall.config import Config
-from tierfall.setup.launcher import _bootstrap, find_ranks
+from tierfall.launch.launcher import _bootstrap, find_ranks
 stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/address"])
 config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
 ranks = find_ranks(config, run="run")

@@ -203,7 +203,7 @@ def test_an_older_life_of_a_higher_number_is_not_restored_without_a_word(
     with tierfall.open(config) as ckpt:
         ckpt.pin(9, attempt=number)  # else it goes from pfs as soon as that has step 3
         assert ckpt.restore(blank()) is not None
-        output = [r.getMessage() for r in caplog.records if "could see the other" in r.getMessage()]
+        output = [r.getMessage() for r in caplog.records if "see each other" in r.getMessage()]
         assert len(output) == 1
         assert f"restore(step=9, attempt={number})" in output[0]
         assert f"9@{number} on pfs" in output[0]
@@ -214,7 +214,7 @@ def test_an_older_life_of_a_higher_number_is_not_restored_without_a_word(
         ckpt.drain()
     caplog.clear()
     assert restored(config)[1] == -10
-    assert "could see the other" not in caplog.text, "the run has gone on from it"
+    assert "see each other" not in caplog.text, "the run has gone on from it"
 
 
 def test_nothing_of_the_other_life_goes_before_the_run_has_gone_on(

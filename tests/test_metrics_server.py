@@ -25,8 +25,8 @@ from tierfall.config import Config
 from tierfall.config.sections import MetricsSection
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.errors import ConfigError, RanksError
+from tierfall.run import status_writer
 from tierfall.run.checkpointer import Checkpointer
-from tierfall.session import status_writer
 
 MakeConfig = Callable[..., dict[str, Any]]
 

@@ -28,8 +28,8 @@ from tierfall.core.types.errors import (
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.saver import Saver
-from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.setup import tiers as stores
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.host import HostTier
 
 
@@ -143,7 +143,7 @@ def _rank_of(self: Any, *args: Any) -> int:
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (HostTier, "attach"),
+        (HostTier, "_attach"),
         (OpenedTiers, "_write_record"),
         (Saver, "__init__"),
     ],

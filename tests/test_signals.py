@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tierfall.setup import signal_hub
+from tierfall.launch import signal_hub
 
 USR1, TERM = Signals.SIGUSR1, Signals.SIGTERM
 PROGRAM = """
 import hashlib, os, signal, sys, threading, time
-from tierfall.setup import signal_hub as signals
+from tierfall.launch import signal_hub as signals
 say = lambda *words: print(*words, flush=True)
 def busy(seconds):
     "In C, where no handler of Python runs."

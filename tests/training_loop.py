@@ -10,8 +10,7 @@ from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.values import CheckpointId, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
-from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import CadenceClock
+from tierfall.run.cadence import AnnouncedSteps, CadenceClock
 
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
 STORE = TierRules(

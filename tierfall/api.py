@@ -28,8 +28,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader, find_place, find_pointer
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter, failed_by_exception, open_run_on, open_runs
-from tierfall.setup.launcher import find_ranks
-from tierfall.setup.lineage import as_step
+from tierfall.run.saver import as_step
 from tierfall.setup.pointer import Pointer
 from tierfall.setup.tiers import SHARD
 
@@ -69,14 +68,7 @@ def open(
     settings = load_config(config, run=run)
     if replace and (earlier := open_run_on(settings, settings.run)) is not None:
         earlier.close(failed_by_exception())
-    ranks = find_ranks(settings, run=settings.run, process_group=process_group)
-    if not settings.stored and ranks.topology.is_root:
-        logger.warning(
-            "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart of the "
-            "machine. Add a tier of kind file or object",
-            settings.run,
-        )
-    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks)
+    return Checkpointer(settings, run=settings.run, process_group=process_group, fresh=fresh)
 
 
 @public_call

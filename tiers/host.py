@@ -60,7 +60,8 @@ class SealedImage:
 
 
 class HostTier:
-    """One slot's arena. ``allocate`` may be called from another thread than the rest."""
+    """One slot's arena, with what an earlier start left in it. ``allocate`` may be called from another thread than the
+    rest."""
 
     def __init__(
         self,
@@ -70,10 +71,13 @@ class HostTier:
         folder: Path,
         slot: int,
         shard: Shard,
-        capacity_bytes: int | None,
+        capacity_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         images: int = 2,
+        writable: bool = True,
     ) -> None:
+        """Open the arena of an earlier start, if there is one. Raises ConfigError for an arena of another run,
+        IntegrityError where its header is damaged."""
         self._images = images
         self.name = name
         self._run = run
@@ -87,7 +91,7 @@ class HostTier:
         """The capacity that the last failed growth asked for."""
         self._conditions = Conditions()
         self._guard = threading.Lock()
-        self._arena: Arena | None = None
+        self._arena = self._attach(writable=writable)
         self._without_file: list[Arena] = []
         """Earlier arenas, whose file was removed, with images that are still used."""
 
@@ -109,16 +113,11 @@ class HostTier:
 
     # Images of an earlier start ----------------------------------------------------------------------
 
-    def attach(self, *, writable: bool = True) -> bool:
-        """Open the arena of an earlier start; False where there is none.
-
-        Raises ConfigError for an arena of another run, IntegrityError where its header is damaged.
-        """
+    def _attach(self, *, writable: bool) -> Arena | None:
         try:
-            self._arena = Arena.attach(self.path, run=self._run, writable=writable)
+            return Arena.attach(self.path, run=self._run, writable=writable)
         except KeyNotFoundError:
-            return False
-        return True
+            return None
 
     def is_empty(self) -> bool:
         """Whether the arena has no sealed image, intact or damaged."""

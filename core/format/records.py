@@ -343,13 +343,12 @@ _OF_MEMORY = ("attempt_id", "file", "kept")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTier:
-    """What is recorded of another tier: its id ('' if none could be written to it), its place, whether all nodes saw
-    its files (None: not examined), and the device number of its folder, which is valid until the machine restarts."""
+    """What is recorded of another tier: its id ('' if none could be written to it), its place, and whether all nodes
+    saw its files (None: not examined)."""
 
     id: str
     place: str
     shared: bool | None
-    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,12 +401,10 @@ def _known_tier(entry: object, what: str) -> KnownTier:
     if not isinstance(entry, dict):
         raise IntegrityError(f"{what}: it is not an object")
     reader = JsonFields(entry, what)
-    device = entry.get("device")
     return KnownTier(
         id=reader.get("id", str),
         place=reader.get("place", str),
         shared=reader.flag_or_none("shared"),
-        device=None if device is None else reader.number("device", 0, 1 << 64),
     )
 
 

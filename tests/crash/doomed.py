@@ -21,7 +21,7 @@ from tierfall.backends.posix.writer import PosixWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.memory import Admissions, Superseder
-from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.arena import Arena
 from tierfall.tiers.arena.region import Region
 from tierfall.tiers.attempts import Fence

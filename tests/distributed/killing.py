@@ -12,8 +12,8 @@ from typing import Any
 from tierfall.backends.peer.backend import PeerBackend, PeerWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.session import Session
+from tierfall.run.session import Session
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.region import Region
 from tierfall.tiers.image_writer import RawImageWriter
 from tierfall.tiers.peers import PeerCache

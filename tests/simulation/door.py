@@ -28,8 +28,8 @@ from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.leftovers import adopt_images, note_overtaken
-from tierfall.session.start import Start
+from tierfall.setup.host_memory import adopt_images, note_overtaken
+from tierfall.setup.start import Start
 from tierfall.tiers.stored import StoredTier
 
 Answer = dict[str, BaseException]

@@ -29,7 +29,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.start import Start, decide, fill_in, on_all_ranks
+from tierfall.setup.start import Start, decide, fill_in, on_all_ranks
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -157,7 +157,6 @@ class Many:
         root = self.ranks[0]
         session = SimpleNamespace(
             claim_from=self._take_number,
-            found_read_only={},
             config=SimpleNamespace(host=SimpleNamespace(name="host"), peer_copies=self.peer_copies),
             ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )

@@ -21,7 +21,7 @@ from tests.simulation.tries import check_tries
 from tests.simulation.world import IMAGE
 from tierfall.core.flush.tasks import CopyRun, DeleteCopy, OpenShard, ReadDecided, Task
 from tierfall.core.types.values import CheckpointId
-from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
+from tierfall.run.cadence import TOPIC, AnnouncedSteps
 
 MESSAGE_S = 0.002
 LATE_S = 0.5

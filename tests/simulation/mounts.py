@@ -4,7 +4,7 @@ tier is not mounted, and a process that one which is mounted again is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,6 @@ from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.stored import StoredTier
 
 RECORD = f"run/{keys.TIER_NAME}"
-MOUNTED, NOT_MOUNTED = "/proc", "/"
-"""Two folders on two devices: on one of them a tier's folder lies, on the other one the folder below the mount."""
 
 
 class MachineFile:
@@ -52,13 +50,12 @@ class MachineFile:
         target.data = self.data
 
 
-def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> Config:
+def config_of(rules: Iterable[TierRules]) -> Config:
     """What ``TierIdentities`` is to know of the tiers but peer memory; those that survive a node are all nodes'."""
     storage = [
         SimpleNamespace(
             name=tier.name,
             shared=tier.survives is LossClass.NODE,
-            folder=MOUNTED if is_mounted(tier.name) else NOT_MOUNTED,
             read_only=False,
         )
         for tier in rules
@@ -76,7 +73,7 @@ def remembers(
         return False
     if machine.data is not None:
         known = parse_tier_record(machine.data, what="this machine").others.get(tier)
-        if known is not None and (known.shared or known.device is not None):
+        if known is not None and known.shared:
             return True
     output = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
     others = [
@@ -112,7 +109,7 @@ class MountedWorld(World):
         return backend
 
     def _config(self) -> Config:
-        return config_of(self.rules[1:], lambda tier: self._outage_of(tier).mounted)
+        return config_of(self.rules[1:])
 
     def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
         listings = super()._look_at_all(unread)

@@ -23,9 +23,9 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
-from tierfall.session.leftovers import is_ours
-from tierfall.session.start import Start
+from tierfall.setup.host_memory import is_ours
 from tierfall.setup.peers import kept_by, recover_image
+from tierfall.setup.start import Start
 from tierfall.tiers.peers import PeerCache, PeerFolder
 from tierfall.tiers.stored import StoredTier
 

@@ -61,8 +61,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.start import FoundAtStart, Start
-from tierfall.setup.attempts import next_number
+from tierfall.setup.start import FoundAtStart, Start, next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
 from tierfall.tiers.peers import PeerCache
@@ -155,7 +154,7 @@ class Rank:
         self.stores = {tier: self._open_store(tier) for tier in self.troubles}
         listings = (self._in_memory(self.memory), *(s.list() for s in self.stores.values()))
         self.listings = listings
-        config = config_of(self.world.rules[1:], lambda tier: self.troubles[tier].mounted)
+        config = config_of(self.world.rules[1:])
         machine = cast(Path, self.world.machines[self.node])
         self._config, self._identities = (
             config,
@@ -209,7 +208,6 @@ class Rank:
         return FoundAtStart(
             number=number,
             unreachable={tier: str(error) for tier, error in self.errors.items()},
-            read_only={},
             tiers=self.described(),
             unlisted=unlisted(self.listings, self.reporters()),
             nothing=all(x.error is None for x in self.listings)

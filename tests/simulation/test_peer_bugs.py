@@ -30,8 +30,8 @@ from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import CheckpointView
 from tierfall.policies import eviction
 from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.session import start
-from tierfall.session.leftovers import Leftovers
+from tierfall.setup import start
+from tierfall.setup.host_memory import Leftovers
 from tierfall.tiers.peers import PeerCache, PeerFolder
 
 SEEDS = 12

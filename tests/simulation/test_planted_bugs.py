@@ -30,7 +30,7 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, protection
-from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.cadence import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.attempts import Fence
 from tierfall.tiers.documents import Documents

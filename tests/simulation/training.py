@@ -17,8 +17,7 @@ from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.values import LossClass
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
-from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import CadenceClock
+from tierfall.run.cadence import AnnouncedSteps, CadenceClock
 
 EVALUATION_S = 20.0
 

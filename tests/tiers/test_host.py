@@ -80,7 +80,6 @@ def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyon
     put(small, 1)
     small.close(keep=True)
     host = host_in(folder, capacity_bytes=256 * KIB)
-    assert host.attach()
     assert host.capacity_bytes == 128 * KIB
     host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == 256 * KIB
@@ -122,7 +121,6 @@ def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Pa
     assert room_for(host) is not None  # filling, when the process dies
     host.close(keep=True)
     after = host_in(folder)
-    assert after.attach()
     listing = after.list()
     assert [c.id.step for c in listing.copies] == [1, 3]
     assert {c.state for c in listing.copies} == {CopyState.SEALED}
@@ -143,7 +141,6 @@ def test_the_next_start_sees_which_images_peer_memory_had_committed(folder: Path
     put(host, 2)
     host.close(keep=True)
     after = host_in(folder)
-    after.attach()
     assert [copy.on_peers for copy in after.list().copies] == [True, False]
     after.close(keep=False)
 
@@ -157,7 +154,6 @@ def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folde
     at = data.index(commit_of(2).encode())
     flip(host.path, at + 20, 3)
     after = host_in(folder)
-    after.attach()
     listing = after.list()
     assert [c.id.step for c in listing.copies] == [1]
     (damage,) = listing.damaged
@@ -175,10 +171,10 @@ def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folde
 
 def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -> None:
     path = folder / arena_name(0)
-    path.write_bytes(b"mine")
     host = host_in(folder, capacity_bytes=MIB)
+    path.write_bytes(b"mine")
     with pytest.raises((ConfigError, IntegrityError)):
-        host.attach()
+        host_in(folder, capacity_bytes=MIB)
     with pytest.raises(ConfigError):
         host.allocate_now()
     assert path.read_bytes() == b"mine"
@@ -207,7 +203,6 @@ def test_after_a_removal_the_next_image_is_in_a_new_file_and_the_old_ones_are_re
     host.close(keep=True)
     assert second.is_discarded is False
     again = host_in(folder)
-    assert again.attach()
     assert set(again.images()) == {CheckpointId(2, 1)}
     again.close(keep=False)
 

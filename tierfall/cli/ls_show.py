@@ -56,7 +56,7 @@ from tierfall.ops.reader import RunReader, find_runs
 from tierfall.ops.watch import find_living_status
 from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
-from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
 from tierfall.telemetry.status import Status
@@ -377,7 +377,7 @@ def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[
     return {
         "name": listing.tier,
         "kind": str(kind),
-        "place": store.place if store else places.get(listing.tier, str(reader.host.path)),
+        "place": store.place if store else places.get(listing.tier, str(reader.memory_path)),
         "not_created": listing.tier in facts.not_created,
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),

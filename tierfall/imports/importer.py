@@ -17,7 +17,7 @@ from typing import Any
 from tierfall.config import Config
 from tierfall.core.copies.image_writes import Load, write_view
 from tierfall.core.format.catalog import Listing, merge
-from tierfall.core.format.records import Commit
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
@@ -41,9 +41,10 @@ from tierfall.ops.commands import (
 )
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import commit_copy, copy, open_writable
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.setup.lineage import SavingLineage
+from tierfall.run.saver import SavingLineage
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.places import seen_by_one
+from tierfall.setup.start import take_attempt
 
 logger = logging.getLogger("tierfall")
 _MODEL = "model"
@@ -176,7 +177,9 @@ def import_state(
     with owned_tiers(config, "tierfall import", begins=True) as tiers:
         check_step(tiers.listings, step, config.run, tiers.stores)  # by now
         first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
-        id = _write(tiers, first, read, step, Progress(watch_one, size).add)
+        attempt = take_attempt(tiers).attempt
+        assert attempt is not None, "the ranks of a command are one"
+        id = _write(tiers, attempt, first, read, step, Progress(watch_one, size).add)
         done.append(first)
     for tier in (name for name in names if name != first):
         try:
@@ -198,12 +201,15 @@ def import_state(
 
 
 def _write(
-    tiers: OpenedTiers, tier: str, read: ReadState, step: int, on_bytes: Callable[[int], None]
+    tiers: OpenedTiers,
+    attempt: Attempt,
+    tier: str,
+    read: ReadState,
+    step: int,
+    on_bytes: Callable[[int], None],
 ) -> CheckpointId:
-    """Write what was read to one tier, and commit it as the next step of the run, which continues its newest live
-    checkpoint. Raises StepError if the run may have one, and none was found."""
-    attempt = tiers.attempt
-    assert attempt is not None, "an attempt was begun"
+    """Write what was read to one tier, as ``attempt``, and commit it as the next step of the run, which continues its
+    newest live checkpoint. Raises StepError if the run may have one, and none was found."""
     lineage = SavingLineage(tiers.run, attempt, begun=tiers.finds_nothing())
     live = [c.commit for c in merge(tiers.listings) if c.live and c.commit is not None]
     if live:

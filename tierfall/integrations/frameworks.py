@@ -75,7 +75,7 @@ def meet_all_ranks(ckpt: Checkpointer, call: str, *, failed: bool = False) -> No
     if failed:
         advice = "The training failed on this rank alone, by the error above; start it again"
     try:
-        timeout_s = run.config.max_wait_s if failed else run.restorer.patience_s
+        timeout_s = run.config.max_wait_s if failed else run.patience_s
         run.session.ranks.meet(call, timeout_s=timeout_s)
     except RanksError as error:
         raise RanksError(f"{error}. Nothing was saved. {advice}") from error
@@ -94,7 +94,7 @@ def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None])
             if text:
                 raise ConfigError(run.session.ranks.topology.name_rank(rank, text))
 
-    run.session.ranks.agree(call, problem, decide, object, timeout_s=run.restorer.patience_s)
+    run.session.ranks.agree(call, problem, decide, object, timeout_s=run.patience_s)
 
 
 def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str, int]]:
@@ -103,8 +103,8 @@ def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str
     yield {"step": report.step, "attempt": report.attempt}
     at = CheckpointId(report.step, report.attempt)
     run = open_run_of(ckpt)
-    request = run.restorer.request(None, None, doing="load")
-    known = run.restorer.candidates(run.session.list_now(), request, run.session.new_tally())
+    request = run.restore_request(None, None, doing="load")
+    known = run.candidates(run.session.list_now(), request, run.session.new_tally())
     for each in known:
         if each.id < at:  # not "after it in the list": it may be gone by now
             yield {"step": each.id.step, "attempt": each.id.attempt}
@@ -133,7 +133,7 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
         here,
         lambda found: max(found.values()),
         int,
-        timeout_s=run.restorer.patience_s,
+        timeout_s=run.patience_s,
     )
     if saved_by in (0, ranks.shard.world_size):
         ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
@@ -264,7 +264,7 @@ def best_step(ckpt: Checkpointer, best: Best, named: int | None) -> int | None:
         found,
         lambda by_rank: by_rank[0],
         int,
-        timeout_s=run.restorer.patience_s,
+        timeout_s=run.patience_s,
     )
     return None if step < 0 else step
 

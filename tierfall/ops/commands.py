@@ -45,12 +45,10 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
-from tierfall.session.leftovers import images_in
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.start import begin_attempt
-from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
+from tierfall.setup.start import newest_attempt
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -370,7 +368,8 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 @contextmanager
 def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterator[OpenedTiers]:
     """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
-    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created.
+    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created; the caller takes
+    the attempt.
 
     Else raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """
@@ -378,13 +377,11 @@ def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterat
         check_folders(config)
     tiers = OpenedTiers(config, run=config.run, offline=not begins, command=command)
     try:
-        if begins:
-            begin_attempt(tiers)
-        else:
+        if not begins:
             tiers.make_durable()
         yield tiers
     finally:
-        tiers.close(keep=bool(images_in(tiers.hosts()) or tiers.host.holds_damaged()))
+        tiers.close(keep=bool(tiers.memory.images() or tiers.memory.host.holds_damaged()))
 
 
 def run_commands(
@@ -419,7 +416,7 @@ def _run_command(
     tag: str,
 ) -> CommandResult:
     """Execute a command. What nodes keep for each other goes by the lists of the other tiers at the next start."""
-    config, checkpoint, host = tiers.config.without_peers(), known[id], tiers.host.name
+    config, checkpoint, host = tiers.config.without_peers(), known[id], tiers.memory.name
     stores = {
         tier.name: tiers.stores[tier.name] for tier in config.stored if tier.name in tiers.stores
     }
@@ -479,7 +476,7 @@ def _good_on(tier: str, known: Iterable[KnownCheckpoint]) -> list[KnownCheckpoin
 
 
 def _free_images(tiers: OpenedTiers, id: CheckpointId) -> None:
-    for of, image in images_in(tiers.hosts()):
+    for of, image in tiers.memory.images():
         if of == id:
             image.region.release()
 
@@ -633,8 +630,8 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
         done = {name: store for name, store in tiers.stores.items() if name not in failed}
         kept = foreign_files(tiers.config, done)
         if not failed:
-            (tiers.folder / MEMORY_NAME).unlink(missing_ok=True)
-        remove_status(tiers.host.path)
+            (tiers.memory.folder / MEMORY_NAME).unlink(missing_ok=True)
+        remove_status(tiers.memory.host.path)
         undo.pop_all()
     tiers.close(keep=False)
     names = (tier.name for tier in config.chain)

@@ -58,10 +58,10 @@ from tierfall.ops.sync import (
 from tierfall.policies.drain import describe_drain, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
-from tierfall.session.leftovers import images_in, regions_in
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
+from tierfall.setup.host_memory import ids_by_commits
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.places import seen_by_one
+from tierfall.setup.start import attempt_of, newest_attempt
 from tierfall.setup.tiers import (
     ANSWER_S,
     close_stores,
@@ -160,9 +160,9 @@ def _drain_once(
     tiers = OpenedTiers(config, run=config.run, offline=True, command="tierfall drain")
     kept = True
     try:
-        for problem in tiers.memory_problems:  # it would be freed with the rest
+        for problem in tiers.memory.problems:  # it would be freed with the rest
             raise problem
-        if not images_in(tiers.hosts()):  # the owner of a moment ago has flushed them
+        if not tiers.memory.images():  # the owner of a moment ago has flushed them
             result = DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         else:
             result = _Drain(tiers, until_s, watch).run(on_forecast)
@@ -213,8 +213,8 @@ class _Drain:
         self._tiers = tiers
         self._config = tiers.config
         self._until_s = until_s
-        self._images = images_in(tiers.hosts())
-        self._slots = len(arena_slots(tiers.folder))
+        self._images = tiers.memory.images()
+        self._slots = len(arena_slots(tiers.memory.folder))
         """How many ranks have left memory on this machine."""
         _, newest = max(self._images, key=lambda held: (held[0].attempt, held[0].step))
         self._attempt = writer_of(newest, tiers)
@@ -410,7 +410,7 @@ class _Drain:
         store, known, began_s = part.store, self._known[id], time.monotonic()
         store.check_begin(self._attempt)
         held = [x.tier for x in self._tiers.listings if x.tier in known.copies]
-        source = open_source(known, held, self._tiers.opener(regions_in(self._tiers.hosts())))
+        source = open_source(known, held, self._tiers.opener())
         here = {image.region.shard for of, image in self._images if of == id}
         mine = [shard for shard in shards_of(source.commit) if part.sends_all or shard in here]
         if id not in part.sent:
@@ -568,7 +568,7 @@ class _Drain:
                     )
 
     def _in_memory(self) -> list[KnownCheckpoint]:
-        host = self._tiers.host.name
+        host = self._tiers.memory.name
         return [c for c in self._known.values() if host in c.copies and not c.deleted]
 
     def _must_keep_memory(self) -> bool:
@@ -609,8 +609,8 @@ def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
         later = newest_attempt(listings, stores, above=number)
     except IntegrityError as error:
         raise IntegrityError(
-            f"drain: {error}: it may be of a newer start than the one that left {tiers.host.path}, and nothing is "
-            f"written beside a newer start. If no newer start of run {line.run!r} is alive, {start}"
+            f"drain: {error}: it may be of a newer start than the one that left {tiers.memory.host.path}, and nothing "
+            f"is written beside a newer start. If no newer start of run {line.run!r} is alive, {start}"
         ) from error
     if later is None:
         attempt = attempt_of(line)

@@ -16,7 +16,7 @@ from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.ops.reader import PATH_ANSWER_S, find_owner, known_slots, names_in_memory, open_memory
-from tierfall.session.leftovers import images_in
+from tierfall.setup.host_memory import images_in
 from tierfall.setup.peers import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
 from tierfall.telemetry.status import remove_status

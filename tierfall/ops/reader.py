@@ -25,7 +25,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Codec, Shard, TierKind
-from tierfall.session.leftovers import images_in, list_slots, regions_in
+from tierfall.setup.host_memory import images_in, list_slots, regions_in
 from tierfall.setup.places import (
     folders_in,
     is_run,
@@ -43,8 +43,8 @@ from tierfall.setup.tiers import (
     close_stores,
     list_all,
     may_create,
+    open_slot,
     open_stores,
-    unattached_slot,
 )
 from tierfall.tiers.arena.arena import arena_name, lock_name
 from tierfall.tiers.host import HostTier, SealedImage
@@ -84,14 +84,13 @@ def find_owner(folder: Path) -> LockOwner | None:
 def open_memory(
     folder: Path, slots: Iterable[int], *, name: str, run: str
 ) -> tuple[list[HostTier], TierfallError | None]:
-    """Open slots of a run's folder for reading, without locking them. Return them, and why one cannot be read."""
+    """Open slots of a run's folder for reading, without locking them. Return those that can be read, and why another
+    cannot."""
     hosts: list[HostTier] = []
     problem: TierfallError | None = None
     for slot in slots:
-        host = unattached_slot(folder, slot, name=name, run=run)
-        hosts.append(host)
         try:
-            host.attach(writable=False)
+            hosts.append(open_slot(folder, slot, name=name, run=run, writable=False))
         except TierfallError as error:
             problem = error
     return hosts, problem
@@ -232,9 +231,9 @@ class RunReader:
         return hosts
 
     @property
-    def host(self) -> HostTier:
-        """The memory of the first rank on this node."""
-        return self._hosts[0]
+    def memory_path(self) -> Path:
+        """The file of the memory of the first rank on this node."""
+        return self._folder / arena_name(SLOT)
 
     def reopen_memory(self) -> None:
         """Open memory again: a living trainer may have reused a region for another image."""
@@ -269,8 +268,7 @@ class RunReader:
     ) -> tuple[tuple[Listing, ...], dict[str, UnreachableError], Sequence[str]]:
         """Return the listings of all tiers; those that count as not mounted, as they are empty and should not be, each
         with the error; and those that ``open`` creates: their folder is missing, and nothing remembers them."""
-        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        listings = (self.memory(), *listings[1:])
+        listings = list_all(self.config, self.memory(), self.stores, self.errors, self._calls)
         identities = TierIdentities(self.config, self.stores, self._folder, listings, self._calls)
         creatable = {tier.name for tier in self.config.written if may_create(tier)}
         absent = (x.tier for x in listings if isinstance(x.error, NoFolderError))
@@ -280,7 +278,7 @@ class RunReader:
     def memory(self) -> Listing:
         """List the host memory of all ranks on this node, without the other tiers."""
         if self._host_error is not None:
-            return Listing(tier=self.host.name, error=self._host_error)
+            return Listing(tier=self.config.host.name, error=self._host_error)
         return list_slots(self._hosts)
 
     def images(self) -> Sequence[tuple[CheckpointId, SealedImage]]:
@@ -289,7 +287,7 @@ class RunReader:
 
     def opener(self) -> OpenImage:
         """Return a function that opens images, also those in memory now."""
-        return image_opener(self.stores, self.host.name, regions_in(self._hosts))
+        return image_opener(self.stores, self.config.host.name, regions_in(self._hosts))
 
     def close(self) -> None:
         close_stores(self.stores, ANSWER_S)

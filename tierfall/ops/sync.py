@@ -66,7 +66,7 @@ from tierfall.ops.commands import (
 )
 from tierfall.ops.reader import RunReader
 from tierfall.policies.retention import plan_retention
-from tierfall.setup.attempts import attempt_of, newest_attempt
+from tierfall.setup.start import attempt_of, newest_attempt
 from tierfall.setup.tiers import ANSWER_S, close_stores, lane_limits, open_stores
 from tierfall.tiers.stored import StoredTier
 

@@ -106,7 +106,7 @@ def check_run(
         for listing in covered:
             if listing.error is not None:
                 unread.append((listing.tier, str(listing.error)))
-            elif listing.tier == reader.host.name:
+            elif listing.tier == reader.config.host.name:
                 copies, more = _check_memory(reader, listing, scope, verifier)
                 found += copies
                 findings += more
@@ -219,7 +219,7 @@ def _check_memory(
         found = [(gone | again)[c.id] if c.damage else c for c in found]
     advice = (
         f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
-        f"{reader.host.path}"
+        f"{reader.memory_path}"
     )
     return found, [
         Finding(tier=listing.tier, id=None, file="", problem=str(error), advice=advice)
@@ -233,10 +233,11 @@ def _look_at_memory(
 ) -> list[CheckedCopy]:
     regions: dict[CheckpointId, list[HostRegion]] = {}
     for id, image in reader.images():
-        if scope.covers(reader.host.name, id):
+        if scope.covers(reader.config.host.name, id):
             regions.setdefault(id, []).append(image.region)
     return [
-        verifier.check_regions(reader.host.name, id, held) for id, held in sorted(regions.items())
+        verifier.check_regions(reader.config.host.name, id, held)
+        for id, held in sorted(regions.items())
     ]
 
 

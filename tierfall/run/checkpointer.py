@@ -39,11 +39,10 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
-from tierfall.run import group_commands
+from tierfall.run import group_commands, status_writer
 from tierfall.run.open_run import OpenRun, failed_by_exception
-from tierfall.session import statistics
+from tierfall.run.saver import as_step
 from tierfall.setup import pointer
-from tierfall.setup.lineage import as_step
 from tierfall.telemetry.journal import log_failures
 from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 
@@ -68,11 +67,14 @@ class Checkpointer:
         config: Config,
         *,
         run: str,
-        fresh: bool = False,
+        process_group: object = None,
         ranks: Ranks | None = None,
+        fresh: bool = False,
         command: str = "",
     ) -> None:
-        opened = OpenRun(config, run=run, fresh=fresh, ranks=ranks, command=command)
+        opened = OpenRun.open(
+            config, run=run, process_group=process_group, ranks=ranks, fresh=fresh, command=command
+        )
         self._opened = opened
         self._config = opened.config
         self._session = opened.session
@@ -211,8 +213,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._opened.check_usable()
-        restorer = self._opened.restorer
-        request = restorer.request(step, attempt, tier, unreachable)
+        request = self._opened.restore_request(step, attempt, tier, unreachable)
         choices = Choices(
             only=only,
             skip=skip,
@@ -226,8 +227,8 @@ class Checkpointer:
         self._opened.prepare_restore(continues=only is None)
         self._opened.forget_last()
         with (
-            restorer.deletions_paused(),
-            restorer.noting_half_filled(part) as note_begin,
+            self._opened.deletions_paused(),
+            self._opened.noting_half_filled(part) as note_begin,
         ):
 
             def plan(header: ImageHeader) -> ReadPlan:
@@ -272,7 +273,7 @@ class Checkpointer:
             raise ConfigError(f"load: resume is {resume!r}; expected True or False")
         check_device(map_location)
         request = replace(
-            self._opened.restorer.request(step, attempt, doing="load"),
+            self._opened.restore_request(step, attempt, doing="load"),
             in_place=False,
             advice="or make the tier reachable",
         )
@@ -281,7 +282,7 @@ class Checkpointer:
         self._opened.checks_omissions = False
         self._opened.prepare_restore(continues=continues)
         plan = partial(plan_load, map_location=map_location, choices=choices, whole=True)
-        with self._opened.restorer.deletions_paused():
+        with self._opened.deletions_paused():
             restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
         if restored is None:
             return None
@@ -292,10 +293,10 @@ class Checkpointer:
     ) -> RestoreResult | None:
         """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Where there
         is no checkpoint, it begins."""
-        restorer, ranks = self._opened.restorer, self._session.ranks
-        restored = restorer.fill(request, plan, rules)
+        opened, ranks = self._opened, self._session.ranks
+        restored = opened.fill(request, plan, rules)
         if restored is None:
-            restorer.begin()
+            opened.begin_anew()
             return None
         id = restored.checkpoint.id
         any_saved = finish_on_all_ranks(
@@ -305,17 +306,17 @@ class Checkpointer:
             continues=continues,
             saved=self._lineage.saved_any,
             request=request,
-            timeout_s=restorer.patience_s,
+            timeout_s=opened.patience_s,
         )
         if continues:
             verified = restored.verified(ranks.shard)
-            restorer.continue_from(restored.checkpoint, any_saved, verified=verified)
+            opened.continue_from(restored.checkpoint, any_saved, verified=verified)
             self._saver.counts.steps.continue_from(id.step)
         return restored
 
     def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
         seconds, rates = time.monotonic() - began_s, self._session.coordinator.rates
-        report = statistics.restore_report(restored, seconds)
+        report = status_writer.restore_report(restored, seconds)
         for source in report.sources:
             if source.rank is None:  # a lower bound: measured over the whole restore
                 read = partial(rates.note_read, source.tier, source.bytes, seconds)
@@ -332,7 +333,7 @@ class Checkpointer:
         self._opened.check_usable()
         self._opened.checks_omissions = False
         if not self._lineage.begun:
-            self._opened.restorer.begin_empty()
+            self._opened.begin_empty()
 
     def write_pointer(
         self, folder: str | os.PathLike[str], step: int, *, attempt: int | None = None
@@ -414,7 +415,7 @@ class Checkpointer:
         """Return counters and times since open."""
         self._opened.check_usable()
         return replace(
-            statistics.statistics(self._session, self._saver.counts),
+            status_writer.statistics(self._session, self._saver.counts),
             cadence=self._cadence.report(),
             ettr=self._cadence.ettr(),
         )

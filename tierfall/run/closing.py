@@ -1,4 +1,5 @@
-"""The end of a training: the last step that ``maybe_save`` was called for, and the copies that are still owed.
+"""The end of a training: the last step that ``maybe_save`` was called for, the copies that are still owed, and the
+drain on a signal that announces the end of the process.
 
 ``close`` saves the last step where ``at_end`` is set; with several ranks, all agree on that. Nothing here saves.
 """
@@ -8,32 +9,39 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from signal import Signals
 from typing import Any
 
+from tierfall.config import Config
+from tierfall.config.fields import signals_named
 from tierfall.core.ranks.agreement import LeftError
 from tierfall.core.ranks.messages import Message
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
+from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.session.leftovers import images_in
-from tierfall.session.requests import images_needed
-from tierfall.session.session import Session
-from tierfall.setup.lineage import SavingLineage
+from tierfall.launch import signal_hub
+from tierfall.run import group_commands
+from tierfall.run.saver import SavingLineage
+from tierfall.run.session import Session, images_needed
 from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
 FAILED_S = 5.0
 """Seconds for which rank 0 waits for the others at each meeting, once the training has failed on one that owes copies:
 others may be in a collective, until the launcher ends them. Another rank waits for rank 0 for ``ANSWER_S`` more."""
-LOOK_S = 1.0
-"""Seconds for which ``close`` waits for the folder of a tier that fails."""
+DRAIN_ON = "drain.on_signal"
+POLL_S = 0.05
+FREE_S = 2.0
+"""Seconds for which the end of the process waits until memory is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +260,7 @@ def log_lost(session: Session) -> list[FlushError]:
     if not lost:
         return []
     named = format_some([str(id) for id in sorted(lost)])
-    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.problem}")
+    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.loss}")
     logger.error("%s", error)
     return [error]
 
@@ -295,8 +303,7 @@ def log_end(
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:
-        names = {*errors, *looked_at.lacking}
-        session.tiers.identities.forget_emptied(names, timeout_s=LOOK_S)
+        session.tiers.identities.forget_lost({*errors, *looked_at.lacking})
     _log_left(session, report)
     event = f"run {session.run} is closed"
     log_newest(session, event, looked_at, memory_kept=memory_kept, early=early)
@@ -305,7 +312,7 @@ def log_end(
 def _log_left(session: Session, report: DrainReport) -> None:
     """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
     gone, ends = _only_in_lost_memory(session), session.memory.ends_with_process
-    held = {id for id, image in images_in(session.tiers.hosts()) if not ends([image.region])}
+    held = {id for id, image in session.memory.images() if not ends([image.region])}
     entries = session.coordinator.ledger.entries
     capturing = session.call(lambda: {e.id for e in entries.values() if e.snapshot is not None})
     in_memory: list[str] = []
@@ -418,6 +425,93 @@ def log_newest(
             "run %s: %s is in the memory of this machine alone%s, in %s: the next start restores it, and a restart of "
             "the machine loses it", session.run, newest[0], unless, session.host.path,
         )  # fmt: skip
+
+
+# A signal that announces the end ------------------------------------------------------------------
+
+
+class DrainOnSignal:
+    """Listens for the signal until ``stop``. Made on the main thread.
+
+    The signal has its previous effect once the drain has ended: every copy that can be durable is, or the deadline has
+    passed. If it ends the process then, host memory is freed, unless something in it is needed. Where the same signal
+    requests a save (``interval.on_signal``), the drain also waits until that save is durable, or until the run is
+    closed.
+    """
+
+    def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
+        """``saves`` returns how many saves have begun, or were skipped."""
+        assert config.drain is not None
+        self._deadline_s = config.drain.deadline_s
+        self._saving = frozenset(config.interval.on_signal)
+        self._session = session
+        self._saves = saves
+        self._saves_before: dict[Signals, int] = {}
+        self._closed = threading.Event()
+        self._frees = False
+        self._listener = signal_hub.add_listener(
+            signals_named(config.drain.on_signal),
+            what=DRAIN_ON,
+            flag=self._on_signal,
+            work=self._drain,
+            before_end=self._free_memory,
+        )
+
+    def stop(self) -> None:
+        """Stop listening: the run is closed."""
+        self._closed.set()
+        signal_hub.stop(self._listener)
+
+    def _on_signal(self, number: Signals) -> None:
+        """Count the saves on the thread that saves: the requested one may end before the drain begins."""
+        self._saves_before.setdefault(number, self._saves())
+
+    def _drain(self, number: Signals) -> None:
+        ends_s = time.monotonic() + self._deadline_s
+        name, session = number.name, self._session
+        logger.warning(
+            "%s: draining for %s at most; then the signal has its previous effect",
+            name,
+            format_duration(self._deadline_s),
+        )
+        try:
+            session.call_soon(lambda: session.coordinator.share_deadline(self._deadline_s))
+            looked_at = confirm_copies(session, self._deadline_s / 2)
+            saves = name in self._saving
+            report = self._until(ends_s, name, continues=not saves)
+            if saves and self._wait_for_save(number, ends_s):
+                report = self._until(ends_s, name, continues=True)
+            left = format_some(
+                [f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left]
+            )
+            logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
+            kept = not looked_at.allows_release or session.must_keep_memory()
+        except TierfallError as error:
+            # The run was closed, which drains too, or the coordinator has stopped.
+            logger.warning("%s: nothing more is drained: %s", name, error)
+            return
+        event = f"{name}: run {session.run} may end now"
+        log_newest(session, event, looked_at, memory_kept=kept, early=True)
+        self._frees = not kept
+
+    def _free_memory(self) -> None:
+        if self._frees:
+            self._session.free_memory_at_end(FREE_S)
+
+    def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
+        left_s = max(0.0, ends_s - time.monotonic())
+        # A deletion may need another rank, which this signal has ended already.
+        return group_commands.drain_here(
+            self._session, left_s, doing=name, continues=continues, copies_only=True
+        )
+
+    def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
+        """Wait for the save that the signal requests; False where it has not begun in time, or the run was closed."""
+        # None: the main thread has not handled the signal yet
+        while (before := self._saves_before.get(number)) is None or self._saves() <= before:
+            if time.monotonic() >= ends_s or self._closed.wait(POLL_S):
+                return False
+        return True
 
 
 def _who(rank: int, reports: Mapping[int, LastStepReport]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
@@ -21,9 +22,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import ArrivalOutlook, Decision, DrainDecision
 from tierfall.policies.drain import describe_drain
 from tierfall.policies.retention import plan_retention
-from tierfall.session.requests import submit
-from tierfall.session.session import Session
-from tierfall.session.statistics import checkpoint_infos
+from tierfall.run.session import Session
 from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
@@ -45,6 +44,36 @@ def known_checkpoints(session: Session) -> list[CheckpointInfo]:
     """Return every known checkpoint, oldest first, those that another process committed for this start included."""
     session.find_external_commits()
     return session.call(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
+
+
+def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+    """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
+    left = ledger.abandoned()
+    return [
+        _info(entry, entry.id in left, wall_time_s)
+        for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
+        if entry.commit is not None or entry.snapshot is not None or entry.damage
+    ]
+
+
+def _info(entry: LedgerEntry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
+    commit = entry.commit
+    return CheckpointInfo(
+        step=entry.id.step,
+        attempt=entry.id.attempt,
+        ordinal=entry.ordinal,
+        tiers=dict(entry.states),
+        bytes=entry.image_bytes
+        or (commit.image_bytes if commit else max(entry.bytes.values(), default=0)),
+        age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
+        pinned=entry.pinned,
+        abandoned=abandoned,
+        tags=tuple(sorted(entry.tags)),
+        metrics=dict(commit.metrics) if commit else {},
+        owed=tuple(sorted(entry.owed)),
+        damage=dict(entry.damage),
+        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+    )
 
 
 def run_command(
@@ -82,7 +111,7 @@ def run_command(
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
         try:
-            failed = submit(session, kind, id, tag)
+            failed = session.submit(kind, id, tag)
         except (
             TierfallError
         ) as error:  # the coordinator has stopped: no other rank must wait for it

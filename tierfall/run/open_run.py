@@ -1,8 +1,8 @@
 """A run that this process trains: the parts behind a ``Checkpointer``, and the calls that integrations make of them.
 
-It owns the rules of the training thread: one save after another, steps that rise, and the order of the end. Bytes are
-moved by the session's workers and by the capture thread. ``checkpointer.open_run_of`` leads here; nothing of it is
-public API.
+It owns the rules of the training thread: one save after another, steps that rise, what a restore reads and goes on
+from, and the order of the end. Bytes are moved by the session's workers and by the capture thread.
+``checkpointer.open_run_of`` leads here; nothing of it is public API.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tierfall.config import Config
 from tierfall.config.fields import signals_named
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.copies.chunk_reader import FoundDamage
+from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
+from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreement import agree_to_restore, make_barrier
+from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
+from tierfall.core.restore.pulled_reader import PulledReader
+from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.state.omissions import omissions, unsaved_parameters
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.lineage import Key
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, OnError, Verify
-from tierfall.run import announced_steps, closing, drain_on_signal, group_commands
-from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import cadence_of
-from tierfall.run.drain_on_signal import DrainOnSignal
-from tierfall.run.restorer import Restorer, log_abandoned
-from tierfall.run.saver import SaveCall, Saver, checked_metrics
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.requests import must_keep_memory
-from tierfall.session.session import Listener, Session
-from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_each
-from tierfall.setup import signal_hub
-from tierfall.setup.lineage import SavingLineage, as_step
-from tierfall.setup.peers import close_peers, meet_peers
-from tierfall.setup.places import run_folder
-from tierfall.setup.tiers import patience_s
+from tierfall.launch import signal_hub
+from tierfall.launch.launcher import find_ranks
+from tierfall.run import cadence, closing, group_commands
+from tierfall.run.saver import SaveCall, Saver, SavingLineage, as_step, checked_metrics
+from tierfall.run.session import Listener, Session
+from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
+from tierfall.setup.places import run_folder, runs_in
+from tierfall.setup.start import all_ranks_or_none, catalog_of, opened_by_each, take_attempt
+from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers
 from tierfall.telemetry.step_timer import StepClock
 
 logger = logging.getLogger("tierfall")
@@ -53,25 +58,96 @@ OPEN: set[OpenRun] = set()
 ABANDON_S = 1.0
 LAST_S = 1.0
 """Each last step of ``close`` has at least so many seconds, also when ``max_wait`` is over."""
+LOOK_S = 2.0
+"""Seconds that a tier has to answer which other runs it has."""
+_SAVE_ON = "open: interval.on_signal"
 
 
 class OpenRun:
-    """See the module. Complete when built; ``close`` ends it.
+    """See the module. ``open`` returns one; ``close`` ends it.
 
     Its methods are called by the thread that trains. ``save`` may be called by one thread after the other.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def open(
+        cls,
         config: Config,
         *,
         run: str,
-        fresh: bool = False,
+        process_group: object = None,
         ranks: Ranks | None = None,
+        fresh: bool = False,
         command: str = "",
+    ) -> OpenRun:
+        """Open a run; see ``tierfall.open``. ``ranks`` takes the place of what the launcher says; ``command`` names the
+        command that opens it, in a process alone. If a step fails, what the steps before it have opened is closed, on
+        all ranks."""
+        with ExitStack() as undo:
+            # The launcher: which rank this process is, and the connection to the others.
+            if ranks is None and command:
+                ranks = Ranks.alone()
+            ranks = ranks or find_ranks(config, run=run, process_group=process_group)
+            undo.callback(ranks.leave)
+            if not config.stored and ranks.topology.is_root:
+                logger.warning(
+                    "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart "
+                    "of the machine. Add a tier of kind file or object", run,
+                )  # fmt: skip
+            config, peers = meet_peers(config, run, ranks)
+            undo.callback(close_peers, peers)
+
+            # The tiers: host memory with what an earlier start left in it, and each stored tier, listed.
+            with opened_by_each(ranks):
+                _check_first(config, run)
+                tiers = OpenedTiers(
+                    config, run=run, ranks=ranks, fresh=fresh, peers=peers, command=command
+                )
+                undo.callback(tiers.close, keep=True)
+
+            # The attempt: a number that no other start has, and what all ranks have found.
+            start = take_attempt(tiers)
+
+            with all_ranks_or_none(ranks, timeout_s=patience_s(tiers.config)):
+                tiers.memory.host.allocate_now()
+
+                # The catalog: who has what, for all ranks.
+                warned: set[Key] = set()
+                catalog = catalog_of(tiers, start, warned)
+
+                # The planner: the ledger of it, and what decides and copies. Nothing moves yet.
+                session = Session(tiers, start, catalog, warned)
+                undo.callback(session.close, keep_memory=True, timeout_s=ABANDON_S)
+
+                # The checkpointer: what saves and restores on the thread that trains, and the thread that captures.
+                steps = StepClock(session.coordinator.throttle)
+                capturer = _capturer_of(session, steps)
+                undo.callback(capturer.close, ABANDON_S)
+                opened = cls(session, capturer, steps, peers, begun=fresh or start.first)
+                undo.callback(opened.stop_signals)
+
+            if fresh:
+                log_abandoned(run, session.known(), None)
+                session.coordinator.begin_anew()
+            session.start(opened.listeners)
+            closing.log_open(session)
+            undo.pop_all()
+        OPEN.add(opened)
+        return opened
+
+    def __init__(
+        self,
+        session: Session,
+        capturer: Capturer,
+        steps: StepClock,
+        peers: PeerMemory | None,
+        *,
+        begun: bool,
     ) -> None:
-        """See ``tierfall.open``."""
-        self.run = run
+        """Build what saves and restores on a ``session`` that has not started. ``begun``: it may save without a
+        restore."""
+        self.session, self.capturer, self._steps, self._peers = session, capturer, steps, peers
+        self.run, self.config, ranks = session.run, session.config, session.ranks
         self.pid = os.getpid()
         self.closed = False
         self._ends = False
@@ -79,78 +155,35 @@ class OpenRun:
         self._last: closing.LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
-        ranks = ranks or Ranks.alone()
-        with ExitStack() as undo:
-            undo.callback(ranks.leave)
-            config, self._peers = meet_peers(config, run, ranks)
-            undo.callback(close_peers, self._peers)
-            with opened_by_each(ranks):
-                _check_first(config, run)
-                if config.drain is not None:
-                    signal_hub.check_thread(drain_on_signal.WHAT)
-                tiers = OpenedTiers(
-                    config,
-                    run=run,
-                    ranks=ranks,
-                    fresh=fresh,
-                    peers=self._peers,
-                    command=command,
-                )
-            undo.callback(tiers.close, keep=True)
-            start = begin_attempt(tiers)
-            assert tiers.attempt is not None
-            self.config = config = tiers.config
-            with all_ranks_or_none(ranks, timeout_s=patience_s(config)):
-                tiers.host.allocate_now()
-                self.session = Session(tiers, start)
-                undo.callback(self.session.abandon)
-                self.session.serve_metrics()
-                self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
-                self._steps = StepClock(self.session.coordinator.throttle)
-                self.capturer = Capturer(
-                    post=self.session.coordinator.post,
-                    max_wait_s=config.max_wait_s,
-                    name=run,
-                    holds=self.session.holds,
-                    checked=config.capture.verify is not Verify.OFF,
-                    on_step=self._steps.on_step,
-                    threads=self.session.hash_threads,
-                )
-                undo.callback(self.capturer.close, ABANDON_S)
-                self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)
-                listeners: dict[str | int, Listener] = {}
-                announced = None
-                if ranks.many:
-                    announced = AnnouncedSteps(
-                        ranks.message_tree,
-                        run_aside=self.session.call_soon,
-                        leave_out=self._report_unsaved,
-                    )
-                    listeners[announced_steps.TOPIC] = announced.on_message
-                self.cadence = cadence_of(config, self.session, announced)
-                self.restorer = Restorer(
-                    config,
-                    self.session,
-                    self.lineage,
-                    on_continued=self._on_continued,
-                )
-                self._saves_on = signal_hub.add_listener(
-                    signals_named(config.interval.on_signal),
-                    what="open: interval.on_signal",
-                    flag=lambda number: self.cadence.request(number.name),
-                )
-                undo.callback(signal_hub.stop, self._saves_on)
-            if fresh:
-                log_abandoned(run, self.session.known(), None)
-                self.session.coordinator.begin_anew()
-            self.session.start(listeners)
-            self._drains_on: DrainOnSignal | None = None
-            if config.drain is not None:
-                counts = self.saver.counts
-                self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
-            closing.log_open(self.session)
-            undo.pop_all()
-        OPEN.add(self)
+        self.lineage = SavingLineage(self.run, session.attempt, begun=begun)
+        self.saver = Saver(self.config, session, capturer, lambda: steps.step_s)
+        announced = None
+        if ranks.many:
+            announced = cadence.AnnouncedSteps(
+                ranks.message_tree, run_aside=session.call_soon, leave_out=self._report_unsaved
+            )
+        self.listeners: dict[str | int, Listener] = (
+            {} if announced is None else {cadence.TOPIC: announced.on_message}
+        )
+        """What receives the other ranks' messages of a topic."""
+        self.cadence = cadence.cadence_of(self.config, session, announced)
+        self.patience_s = patience_s(self.config)
+        """How long one rank waits for another where bytes are moved."""
+        self._saves_on = signal_hub.add_listener(
+            signals_named(self.config.interval.on_signal),
+            what=_SAVE_ON,
+            flag=lambda number: self.cadence.request(number.name),
+        )
+        self._drains_on: closing.DrainOnSignal | None = None
+        if self.config.drain is not None:
+            counts = self.saver.counts
+            self._drains_on = closing.DrainOnSignal(self.config, session, lambda: counts.tried)
+
+    def stop_signals(self) -> None:
+        """Stop listening to signals; may be called twice."""
+        signal_hub.stop(self._saves_on)
+        if self._drains_on is not None:
+            self._drains_on.stop()
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -285,7 +318,7 @@ class OpenRun:
         if continues and (fenced := self.session.coordinator.fenced) is not None:
             raise fenced
         if continues and self.lineage.saved_any:
-            self.session.tiers.check_fence()
+            self.session.tiers.check_fence(self.session.attempt)
         self.finish_capture()
         for handle in self.saver.counts.handles[-1:]:
             try:
@@ -293,9 +326,192 @@ class OpenRun:
             except (TierfallError, TimeoutError):
                 logger.debug("the last save was not captured", exc_info=True)
 
-    def _on_continued(self, step: int, due: str | None) -> None:
+    @contextmanager
+    def deletions_paused(self) -> Iterator[None]:
+        """Pause deletions until it is known whether the run continues from what was read."""
+        session = self.session
+        deleter = session.coordinator.deleter
+        try:
+            session.call(lambda: deleter.set_paused(True))
+            yield
+        finally:
+            session.call_soon(lambda: deleter.set_paused(False))
+
+    @contextmanager
+    def noting_half_filled(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
+        """Refuse saves after an error that left the state, or the part ``only``, half filled, until a restore succeeds.
+
+        Yields a function to call before the state is written: an interrupt after that is such an error.
+        """
+        begun: list[bool] = []
+        try:
+            yield lambda: begun.append(True)
+        except BaseException as error:
+            if HALF_FILLED in str(error) or (begun and not isinstance(error, Exception)):
+                self.lineage.half_filled.add(only)
+            raise
+
+    def restore_request(
+        self,
+        step: int | None,
+        attempt: int | None,
+        tier: str | None = None,
+        unreachable: str = "raise",
+        *,
+        doing: str = "restore",
+    ) -> RestoreRequest:
+        """Return a request made of the arguments of ``restore``; ConfigError for invalid ones."""
+        if unreachable not in ("raise", "ignore"):
+            raise ConfigError(
+                f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
+            )
+        step = None if step is None else as_step(step, doing=doing)
+        attempt = None if attempt is None else as_step(attempt, doing=doing, what="attempt")
+        known = [t.name for t in self.config.chain]
+        if tier is not None and tier not in known:
+            raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
+        return RestoreRequest(
+            step=step,
+            attempt=attempt,
+            tier=tier,
+            ignore_unreachable=unreachable == "ignore",
+            operation=doing,
+        )
+
+    def fill(
+        self, request: RestoreRequest, make_plan: Callable[[Any], Any], resize: ResizeRules
+    ) -> RestoreResult | None:
+        """Fill what ``make_plan`` plans from the newest good checkpoint, on all ranks; None where there is none.
+
+        Raises RestoreError where no candidate can be read whole.
+        """
+        session, tally = self.session, self.session.new_tally()
+        ranks = session.ranks
+        with ExitStack() as seen:
+
+            def choose_now(request: RestoreRequest) -> Choice:
+                listings = session.list_now()
+                candidates = self.candidates(listings, request, tally)
+                return Choice(
+                    candidates=candidates, listings=listings, open_image=session.tiers.opener()
+                )
+
+            chosen = choose_now(request)
+            if not chosen.candidates:
+                self._warn_of_other_runs()
+                return None
+            seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
+            seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
+            return fill_first(
+                chosen,
+                request,
+                tally,
+                make_plan=make_plan,
+                shard=ranks.shard,
+                make_reader=self.reader,
+                resize=resize,
+                together=self.barrier(),
+                choose_again=choose_now,
+            )
+
+    def _warn_of_other_runs(self) -> None:
+        if not self.session.ranks.topology.is_root:
+            return
+        folders = {t.name: t.folder for t in self.config.stored if t.folder is not None}
+        answers = call_tiers(
+            (store for store in self.session.stores.values() if store.name in folders),
+            lambda store: runs_in(folders[store.name]),
+            self.config,
+            BoundedCalls(),
+            timeout_s=LOOK_S,
+        )
+        found = {run for each in answers.values() for run in each.value or ()}
+        if others := found - {self.session.run}:
+            logger.warning(
+                "restore: no tier has a checkpoint of run %r, and training begins anew. Other runs on these tiers: %s. "
+                "To continue from one, give its name as 'run' in the configuration",
+                self.session.run, format_some(sorted(others)),
+            )  # fmt: skip
+
+    def reader(
+        self,
+        checkpoint: KnownCheckpoint,
+        tiers: Sequence[str],
+        open_image: OpenImage,
+        tally: ReadTally,
+    ) -> CheckpointReader:
+        """Return a reader of a checkpoint's images; several ranks share what they read."""
+        ring = self.session.ring
+        if not self.session.ranks.many:
+            return CheckpointReader(checkpoint, tiers, open_image, tally, ring)
+        config = self.config
+        return PulledReader(
+            checkpoint,
+            tiers,
+            open_image,
+            tally,
+            ring,
+            ranks=self.session.ranks,
+            order=[tier.name for tier in config.chain],
+            max_wait_s=config.max_wait_s,
+            patience_s=self.patience_s,
+            interface=None if config.peers is None else config.peers.interface,
+        )
+
+    def barrier(self) -> Together:
+        """Return what all ranks end a candidate by."""
+        return make_barrier(self.session.ranks, timeout_s=self.patience_s)
+
+    def candidates(
+        self, listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
+    ) -> list[KnownCheckpoint]:
+        """Return the checkpoints that may be restored, newest first, the same on all ranks."""
+        ranks = self.session.ranks
+        if not self.session.tiers.agrees:
+            return choose(listings, request, tally)
+        reported = reported_tiers(self.config, ranks)
+        return agree_to_restore(ranks, listings, request, mine=reported, tally=tally)
+
+    def begin_anew(self) -> None:
+        """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
+        self.lineage.begin()
+        self.session.call(self.session.coordinator.begin_anew)
+
+    def begin_empty(self) -> None:
+        """Let saving begin, on all ranks, if no tier holds a checkpoint; see ``Checkpointer.begin``."""
+        request = RestoreRequest(operation="begin", advice="or open with fresh=True")
+        session = self.session
+        if there := self.candidates(session.list_now(), request, session.new_tally()):
+            raise StepError(
+                f"begin: run {session.run!r} has checkpoints, the newest is {there[0].id}: call restore() or load() to "
+                "continue from one, choose another run name, or open with fresh=True to leave them behind"
+            )
+        self.begin_anew()
+
+    def continue_from(
+        self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
+    ) -> None:
+        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
+        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
+        id, commit, session = checkpoint.id, checkpoint.commit, self.session
+        assert commit is not None
+        attempt = session.begin_attempt() if any_saved else self.lineage.attempt
+        self.lineage.continue_from(commit, attempt)
+        log_abandoned(self.run, session.known(), id)
+
+        def continue_ledger() -> None:
+            session.coordinator.verifier.on_restored(id, verified)
+            session.coordinator.ledger.continue_from(id, attempt=attempt.number)
+
+        session.call(continue_ledger)
+        # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
+        # for others, again.
+        is_lost = self.config.peers is not None and session.host.name not in verified
+        due = "peer memory has lost copies" if is_lost else None
+        if session.displaced:
+            due = "memory has images of other ranks, which no rank can flush"
         self.forget_last()
-        self.cadence.continue_from(step, due)
+        self.cadence.continue_from(id.step, due)
 
     # Checks ------------------------------------------------------------------------------------------
 
@@ -341,16 +557,28 @@ class OpenRun:
         failure: Exception | None = None
         keep, together, session = True, False, self.session
         deadline_s = time.monotonic() + self.config.max_wait_s
+        most_s = closing.FAILED_S if failed else math.inf  # at each meeting of the ranks
 
         def left_s(least_s: float = 0.0) -> float:
             return max(least_s, deadline_s - time.monotonic())
 
         def meets_s() -> float:
-            return min(left_s(), self._meets_s)
+            return min(left_s(), most_s)
 
         try:
             try:
-                failure = self._save_last(failed, left_s() / 2)
+                self.cadence.end()
+                updates, last = self.capturer.barrier.updates, self._last
+                plan, most_s = closing.agree_on_end(
+                    session,
+                    self.lineage,
+                    last,
+                    changed="" if last is None else last.describe_change(updates),
+                    failed=failed,
+                    timeout_s=min(left_s() / 2, most_s),
+                )
+                if last is not None and plan is closing.ClosingPlan.SAVE:
+                    failure = self._save_last(last)
                 self._end_saves(left_s() / 2)
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
@@ -362,7 +590,7 @@ class OpenRun:
                     doing="close",
                     continues=False,
                     # deletions may need other ranks, and one of these may have failed
-                    copies_only=session.ranks.many and self._meets_s <= closing.FAILED_S,
+                    copies_only=session.ranks.many and most_s <= closing.FAILED_S,
                 )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
@@ -371,8 +599,8 @@ class OpenRun:
                 raise
             finally:
                 self.capturer.stop_waiting()
-                together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
-            keep = not looked_at.allows_release or must_keep_memory(session)
+                together = most_s > 0 and group_commands.finish_commands(session, meets_s)
+            keep = not looked_at.allows_release or session.must_keep_memory()
             if keep:
                 session.coordinator.errors += closing.log_lost(session)
             closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
@@ -385,8 +613,7 @@ class OpenRun:
             try:
                 session.close(keep_memory=keep, timeout_s=left_s(LAST_S))
             finally:
-                if self._drains_on is not None:
-                    self._drains_on.stop()
+                self.stop_signals()
                 if together:
                     session.ranks.close(max(LAST_S, meets_s()))
                 else:
@@ -404,27 +631,34 @@ class OpenRun:
         if self.saver.lock.acquire(timeout=timeout_s):
             self.saver.lock.release()
 
-    def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
-        """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
-        self._meets_s = closing.FAILED_S if failed else math.inf
-        self.cadence.end()
-        last = self._last
-        plan, self._meets_s = closing.agree_on_end(
-            self.session,
-            self.lineage,
-            last,
-            changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
-            failed=failed,
-            timeout_s=min(timeout_s, self._meets_s),
-        )
-        if last is None or plan is not closing.ClosingPlan.SAVE:
-            return None
+    def _save_last(self, last: closing.LastStep) -> Exception | None:
+        """Save the last step to all tiers; return why that failed."""
         try:
             self.save_state(last.step, last.state, last.metrics, last.tags, at_end=True)
         except Exception as error:  # noqa: BLE001 - raised once all is closed
             logger.error("close: the last step, %d, could not be saved: %s", last.step, error)
             return error
         return None
+
+
+def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
+    """Log which checkpoints are abandoned by the lineage that begins here, and which an earlier start abandoned, as it
+    may not have seen them."""
+    loose = [c for c in known if not (c.deleted or c.pinned)]
+    begins = "anew" if from_id is None else f"at {from_id}"
+    newer = [c for c in loose if from_id is None or c.id.step > from_id.step]
+    for left, who in (
+        ([c for c in newer if not c.abandoned], f"the lineage that begins {begins} abandons"),
+        ([c for c in loose if c.abandoned], "an earlier start has abandoned"),
+    ):
+        if left:
+            logger.warning(
+                "run %s: %s %s; each tier deletes its own once the present lineage has a copy as safe. To keep "
+                "one, pin it now",
+                run,
+                who,
+                format_some([str(c.id) for c in left]),
+            )
 
 
 # The open runs of this process -----------------------------------------------------------------------
@@ -456,7 +690,7 @@ def open_run_on(config: Config, run: str) -> OpenRun | None:
     for other in open_runs():
         theirs = {tier.place for tier in other.config.stored}
         if other.run == run and (
-            places & theirs or other.session.tiers.folder == run_folder(config, run)
+            places & theirs or other.session.memory.folder == run_folder(config, run)
         ):
             return other
     return None
@@ -467,14 +701,31 @@ def failed_by_exception() -> str:
     return "" if sys.exc_info()[0] is None else "it ended by an exception"
 
 
+def _capturer_of(session: Session, steps: StepClock) -> Capturer:
+    return Capturer(
+        post=session.coordinator.post,
+        max_wait_s=session.config.max_wait_s,
+        name=session.run,
+        holds=session.holds,
+        checked=session.config.capture.verify is not Verify.OFF,
+        on_step=steps.on_step,
+        threads=session.hash_threads,
+    )
+
+
 def _check_first(config: Config, run: str) -> None:
-    """Refuse to open a run twice in one process: the second would fence the first."""
+    """Refuse to open a run twice in one process: the second would fence the first; and to listen to signals on another
+    than the main thread."""
     if (other := open_run_on(config, run)) is not None:
         raise ConfigError(
             f"open: a second Checkpointer of run {run!r} in this process, which has one with host memory in "
-            f"{other.session.tiers.folder} already. tierfall.open(..., replace=True) closes that one first, also if no "
-            "variable holds it any more; tierfall.close_all() closes all of this process"
+            f"{other.session.memory.folder} already. tierfall.open(..., replace=True) closes that one first, also if "
+            "no variable holds it any more; tierfall.close_all() closes all of this process"
         )
+    if config.drain is not None:
+        signal_hub.check_thread(closing.DRAIN_ON)
+    if config.interval.on_signal:
+        signal_hub.check_thread(_SAVE_ON)
 
 
 @atexit.register

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -42,7 +43,7 @@ from tierfall.core.capture.snapshot import (
 from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import AssignmentRequest
-from tierfall.core.format.records import Lineage, records_bytes_max
+from tierfall.core.format.records import Attempt, Commit, Lineage, records_bytes_max
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
@@ -58,8 +59,8 @@ from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError
-from tierfall.core.types.keys import check_name
+from tierfall.core.types.errors import CapacityError, CaptureError, ConfigError, StepError
+from tierfall.core.types.keys import STEP_MAX, check_name
 from tierfall.core.types.text import are_texts, with_article
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import (
@@ -71,14 +72,13 @@ from tierfall.core.types.values import (
     Verify,
 )
 from tierfall.policies.flush import tiers_owed
-from tierfall.session.requests import RegionRequest
-from tierfall.session.session import Session
-from tierfall.session.statistics import SaveCounts
-from tierfall.setup.lineage import SavingLineage
+from tierfall.run.session import RegionRequest, Session
+from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
 
 LAYOUTS_KEPT = 4
+SAVES_REMEMBERED = 1000
 ANSWER_S = 5.0
 """Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 SEGMENTATIONS_KEPT = 4
@@ -101,6 +101,32 @@ class SaveCall:
     tags: Sequence[str] = ()
     may_be_lazy: bool = True
     at_end: bool = False
+
+
+@dataclass(slots=True)
+class SaveCounts:
+    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily."""
+
+    begun: int = 0
+    lazy: int = 0
+    bytes: int = 0
+    lazy_bytes: int = 0
+    skipped: int = 0
+    handles: list[SaveHandle] = field(default_factory=list)
+    steps: StepTimer = field(default_factory=StepTimer)
+
+    @property
+    def tried(self) -> int:
+        """Saves that have begun, and saves that found no room."""
+        return self.begun + self.skipped
+
+    def count(self, snapshot: Snapshot, *, lazy: bool) -> None:
+        self.begun += 1
+        self.bytes += snapshot.geometry.image_bytes
+        self.lazy += int(lazy)
+        self.lazy_bytes += snapshot.lazy_bytes
+        self.handles.append(snapshot.handle)
+        del self.handles[:-SAVES_REMEMBERED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +266,7 @@ class Saver:
             tags=call.tags,
             run=place.run,
         )
-        self._session.memory.renew()
+        self._session.tiers.hold_memory(renew=True)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,
@@ -471,6 +497,109 @@ def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not are_texts(tags):
         raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
+
+
+# The lineage ------------------------------------------------------------------------------------
+
+
+def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
+    """Return a step as a plain integer. Accepts any integer (NumPy's too); raises StepError for a bool."""
+    if not isinstance(step, bool):
+        with suppress(TypeError, RuntimeError):  # a tensor of several elements, or without any
+            return operator.index(step)
+    swapped = isinstance(step, Mapping) and doing == "save"
+    shown = "the state: the step comes first, save(step, state)" if swapped else f"{step!r}"[:80]
+    newest = "; leave it out for the newest" if doing in ("load", "restore") else ""
+    raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}{newest}")
+
+
+class SavingLineage:
+    """One run's lineage in this process. ``begun``: it may save, after a restore, by ``fresh``, or in a new run.
+
+    ``started_from`` is the checkpoint that it continues from, ``last_step`` the last that was saved or restored,
+    ``ordinal`` that of its checkpoint. ``half_filled``
+    are the parts of the state (``only``; None: all of it) that failed restores have left half filled.
+    """
+
+    def __init__(self, run: str, attempt: Attempt, *, begun: bool) -> None:
+        self._run = run
+        self.attempt = attempt
+        self.begun = begun
+        self.saved_any = False
+        self.started_from: CheckpointId | None = None
+        self.half_filled: set[tuple[str, ...] | None] = set()
+        self.ordinal = 0
+        self.last_step: int | None = None
+
+    def check(self, step: int) -> None:
+        """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
+        if step < 0:
+            raise StepError(f"save: step must be an integer of at least 0, not {step}")
+        if step > STEP_MAX:
+            raise StepError(f"save: step must be at most {STEP_MAX}, the largest that has a name")
+        self.check_begun(step)
+        if self.last_step is not None and step <= self.last_step:
+            raise StepError(
+                f"save of step {step}: this lineage is at step {self.last_step} already, and a committed step is "
+                "never overwritten; to go back, restore(step=...) first"
+            )
+
+    def begin(self) -> None:
+        """Let saving begin: no checkpoint exists that it could continue from."""
+        self.begun = True
+
+    def check_begun(self, step: int) -> None:
+        """Raise StepError unless this start may save at all."""
+        if self.half_filled:
+            raise StepError(
+                f"save of step {step}: the last restore() left the state half filled, of no step. Restore a checkpoint "
+                "first, the newest or another step"
+            )
+        if not self.begun:
+            raise StepError(
+                f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
+                "this start restored none. Call restore() first to continue, choose another run name, or open with "
+                "fresh=True to leave them behind"
+            )
+
+    def next(self, step: int, *, above: int = 0) -> Lineage:
+        """Return the next checkpoint's place in the lineage; its ordinal is above ``above``, which other ranks
+        count."""
+        return Lineage(
+            run=self._run,
+            checkpoint=CheckpointId(step, self.attempt.number),
+            attempt_id=self.attempt.id,
+            ordinal=max(self.ordinal, above) + 1,
+            started_from=self.started_from,
+        )
+
+    def is_at(self, step: int) -> bool:
+        """Return whether ``step`` is the last that was saved or restored."""
+        return step == self.last_step
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether ``step`` is the last step that was saved since the last restore."""
+        return self.saved_any and self.is_at(step)
+
+    def is_past(self, step: int) -> bool:
+        """Return whether a step above ``step`` was saved or restored."""
+        return self.last_step is not None and self.last_step > step
+
+    def advance(self, line: Lineage) -> None:
+        """Note that the capture of a checkpoint has begun."""
+        self.saved_any = True
+        self.last_step = line.checkpoint.step
+        self.ordinal = line.ordinal
+
+    def continue_from(self, commit: Commit, attempt: Attempt) -> None:
+        """Continue from a restored checkpoint, as ``attempt``."""
+        self.attempt = attempt
+        self.saved_any = False
+        self.half_filled.clear()
+        self.started_from = commit.lineage.checkpoint
+        self.last_step = commit.lineage.checkpoint.step
+        self.ordinal = commit.lineage.ordinal
+        self.begun = True
 
 
 # Layouts ------------------------------------------------------------------------------------------

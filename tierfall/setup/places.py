@@ -1,12 +1,11 @@
-"""The places of tiers: whether two are equal, which have lost the files of a run, and which folder of this machine's
-memory belongs to them."""
+"""The places of tiers: whether two are equal, and which folder of this machine's memory belongs to them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def run_folder(config: Config, run: str) -> Path:
     tiers has a folder of its own.
 
     A folder is named by the places of the tiers. If they have changed, it is the folder of an earlier start that
-    remembers one of them: by its place, or by its id if the tier was moved.
+    remembers one of them, by its place or, if it was moved, by its id.
     """
     base = memory_root(config) / run
     tiers = config.storage
@@ -125,15 +124,15 @@ def _is_of(
 
 
 def _is_moved(known: KnownTier, folder: Path | None, run: str) -> bool:
-    """Return whether a tier was moved to ``folder``: its record is there, and not in its earlier place."""
-    if folder is None or not known.id:
+    """Return whether a folder has the id of a known tier, and the tier's earlier place has no record: else one of them
+    is a copy."""
+    if folder is None or not known.id or Path(known.place, run, keys.TIER_NAME).exists():
         return False
-    here, before = (Path(place, run, keys.TIER_NAME) for place in (folder, known.place))
+    path = folder / run / keys.TIER_NAME
     try:
-        record = parse_tier_record(here.read_bytes(), what=str(here))
+        return parse_tier_record(path.read_bytes(), what=str(path)).id == known.id
     except (OSError, TierfallError):
         return False
-    return record.id == known.id and not before.exists()
 
 
 def same_place(one: str, other: str) -> bool:
@@ -143,35 +142,6 @@ def same_place(one: str, other: str) -> bool:
     if not (os.path.isabs(one) and os.path.isabs(other)):
         return False
     return os.path.realpath(one) == os.path.realpath(other)
-
-
-def device_of(folder: Path | None) -> int | None:
-    """Return the number of the device of a folder; None where there is no such folder."""
-    try:
-        return None if folder is None else os.stat(folder).st_dev
-    except OSError:
-        return None
-
-
-def find_emptied(
-    known: Mapping[str, KnownTier], names: Iterable[str], run: str, *, timeout_s: float
-) -> list[str]:
-    """Return which tiers of one node, of those ``names`` whose places are ``known``, have lost the record of the run
-    since. One whose place is on another device now, or does not answer within ``timeout_s`` seconds, is not among
-    them: its file system may not be mounted."""
-    calls = {
-        name: partial(_is_emptied, Path(known[name].place), run, known[name].device)
-        for name in names
-        if name in known and not known[name].shared and os.path.isabs(known[name].place)
-    }
-    answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, timeout_s), doing="look at")
-    return [name for name, answer in answers.items() if answer.value]
-
-
-def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    is_mounted = device is not None and device == device_of(there)
-    return is_mounted and not (folder / run / keys.TIER_NAME).exists()
 
 
 def folders_in(folder: Path) -> list[Path]:

@@ -1,15 +1,15 @@
 """The identity of tiers: each tier of a run but peer memory has an id, which the other tiers and this machine remember.
 
-A tier that is empty where the run was before, or has another id, counts as one that could not be looked at: a file
-system may not be mounted there. A tier of one node may be empty, or another one, at any start, unless this machine
-remembers that its folder was on another device.
+A tier that has another id, or is empty where the run was before, counts as one that could not be looked at: a file
+system may not be mounted there. An empty tier of this node alone is written to all the same: a restore that finds
+nothing elsewhere raises, rather than begin anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.setup.places import MEMORY_NAME, device_of, find_emptied, read_memory, same_place
+from tierfall.setup.places import MEMORY_NAME, read_memory, same_place
 from tierfall.setup.tiers import call_tiers, holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
@@ -83,27 +83,27 @@ class TierIdentities:
             return call(store)
         return call_tiers([store], call, self._config, self._calls)[tier].get()
 
-    def _entries(self, *, but: str = "") -> list[tuple[float, str, KnownTier]]:
-        """Return what the records, without that of the tier ``but``, say of other tiers: the time of the record, a
-        tier's name, and what is known of it. This machine's come first."""
+    def _entries(self, *, but: str = "") -> list[tuple[TierRecord, str, KnownTier]]:
+        """Return what the records, without that of the tier ``but``, say of other tiers: the record, a tier's name, and
+        what is known of it. This machine's come first."""
         found = [record for tier, record in self.records.items() if tier != but]
         records = found if self.remembered is None else [self.remembered, *found]
-        return [(r.wall_time_s, name, known) for r in records for name, known in r.others.items()]
+        return [
+            (record, name, known) for record in records for name, known in record.others.items()
+        ]
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Return the newest memory of a tier by its name, or else of its place."""
-        entries = [entry for entry in self._entries(but=name) if entry[2].id]
+        """Return the newest memory of a tier by its name, or else of its place; of a tier of this node alone, that of
+        this machine."""
+        entries = [
+            (record.wall_time_s, named, known)
+            for record, named, known in self._entries(but=name)
+            if known.id and (known.shared or record is self.remembered)
+        ]
         found = [entry for entry in entries if entry[1] == name]
         if not found and (place := self.places.get(name)) is not None:
             found = [entry for entry in entries if same_place(entry[2].place, place)]
-        if not found:
-            return None
-        _, named, known = max(found, key=lambda entry: entry[0])
-        # only this machine remembers the device
-        here = self.remembered.others.get(named) if self.remembered is not None else None
-        if here is not None and same_place(here.place, known.place):
-            return replace(known, device=here.device)
-        return known
+        return max(found, key=lambda entry: entry[0])[2] if found else None
 
     def is_remembered(self, name: str) -> bool:
         """Return whether another tier, or this machine, remembers a tier; this machine also one without an id, whose
@@ -111,76 +111,52 @@ class TierIdentities:
         here = {} if self.remembered is None else self.remembered.others
         return name in here or self._remembers(name) is not None
 
-    # What is missing -------------------------------------------------------------------------------
+    # What is not the tier that was there ---------------------------------------------------------------
 
-    def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
-        found = {listing.tier: listing for listing in listings}
-        missing: dict[str, UnreachableError] = {}
-        for tier in self._config.storage:
-            if tier.name not in self._stores or found[tier.name].error is not None:
-                continue
-            try:
-                why = self._why_missing(tier, found[tier.name])
-            except UnreachableError as error:
-                why = error
-            if why is not None:
-                missing[tier.name] = why
-        for name in missing:
+    def missing(self, listings: Iterable[Listing]) -> dict[str, UnreachableError]:
+        """Return the tiers that count as not looked at, with why: those with another id than is remembered, and those
+        that all nodes saw and that are empty now."""
+        found: dict[str, UnreachableError] = {}
+        for listing in self._unlike(listings):
+            name = listing.tier
+            known = self._remembers(name)
+            if name in self.records or (known and known.shared and not holds_any(listing)):
+                found[name] = UnreachableError(self._why(name))
+        for name in found:
             self.records.pop(name, None)  # that of another tier
-        return missing
+        return found
 
-    def _why_missing(
-        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing
-    ) -> UnreachableError | None:
-        name, place, run = tier.name, self._stores[tier.name].place, self._config.run
-        record, known = self.records.get(name), self._remembers(name)
-        if record is not None and (other := self._known_as(record.id)) not in (None, name):
-            what = f"has the id of tier {other} in {run}/{keys.TIER_NAME}"
-        elif known is None or (holds_any(listing) if record is None else record.id == known.id):
-            return None
-        else:
-            is_moved = not same_place(known.place, place)
-            if not known.shared and (is_moved or known.device in (None, self._device(tier))):
-                if record is None and not is_moved:
-                    text = "open: tier %s is empty, and was not before: is it mounted?"
-                    logger.warning(text, name)
-                return None
-            found = (
-                f"no file of run {run!r}"
-                if record is None
-                else f"another id in {run}/{keys.TIER_NAME}"
-            )
-            what = f"has {found}, and the tier was {f'in {known.place}' if is_moved else 'there'} before"
-        return UnreachableError(
-            f"{name}: {place} {what}. Is a file system not mounted there, or the path wrong? Mount it, or correct the "
-            f"path, and open again. If what is there now is meant: 'tierfall forget {name}'"
-        )
+    def emptied(self, listings: Iterable[Listing]) -> dict[str, IntegrityError]:
+        """Return the tiers of this node alone that have no checkpoint of the run and no id, and had one before, with
+        why."""
+        return {
+            listing.tier: IntegrityError(self._why(listing.tier))
+            for listing in self._unlike(listings)
+            if listing.tier not in self.records and not listing.copies
+            if (known := self._remembers(listing.tier)) is not None and not known.shared
+        }
 
-    def _known_as(self, id: str) -> str | None:
-        """Return the configured name that the tier of an id was remembered by last."""
-        names = {tier.name for tier in self._config.storage}
-        found = [(at_s, name) for at_s, name, known in self._entries() if known.id == id]
-        name = max(found)[1] if found else None
-        return name if name in names else None
+    def _unlike(self, listings: Iterable[Listing]) -> Iterator[Listing]:
+        """Give the listings of the tiers that do not have the id that is remembered of them, or have that of another
+        tier of the configuration."""
+        configured = {tier.name for tier in self._config.storage}
+        for listing in listings:
+            if listing.tier not in self._stores or listing.error is not None:
+                continue
+            known, id = self._remembers(listing.tier), self.id_of(listing.tier)
+            others = {name for _, name, each in self._entries() if each.id == id} & configured
+            if (known and known.id != id) or (others and listing.tier not in others):
+                yield listing
 
-    def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
-        """Return whether the tiers are those that this machine remembers, apart from new empty ones.
-
-        If so, its host memory is this run's, even where no tier has the record of the attempt.
-        """
-        found = {listing.tier: listing for listing in listings}
-        remembered = {} if self.remembered is None else self.remembered.others
-        names = [tier.name for tier in self._config.storage]
-
-        def is_as_remembered(name: str) -> bool:
-            id = self.id_of(name) or ""
-            if name in remembered:
-                return remembered[name].id == id
-            return not (id or holds_any(found[name]))
-
-        return any(name in remembered for name in names) and all(
-            name in self._stores and is_as_remembered(name) for name in names
+    def _why(self, name: str) -> str:
+        place, known, run = self.places[name], self._remembers(name), self._config.run
+        is_moved = known is not None and not same_place(known.place, place)
+        before = f" in {known.place}" if known and is_moved else " there"
+        found = f"another id in {run}/{keys.TIER_NAME}" if name in self.records else "no checkpoint"
+        return (
+            f"{name}: {place} has {found}, and run {run!r} was{before} before. Is a file system not mounted there, or "
+            "the path wrong? Mount it, or correct the path, and open again. If what is there now is meant: 'tierfall "
+            f"forget {name}'"
         )
 
     def id_of(self, name: str) -> str | None:
@@ -210,19 +186,30 @@ class TierIdentities:
     # Remembering -----------------------------------------------------------------------------------
 
     def write_records(
-        self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
+        self,
+        attempt: Attempt,
+        config: Config,
+        *,
+        owned: frozenset[str],
+        leads: bool,
+        emptied: Collection[str] = (),
     ) -> None:
-        """Assign an id to each tier without one, and write what all tiers, and this machine, remember of the others.
+        """Assign an id to each tier without one but the ``emptied``, and write what all tiers, and this machine,
+        remember of the others.
 
         ``config`` has ``shared`` as the ranks have found it. This process writes the records of the tiers ``owned``,
-        and that of this machine where it ``leads`` its ranks. Raises ConfigError where two tiers are one.
+        and that of this machine where it ``leads`` its ranks. For a further attempt of this process, that is noted on
+        this machine. Raises ConfigError where two tiers are one.
         """
+        if self._written is not None:
+            self._write_memory(replace(self._written, attempt_id=attempt.id))
+            return
         self._config = config
         # a tier that another rank cannot reach is excluded, though this rank has read its record
         self.records = {name: x for name, x in self.records.items() if name in self._stores}
         tiers = [tier for tier in config.storage if tier.name in self._stores]
         for tier in tiers:
-            if tier.name not in self.records and not tier.read_only:
+            if tier.name not in {*self.records, *emptied} and not tier.read_only:
                 self._assign_id(tier, attempt)
         self.refuse_aliases()
         known = {tier.name: self._known(tier) for tier in config.storage}
@@ -235,8 +222,7 @@ class TierIdentities:
                 self._remember(tier, attempt, there)
         if leads:
             for tier in tiers:
-                with suppress(UnreachableError):  # nothing is remembered of it then
-                    there.setdefault(tier.name, self._seen(tier, ""))
+                there.setdefault(tier.name, self._seen(tier, ""))
             self._write_memory(
                 TierRecord(
                     run=attempt.run,
@@ -250,14 +236,9 @@ class TierIdentities:
                 )
             )
 
-    def note_attempt(self, attempt: Attempt) -> None:
-        """Note a further attempt of this process on this machine."""
-        if self._written is not None:
-            self._write_memory(replace(self._written, attempt_id=attempt.id))
-
     def _assign_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
         """Write a new id, the same on all ranks of a start that see the same files."""
-        whose = "all" if shared_setting(tier) else attempt.node if tier.folder else "all"
+        whose = "all" if shared_setting(tier) else attempt.node
         id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
         record = TierRecord(
             run=attempt.run,
@@ -274,18 +255,13 @@ class TierIdentities:
         return self._ask(tier, lambda store: store.marker.write(record, again=again))
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
-        """Return what to remember of a tier; where it does not answer, what was remembered before."""
-        with suppress(UnreachableError):
-            if (record := self.records.get(tier.name)) is not None:
-                return self._seen(tier, record.id)
+        """Return what to remember of a tier; where it has no id, what was remembered before."""
+        if (record := self.records.get(tier.name)) is not None:
+            return self._seen(tier, record.id)
         return self._remembers(tier.name)
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
-        place, device = self._stores[tier.name].place, self._device(tier)
-        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=device)
-
-    def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
-        return self._ask(tier.name, lambda _: device_of(tier.folder))
+        return KnownTier(id=id, place=self.places[tier.name], shared=shared_setting(tier))
 
     def _remember(
         self,
@@ -294,7 +270,7 @@ class TierIdentities:
         there: Mapping[str, KnownTier],
     ) -> None:
         old = self.records[tier.name]
-        others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
+        others = {name: known for name, known in there.items() if name != tier.name}
         shared = old.shared if shared_setting(tier) is None else shared_setting(tier)
         if (old.others, old.shared) == (others, shared):
             return
@@ -316,15 +292,14 @@ class TierIdentities:
         if self._written is not None and not self._memory.exists():
             self._write_memory(self._written)
 
-    def forget_emptied(self, names: Iterable[str], *, timeout_s: float) -> None:
-        """Of the tiers ``names``, which fail, note on this machine those whose files were deleted while this process
-        wrote there: the next start knows by that, that what is in memory is this run's."""
-        if self._written is None:
-            return
-        known = self._written.others
-        gone = find_emptied(known, names, self._config.run, timeout_s=timeout_s)
-        if gone:
-            others = {n: replace(tier, id="") if n in gone else tier for n, tier in known.items()}
+    def forget_lost(self, names: Collection[str]) -> None:
+        """Forget on this machine the ids of those of the tiers ``names`` that are of this node alone: they fail while
+        memory has what they lack. If they are empty at the next start, what is in memory is this run's."""
+        if self._written is not None and self._memory.exists():
+            others = {
+                name: replace(known, id="") if name in names and not known.shared else known
+                for name, known in self._written.others.items()
+            }
             self._write_memory(replace(self._written, others=others))
 
     def forget(

@@ -143,9 +143,9 @@ def reporters(config: Config, ranks: Ranks) -> dict[str, int]:
     return {tier.name: 0 if is_shared(tier) else leader for tier in config.stored}
 
 
-def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
-    """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
-    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+def open_slot(folder: Path, slot: int, *, name: str, run: str, writable: bool = True) -> HostTier:
+    """Open a slot of host memory, to read or adopt images of any rank."""
+    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, writable=writable)
 
 
 def patience_s(config: Config) -> float:
@@ -408,34 +408,25 @@ def _packing(tier: FileTierConfig | ObjectTierConfig, config: Config) -> Packing
 
 def list_all(
     config: Config,
-    host: HostTier,
+    memory: Listing,
     stores: Mapping[str, StoredTier],
     errors: Mapping[str, TierfallError],
     calls: BoundedCalls,
 ) -> tuple[Listing, ...]:
-    """List every tier, side by side; fastest tier first. A tier that does not answer in time has that as its error."""
-
-    def ask(name: str) -> Listing:
-        return host.list() if name == host.name else stores[name].list()
-
-    names = [tier.name for tier in config.chain]
-    answers = calls.call_all(
-        {name: partial(ask, name) for name in names if name not in errors},
-        {host.name: math.inf, **bounds_s(config)},
-        doing="list",
-        log_slow=True,
-        last_answer_s=lambda name: stores[name].last_answer_s() if name in stores else -math.inf,
+    """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
+    that does not answer in time has that as its error."""
+    opened = [store for name, store in stores.items() if name not in errors]
+    answers = call_tiers(
+        opened, lambda store: store.list(), config, calls, doing="list", log_slow=True
     )
 
     def listing(name: str) -> Listing:
-        if name in errors:
-            return Listing(tier=name, error=errors[name])
-        error = answers[name].error
+        error = errors[name] if name in errors else answers[name].error
         if isinstance(error, TierfallError):
             return Listing(tier=name, error=error)
         return answers[name].get()
 
-    return tuple(map(listing, names))
+    return (memory, *(listing(tier.name) for tier in config.stored))
 
 
 def make_durable(store: StoredTier, listing: Listing) -> Listing:
@@ -533,6 +524,7 @@ def call_tiers(
     *,
     doing: str = "ask",
     timeout_s: float = math.inf,
+    log_slow: bool = False,
 ) -> dict[str, CallResult[T]]:
     """Call tiers, side by side. One that does not answer within its bound, and ``timeout_s`` at most, has an
     UnreachableError."""
@@ -541,6 +533,7 @@ def call_tiers(
         {name: partial(call, store) for name, store in called.items()},
         {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(config).items()},
         doing=doing,
+        log_slow=log_slow,
         last_answer_s=lambda name: called[name].last_answer_s(),
     )
 

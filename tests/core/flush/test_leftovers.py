@@ -13,7 +13,7 @@ from tests.simulation.world import file_rules, host_rules
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.session.leftovers import Leftovers
+from tierfall.setup.host_memory import Leftovers
 
 PEERS, STORE = "peers", "store"
 OLD, NEW, STRAY = CheckpointId(10, 1), CheckpointId(20, 2), CheckpointId(90, 3)

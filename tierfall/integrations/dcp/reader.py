@@ -61,7 +61,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp.planning import Path, PlansUnchanged
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
-from tierfall.session.session import Session
+from tierfall.run.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -89,7 +89,7 @@ def open_checkpoint(
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
     listings, tally = run.session.list_now(), run.session.new_tally()
-    candidates = run.restorer.candidates(listings, request, tally)
+    candidates = run.candidates(listings, request, tally)
     ranks = run.session.ranks
 
     left = list(candidates)
@@ -99,7 +99,7 @@ def open_checkpoint(
         error: Exception | None = None
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [tier for tier in held if request.tier in (None, tier)]
-        parts = run.restorer.reader(checkpoint, tiers, run.restorer.opener(), tally)
+        parts = run.reader(checkpoint, tiers, run.session.tiers.opener(), tally)
         with ExitStack() as closing:
             closing.callback(parts.close)
             try:
@@ -123,7 +123,7 @@ def open_checkpoint(
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
         request = replace(request, without=request.without | {checkpoint.id})
         listings = run.session.list_now()  # it may have been deleted meanwhile
-        left = run.restorer.candidates(listings, request, tally)
+        left = run.candidates(listings, request, tally)
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
@@ -135,7 +135,7 @@ def _end_together(
 ) -> RankFailure | None:
     """Agree with the other ranks on how reading ended; return the failure that all follow. If an agreement has failed
     on this rank, no other one is tried."""
-    return None if isinstance(error, RanksError) else run.restorer.barrier()(checkpoint, error)
+    return None if isinstance(error, RanksError) else run.barrier()(checkpoint, error)
 
 
 def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[], object]:
@@ -236,7 +236,7 @@ class TierReader(PlansUnchanged, StorageReader):
         run.prepare_restore(continues=self._resume)
         self._damaged = False
         try:
-            with run.restorer.deletions_paused():
+            with run.deletions_paused():
                 self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
                 self._release = hold(run, self._opened, owner=self)
         except DamagedError:
@@ -269,7 +269,7 @@ class TierReader(PlansUnchanged, StorageReader):
 
     def _request(self) -> RestoreRequest:
         step, attempt, tier = self._arguments
-        request = self._run.restorer.request(step, attempt, tier, doing="dcp.load")
+        request = self._run.restore_request(step, attempt, tier, doing="dcp.load")
         return replace(request, advice="or name a tier (TierReader(ckpt, tier=...))")
 
     def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
@@ -277,11 +277,11 @@ class TierReader(PlansUnchanged, StorageReader):
         rank if one has failed."""
         run, opened = self._run, self._opened
         assert opened is not None
-        ranks, patience_s = run.session.ranks, run.restorer.patience_s
+        ranks, patience_s = run.session.ranks, run.patience_s
         checkpoint, of = opened.checkpoint, f"dcp.load of {opened.checkpoint.id}"
         error: Exception | None = None
         try:
-            with run.restorer.deletions_paused():
+            with run.deletions_paused():
                 read()
         except Exception as failure:  # noqa: BLE001 - the other ranks must know; raised below
             error = _error_to_raise(failure, checkpoint, self._request())
@@ -301,7 +301,7 @@ class TierReader(PlansUnchanged, StorageReader):
                 bool,
                 timeout_s=patience_s,
             )
-            run.restorer.continue_from(checkpoint, saved)
+            run.continue_from(checkpoint, saved)
 
 
 class _Reads:

@@ -58,8 +58,7 @@ from tierfall.integrations.dcp.planning import (
 )
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.open_run import OpenRun
-from tierfall.run.saver import checked_metrics, checked_tags
-from tierfall.setup.lineage import as_step
+from tierfall.run.saver import as_step, checked_metrics, checked_tags
 from tierfall.setup.tiers import is_shared, open_store
 
 logger = logging.getLogger("tierfall")

@@ -1,12 +1,13 @@
 """One run's tiers, opened for writing by one process: host memory, stored tiers, and their listings.
 
-A start modifies this object: it agrees with the other ranks, claims an attempt, and excludes tiers that some rank
-cannot reach. A ``Session`` is then built on it. This module does not use the ledger.
+A start excludes tiers that some rank cannot reach, and makes those read-only that cannot be written to. This module
+does not use the ledger.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -17,36 +18,25 @@ from functools import partial
 from typing import TypeVar
 
 from tierfall.config import Config, FileTierConfig
-from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
+from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
-from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     FencedError,
-    IntegrityError,
     KeyExistsError,
     LostWriteError,
     StorageFullError,
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.leftovers import (
-    AdoptedSlot,
-    adopt_slots,
-    check_memory,
-    is_ours,
-    list_slots,
-    regions_in,
-)
-from tierfall.setup.attempts import next_number
+from tierfall.setup.host_memory import NodeMemory, check_memory, is_ours, regions_in
 from tierfall.setup.peers import PeerMemory, discard_kept
-from tierfall.setup.places import run_folder, seen_by_one
+from tierfall.setup.places import seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -62,10 +52,6 @@ from tierfall.setup.tiers import (
     open_stores,
     patience_s,
 )
-from tierfall.telemetry.status import remove_status
-from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import HostTier, damaged_arena_error, log_allocation
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -73,12 +59,13 @@ T = TypeVar("T")
 
 
 class OpenedTiers:
-    """See the module. ``attempt`` is None until one is claimed.
+    """See the module.
 
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
-    tier is read-only that is not configured so. ``agrees``: the start and its restores must be
-    consistent with other ranks, or with the images that other ranks of an earlier start left in memory.
+    tier is read-only that is not configured so; ``emptied`` why a tier of this node is not the one that was there.
+    ``agrees``: the start and its restores must be consistent with other ranks, or with the images that other ranks of
+    an earlier start left in memory.
     """
 
     def __init__(
@@ -106,34 +93,21 @@ class OpenedTiers:
         self.run = run
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
-        self.attempt: Attempt | None = None
         self.found_read_only: dict[str, str] = {}
-        self.warned_starts: set[Key] = set()
-        self.stores: dict[str, StoredTier] = {}
-        self.adopted: list[AdoptedSlot] = []
-        self.memory_problems: list[TierfallError] = []
+        self.emptied: dict[str, TierfallError] = {}
         self._closed = False
         self._peers = peers
         self._calls = BoundedCalls()
-        self.folder = prepare_folder(run_folder(config, run))
-        self.host = HostTier(
-            name=config.host.name,
+        self.stores: dict[str, StoredTier] = {}
+        self.memory = NodeMemory(
+            config,
             run=run,
-            folder=self.folder,
-            slot=self.ranks.local_index,
-            shard=self.ranks.shard,
-            capacity_bytes=config.host.capacity_bytes,
-            progress=log_allocation(config.host.name),
+            ranks=self.ranks,
+            adopts=offline or self.ranks.topology.is_leader,
             images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
-        )
-        self._lock = RunLock.acquire(
-            self.folder / lock_name(self.ranks.local_index),
-            run=run,
             command=command,
-            wait_s=config.max_wait_s,
         )
         try:
-            self._attach_host(adopts=offline or self.ranks.topology.is_leader, command=command)
             self.stores, self.errors = open_stores(
                 config,
                 run,
@@ -149,48 +123,37 @@ class OpenedTiers:
                 _log_excluded(name, problem)
             self.listings = self.list_now()
             self.identities = TierIdentities(
-                self.config, self.stores, self.folder, self.listings, self._calls
+                self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
-            self._check_identities()
-            self.agrees = self.ranks.many or self._has_images_of_others()
-            check_memory(
-                self.hosts(),
-                self.stores,
-                self.listings,
-                run=run,
-                may_be_unknown=offline
-                or bool(self.errors)
-                or self.identities.are_as_remembered(self.listings),
+            self._check_identities(accepts=offline or fresh)
+            self.agrees = self.ranks.many or any(
+                shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
             )
+            check_memory(self.memory.hosts, self.stores, self.listings, self.emptied, run=run)
             if peers is not None and not fresh:
                 known, wait_s = partial(is_ours, self.stores, self.listings), patience_s(config) / 2
-                peers.recover_image(self.host, self.listings, known, wait_s)
-                self.listings = self._with_memory(self.listings)
+                peers.recover_image(self.memory.host, self.listings, known, wait_s)
+                self.listings = (self.memory.list(), *self.listings[1:])
         except BaseException:
             self.close(keep=True)
             raise
         self._log_unreadable()
 
-    def _attach_host(self, *, adopts: bool, command: str) -> None:
-        try:
-            self.host.attach()
-        except IntegrityError as error:
-            raise damaged_arena_error(error, self.host.path) from error
-        if adopts:
-            first = len(self.ranks.topology.local_ranks)
-            self.adopted, self.memory_problems = adopt_slots(
-                self.folder, first=first, name=self.host.name, run=self.run, command=command
-            )
-
-    def _check_identities(self) -> None:
-        """Refuse two tiers with one id; exclude tiers that are empty or have another id."""
+    def _check_identities(self, *, accepts: bool) -> None:
+        """Refuse two tiers with one id; exclude tiers that are empty or have another id. One of this node alone that is
+        empty is only noted, unless this start ``accepts`` it."""
         self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)
-            _log_excluded(name, error)
+        if not accepts:
+            self.emptied.update(self.identities.emptied(self.listings))
+            for problem in self.emptied.values():
+                logger.warning("open: %s", problem)
+            self.listings = self._with_emptied(self.listings)
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Close a tier, and continue without it."""
+        _log_excluded(name, error)
         close_stores({name: self.stores.pop(name)}, ANSWER_S)
         self.errors[name] = error
         self.listings = tuple(
@@ -202,7 +165,7 @@ class OpenedTiers:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
             for damage in listing.damaged:
-                if damage not in self.memory_problems:  # which were logged
+                if damage not in (*self.memory.problems, *self.emptied.values()):  # are logged
                     what = "damaged" if damage.is_damage else "that could not be read"
                     logger.warning(
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
@@ -220,20 +183,9 @@ class OpenedTiers:
                     listing.tier,
                 )
 
-    def _has_images_of_others(self) -> bool:
-        return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
-
-    def hosts(self) -> list[HostTier]:
-        """Return the host memory of this process: its own slot, and the slots that it has adopted."""
-        return [self.host, *(slot.host for slot in self.adopted)]
-
-    def slots(self) -> list[tuple[RunLock, HostTier]]:
-        """Return the same slots, each with its lock."""
-        return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
-
     def finds_nothing(self) -> bool:
-        """Return whether every tier was listed and none has a checkpoint of this run."""
-        if any(not each.is_damage for x in self.listings for each in x.problems):
+        """Return whether every tier was listed and is the one that was there, and none has a checkpoint of this run."""
+        if self.emptied or any(not each.is_damage for x in self.listings for each in x.problems):
             return False
         return all(checkpoint.deleted for checkpoint in merge(self.listings))
 
@@ -255,12 +207,8 @@ class OpenedTiers:
     def exclude_all(self, tiers: Mapping[str, str]) -> None:
         """Exclude tiers that other ranks of this start cannot reach; ``tiers`` has rank and reason of each."""
         for name, why in tiers.items():
-            if name in self.errors:
-                continue
-            self.exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
-            logger.warning(
-                "open: all ranks go on without tier %s, for as long as they run: %s", name, why
-            )
+            if name not in self.errors:
+                self.exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
 
     def make_read_only(self, tiers: Mapping[str, str]) -> None:
         """Make tiers read-only that cannot be written to; ``tiers`` gives the reason of each.
@@ -290,10 +238,6 @@ class OpenedTiers:
         self.config = self.config.model_copy(update={"tiers": tiers})
 
     # Attempts ----------------------------------------------------------------------------------------
-
-    def next_number(self) -> int:
-        """Return an attempt number above all others, including those on tiers that cannot be listed."""
-        return next_number(self.listings, run=self.run, own=self.attempt)
 
     def claim_from(self, number: int) -> Attempt:
         """Claim the attempt of that number, or of the next free one: no two starts have the same number."""
@@ -326,16 +270,13 @@ class OpenedTiers:
         reachable = [store for store in reversed(written) if store.name in answered]
         if not self._write_record(attempt, reachable):
             return False
-        if self.attempt is None:
-            self.identities.write_records(
-                attempt,
-                self.config,
-                owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
-                leads=self.ranks.topology.is_leader,
-            )
-        else:
-            self.identities.note_attempt(attempt)
-        self.attempt = attempt
+        self.identities.write_records(
+            attempt,
+            self.config,
+            owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
+            leads=self.ranks.topology.is_leader,
+            emptied=self.emptied,
+        )
         return True
 
     def _write_record(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
@@ -360,10 +301,8 @@ class OpenedTiers:
                 self.make_read_only({store.name: str(error)})
         return True
 
-    def check_fence(self) -> None:
-        """Raise FencedError if a tier has a record of a newer attempt than this process's."""
-        assert self.attempt is not None
-        attempt = self.attempt
+    def check_fence(self, attempt: Attempt) -> None:
+        """Raise FencedError if a tier has a record of a newer attempt than ``attempt`` of this process."""
         written = [tier.name for tier in self.config.storage if not tier.read_only]
         asked = [store for name, store in self.stores.items() if name in written]
         for name, answer in self._call(asked, lambda store: store.fence.check(attempt)).items():
@@ -372,15 +311,13 @@ class OpenedTiers:
             except (StorageFullError, UnreachableError) as error:
                 logger.warning("tier %s was not asked for newer attempts: %s", name, error)
 
-    def discard_unfinished(self) -> bool:
-        """Delete unfinished files of earlier starts on the tiers that this rank owns, before any rank writes. Return
-        whether each of these tiers can be written to now.
+    def discard_unfinished(self, attempt: Attempt) -> bool:
+        """Delete, as ``attempt``, unfinished files of earlier starts on the tiers that this rank owns, before any rank
+        writes. Return whether each of these tiers can be written to now.
 
         A deletion that does not finish in time may continue. It does not delete files of this process's writers, but it
         may delete those of other ranks: with several ranks the tier is excluded, and no rank may write to it.
         """
-        attempt = self.attempt
-        assert attempt is not None
         if self._peers is not None and self.ranks.topology.is_leader:
             self._peers.remove_empty()
         own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
@@ -390,7 +327,6 @@ class OpenedTiers:
             match answer.error:
                 case UnreachableError() as error if self.ranks.many:
                     self.exclude(name, error)
-                    _log_excluded(name, error)
                 case BackendError() | FencedError() as error:
                     logger.warning("open: tier %s: leftovers stay: %s", name, error)
                 case _:
@@ -409,18 +345,21 @@ class OpenedTiers:
 
     def list_now(self) -> tuple[Listing, ...]:
         """List every tier; of memory, the slots of this process."""
-        return self._with_memory(
-            list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        memory = self.memory.list()
+        found = list_all(self.config, memory, self.stores, self.errors, self._calls)
+        return self._with_emptied(found)
+
+    def _with_emptied(self, listings: Iterable[Listing]) -> tuple[Listing, ...]:
+        """Note in the listings which tiers are not those that were there, until there is a checkpoint."""
+        return tuple(
+            replace(x, damaged=(*x.damaged, self.emptied[x.tier]))
+            if x.tier in self.emptied and not x.copies
+            else x
+            for x in listings
         )
 
-    def _with_memory(self, listings: Iterable[Listing]) -> tuple[Listing, ...]:
-        """Replace the listing of memory by that of the slots of this process."""
-        memory = list_slots(self.hosts())
-        memory = replace(memory, damaged=(*memory.damaged, *self.memory_problems))
-        return tuple(memory if x.tier == self.host.name else x for x in listings)
-
     def look(
-        self, id: CheckpointId, names: Iterable[str], timeout_s: float
+        self, id: CheckpointId, names: Iterable[str], timeout_s: float = math.inf
     ) -> dict[str, CallResult[FoundCopy | None]]:
         """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None if it has no commit record
         there."""
@@ -433,18 +372,27 @@ class OpenedTiers:
             timeout_s=timeout_s,
         )
 
-    def opener(self, regions: Regions) -> OpenImage:
-        """Return a function that opens images in ``regions`` and on stored tiers, there with bounded reads."""
+    def opener(self) -> OpenImage:
+        """Return a function that opens images, those in the memory of this process included; on stored tiers, reads are
+        bounded."""
         stores = {name: bounded_reads(store, self.config) for name, store in self.stores.items()}
-        return image_opener(stores, self.host.name, regions)
+        return image_opener(stores, self.memory.name, regions_in(self.memory.hosts))
 
-    # The end -----------------------------------------------------------------------------------------
+    # Memory ------------------------------------------------------------------------------------------
+
+    def hold_memory(self, *, renew: bool = False) -> None:
+        """Hold this run's place in memory, if the files there were removed; ``renew``: for the next image. Raises
+        LockError if another process has the place."""
+        if renew:
+            self.memory.renew()
+        else:
+            self.memory.hold_place()
+        self.identities.rewrite_memory()
 
     def discard_memory(self) -> None:
         """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
         needs any more: the process ends now."""
-        for host in self.hosts():
-            host.discard()
+        self.memory.discard()
         if self.config.peers is not None and self.ranks.topology.is_leader:
             discard_kept(self.config.peers.path, self.run)
 
@@ -458,13 +406,8 @@ class OpenedTiers:
             if not keep and self._peers is not None and self.ranks.topology.is_leader:
                 self._peers.release(self.stores, self._call)
             close_stores(self.stores, timeout_s)
-            self.host.close(keep=keep)
-            if not keep:
-                remove_status(self.host.path)
-            for slot in self.adopted:
-                slot.close(keep=keep)
         finally:
-            self._lock.release()
+            self.memory.close(keep=keep)
 
 
 def _log_excluded(name: str, error: TierfallError) -> None:

@@ -1,12 +1,13 @@
-"""A session: one run's tiers, opened for writing, with everything that moves copies between them.
+"""A session: the planner of one run on its opened tiers, with the threads that carry out what it decides.
 
-It builds the ledger from what the tiers hold, starts the threads, and ends them. ``Checkpointer`` is built on it.
-Nothing here knows a model or a state.
+The ledger is built from what the tiers hold. ``Checkpointer`` is built on a session. Nothing here knows a model or a
+state.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
+from tierfall.config.sections import OnClose
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.chunk_reader import BufferRing, ReadTally
 from tierfall.core.flush.coordinator import Coordinator
-from tierfall.core.flush.facts import Group, Ledger
-from tierfall.core.flush.tasks import LedgerQuery
+from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
+from tierfall.core.flush.tasks import AdmissionRequest, Command, CommandKind, LedgerQuery
 from tierfall.core.flush.worker import TaskRunner, Workers
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.records import Attempt
@@ -29,16 +32,17 @@ from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.runtime.public_calls import is_within_another
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.types.errors import BackendError, FlushError, TierfallError
-from tierfall.core.types.values import CheckpointId, LossClass
+from tierfall.core.types.errors import BackendError, FlushError, TierfallError, UnreachableError
+from tierfall.core.types.lineage import Key
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.policies.forecast import loss_bounds, peer_survival
-from tierfall.session.leftovers import Leftovers, adopt_images, images_in, note_overtaken
-from tierfall.session.memory_files import MemoryFiles
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.start import Start, begin_attempt, on_all_ranks
-from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
+from tierfall.run.status_writer import StatusWriter
+from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
+from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.start import Start, catalog_of, take_attempt
+from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.step_timer import StepTimer
@@ -51,33 +55,33 @@ CHECK_S = 0.5
 NESTED_S = 2.0
 """Seconds for which a call within another one of its thread waits for the coordinator."""
 ABANDON_S = 1.0
+_IN_MEMORY = (TierKind.DEVICE, TierKind.HOST, TierKind.PEER)
 
 
 class Session:
-    """See the module. Made of opened tiers and what they hold; it closes these tiers.
+    """See the module. It closes the tiers that it is made of. Nothing moves before ``start``.
 
-    Nothing moves before ``start``.
+    ``displaced``: memory of some rank has images of other ranks, which can only be restored from: the first save is
+    made soon, and owed to every tier.
     """
 
     def __init__(
-        self,
-        tiers: OpenedTiers,
-        start: Start,
+        self, tiers: OpenedTiers, start: Start, catalog: Sequence[Listing], warned: set[Key]
     ) -> None:
-        """Build the ledger, and all that works on it."""
+        """Build the ledger of what ranks have agreed on at the ``start``, and all that works on it. ``catalog`` is what
+        the tiers hold for all ranks; ``warned`` are the starts that were logged as overtaken.
+
+        Raises ConfigError where the port for metrics is in use, or prometheus-client is missing.
+        """
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
-        self.host, self.stores, self.errors = tiers.host, tiers.stores, tiers.errors
-        self._held = on_all_ranks(tiers, start)
-        self.displaced = bool(start.displaced)
-        """Memory of some rank has images of other ranks, which can only be restored from: the first save is made soon,
-        and owed to every tier."""
+        self.memory, self.host, self.stores = tiers.memory, tiers.memory.host, tiers.stores
+        self._start, self._catalog, self._warned = start, catalog, warned
         self._closed = False
-        self.listeners: dict[str | int, Listener] = {}
+        self.displaced = bool(start.displaced)
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
         self.step_timer = StepTimer()
         self.callbacks = CallbackThread(f"tierfall-{self.run}-callbacks")
-        self._metrics_server: MetricsServer | None = None
         sharers = self.ranks.topology.core_sharers
         self.hash_threads = self.config.capture.threads or hash_threads(sharers)
         # of restores: they do not wait for flushes
@@ -88,7 +92,7 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
-        ledger, self.leftovers = _load_ledger(tiers, start, self._held, written)
+        ledger, self.leftovers = _load_ledger(tiers, start, catalog, written)
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
@@ -109,9 +113,18 @@ class Session:
             notify=self.journal.notify,
             leftovers=self.leftovers,
         )
-        self.memory = MemoryFiles(tiers)
         self.holds = Holds()
         self.status = StatusWriter(self)
+        self._metrics_server = self._serve_metrics()
+
+    def _serve_metrics(self) -> MetricsServer | None:
+        """Serve metrics and health where ``metrics`` is set, on the first rank of each node."""
+        wanted = self.config.metrics
+        if wanted is None or not self.ranks.topology.is_leader:
+            return None
+        address, port = wanted.listens_on
+        where = "open: metrics.prometheus"
+        return MetricsServer(address, port, self.status.present, run=self.run, where=where)
 
     @property
     def config(self) -> Config:
@@ -119,8 +132,9 @@ class Session:
 
     @property
     def attempt(self) -> Attempt:
-        assert self.tiers.attempt is not None
-        return self.tiers.attempt
+        """The present attempt of this process."""
+        assert self._start.attempt is not None
+        return self._start.attempt
 
     @property
     def listings(self) -> tuple[Listing, ...]:
@@ -129,31 +143,17 @@ class Session:
 
     # Threads -----------------------------------------------------------------------------------------
 
-    def serve_metrics(self) -> None:
-        """Serve metrics and health where ``metrics`` is set, on the first rank of each node. Raises ConfigError where
-        the port is in use, or prometheus-client is missing."""
-        wanted = self.config.metrics
-        if wanted is None or not self.ranks.topology.is_leader:
-            return
-        address, port = wanted.listens_on
-        self._metrics_server = MetricsServer(
-            address, port, self.status.present, run=self.run, where="open: metrics.prometheus"
-        )
-
-    def start(self, listeners: Mapping[str | int, Listener] | None = None) -> None:
+    def start(self, listeners: Mapping[str | int, Listener]) -> None:
         """Start all threads: what an earlier start left to be flushed is flushed.
 
         ``listeners`` receive the ranks' messages whose topic begins with their key; the coordinator receives the rest.
         """
-        self.listeners.update(listeners or {})
+        post = self.coordinator.post
         self.journal.start(self.attempt)
         self.coordinator.start()
         self.workers.start(self.coordinator)
-        self.ranks.set_listener(self._on_message)
+        self.ranks.set_listener(lambda news: listeners.get(news.topic[0], post)(news))
         self.status.start()
-
-    def _on_message(self, news: RankMessage) -> None:
-        self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised.
@@ -281,9 +281,7 @@ class Session:
 
     def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
-        store = self.stores.get(tier)
-        look = {} if store is None else {tier: partial(store.find_copy, id)}
-        found = BoundedCalls().call_all(look, bounds_s(self.config), doing="look")
+        found = self.tiers.look(id, {tier} & self.stores.keys())
         try:
             there = all(answer.get() is not None for answer in found.values())
         except TierfallError as failure:
@@ -306,13 +304,78 @@ class Session:
 
     def known_by_all(self) -> tuple[KnownCheckpoint, ...]:
         """Return the checkpoints that this start found, without those of which other ranks lack their images."""
-        return merge(self._held)
+        return merge(self._catalog)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
         self.tiers.listings = self.list_now()
-        begin_attempt(self.tiers)
+        self._start = take_attempt(self.tiers, self.attempt)
+        catalog_of(self.tiers, self._start, self._warned)
         return self.attempt
+
+    # Requests ----------------------------------------------------------------------------------------
+
+    def submit(
+        self, kind: CommandKind, id: CheckpointId, tag: str = ""
+    ) -> dict[str, BaseException]:
+        """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that
+        failed. After that, the command continues in the background."""
+        done = InterruptibleEvent()
+        failed: dict[str, BaseException] = {}
+
+        def on_done(failures: dict[str, BaseException]) -> None:
+            failed.update(failures)
+            done.set()
+
+        command = Command(kind=kind, id=id, tag=tag, on_answer=on_done)
+        self.coordinator.post(command)
+        if self.wait(done, self.config.max_wait_s):
+            return failed
+        waited = f"{self.config.max_wait_s:g} s (max_wait)"
+        late = self.call(partial(self.coordinator.late_tiers, command))
+        if done.is_set:  # since the wait has ended
+            return failed
+        if not late:
+            why = f"something is still being read, written or deleted after {waited}, and it goes on then"
+            return {"tierfall": TierfallError(f"{kind}: {id} is noted; {why}")}
+        return {tier: UnreachableError(f"no answer within {waited}; it goes on") for tier in late}
+
+    def must_keep_memory(self) -> bool:
+        """Return whether host memory has something that no stored tier has, or that one is still owed."""
+        return self.call(self._needs_memory)
+
+    def free_memory_at_end(self, timeout_s: float) -> None:
+        """Delete the files of host memory, unless something in them is needed or a save is in progress: the process
+        ends now."""
+        done = InterruptibleEvent()
+
+        def free() -> None:
+            entries = self.coordinator.ledger.entries.values()
+            try:
+                if not (self._needs_memory() or any(e.snapshot is not None for e in entries)):
+                    self.tiers.discard_memory()
+            except TierfallError as error:
+                logger.warning("host memory is not freed: %s", error)
+            finally:
+                done.set()
+
+        self.call_soon(free)
+        self.wait(done, timeout_s)
+
+    def _needs_memory(self) -> bool:
+        """See ``must_keep_memory``; on the coordinator's thread."""
+        leftovers, ledger = self.leftovers, self.coordinator.ledger
+        if self.config.host.on_close is OnClose.KEEP:
+            return True
+        if not all(leftovers.durable_on(id) for id in leftovers.images):
+            return True
+        if any(entry.owed for entry in ledger.entries.values()):
+            return True
+        stored = [rules.name for rules in ledger.rules if rules.kind not in _IN_MEMORY]
+        return not all(
+            any(entry.state(tier) is CopyState.COMMITTED for tier in stored)
+            for entry in images_needed(ledger)
+        )
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -330,7 +393,7 @@ class Session:
 
         if keep_memory:
             try:
-                self.memory.hold_place()
+                self.tiers.hold_memory()
             except TierfallError as error:
                 logger.warning("%s: its place cannot be held: %s", self.host.name, error)
         self.status.close()
@@ -341,20 +404,26 @@ class Session:
             self.coordinator.stop(
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
-            damaged = self.tiers.host.holds_damaged()  # the next start reports it, too
-            keep = keep_memory or damaged or not self.memory.are_intact()
+            damaged = self.host.holds_damaged()  # the next start reports it, too
+            keep = keep_memory or damaged or not self.memory.are_files_intact()
         finally:
             self.journal.close()
             self.callbacks.close(CLOSE_S)
-            self._release(keep=keep, timeout_s=left_s())
+            self._closed = True
+            if self._metrics_server is not None:
+                self._metrics_server.close()
+            try:
+                self.tiers.close(keep=keep, timeout_s=left_s())
+            finally:
+                self.ring.release()
             wait_for_messages()
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""
-        if self.memory.problem:
+        if self.memory.loss:
             return (
                 "what has no file in memory is lost unless another tier has it, and the next start or 'tierfall "
-                f"drain' finishes the rest: {self.memory.problem}"
+                f"drain' finishes the rest: {self.memory.loss}"
             )
         return (
             "what is sealed is in host memory, and the next start or 'tierfall drain' finishes it"
@@ -374,21 +443,56 @@ class Session:
                 case _:
                     answer.get()
 
-    def abandon(self) -> None:
-        """Undo an opening that failed before its end."""
-        if self.workers.running:
-            self.close(keep_memory=True, timeout_s=ABANDON_S)
-        else:
-            self._release(keep=True, timeout_s=ABANDON_S)
 
-    def _release(self, *, keep: bool, timeout_s: float) -> None:
-        self._closed = True
-        if self._metrics_server is not None:
-            self._metrics_server.close()
+class RegionRequest:
+    """A request for a region of host memory. It is waited for, or cancelled."""
+
+    def __init__(
+        self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
+    ) -> None:
+        self._session = session
+        self._done = InterruptibleEvent()
+        self._lock = threading.Lock()
+        self._answer: list[Any] = []
+        self._request = AdmissionRequest(
+            id=id,
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=time.monotonic() + session.config.max_wait_s,
+            on_answer=self._on_answer,
+        )
+        session.coordinator.post(self._request)
+
+    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._answer.extend((region, error))
+            if self._request.cancelled.is_set() and region is not None:
+                region.release()
+        self._done.set()
+
+    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Return the region, or None and the reason."""
         try:
-            self.tiers.close(keep=keep, timeout_s=timeout_s)
-        finally:
-            self.ring.release()
+            with self._session.holds.hold(f"save of step {self._request.id.step}", self._describe):
+                self._session.wait(self._done)
+        except BaseException:  # Ctrl-C, for example
+            self.cancel()
+            raise
+        return self._answer[0], self._answer[1]
+
+    def _describe(self) -> str:
+        host = self._session.host
+        need, room = format_size(self._request.image_bytes), format_size(host.capacity_bytes)
+        return (
+            f"no room in {host.name} ({room}) for {need}; {self._session.status.describe_flushes()}"
+        )
+
+    def cancel(self) -> None:
+        """Release the region, now or when it comes; no other image is evicted for it any more."""
+        with self._lock:
+            self._request.cancelled.set()
+            if self._answer and self._answer[0] is not None:
+                self._answer[0].release()
 
 
 def _load_ledger(
@@ -397,7 +501,7 @@ def _load_ledger(
     """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
     ledger = Ledger(
         tier_rules(tiers.config),
-        tiers.host.name,
+        tiers.memory.name,
         group=Group(
             topology=tiers.ranks.topology,
             shared={tier.name: is_shared(tier) for tier in tiers.config.stored},
@@ -414,11 +518,24 @@ def _load_ledger(
     seen = start.seen & written
     ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
     ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
-    images = images_in(tiers.hosts())
-    leftovers = adopt_images(ledger, images, tiers.adopted, start.displaced)
+    images = tiers.memory.images()
+    leftovers = adopt_images(ledger, images, tiers.memory.adopted, start.displaced)
     note_overtaken(ledger, start.overtaken)
     return ledger, leftovers
 
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:
     """The answer of a call that nobody waits for."""
+
+
+def images_needed(ledger: Ledger) -> list[LedgerEntry]:
+    """Return the images in memory that must not be lost with it: the newest of the live lineage, those that are pinned,
+    those set aside, and those whose copy on some tier is damaged."""
+    left = ledger.abandoned()
+    held = [
+        e
+        for e in ledger.entries.values()
+        if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.deleted
+    ]
+    newest = max(held, key=lambda e: e.id, default=None)
+    return [e for e in held if e is newest or e.pinned or e.set_aside or e.damage]

@@ -1,4 +1,5 @@
-"""The status file of a training process, written on a thread of its own: neither training nor the coordinator waits.
+"""What a run reports: statistics, and the status file of its process, written on a thread of its own: neither training
+nor the coordinator waits.
 
 The status is made on the coordinator's thread, which owns the ledger, and is small: it has the newest checkpoints only.
 It is written at most once a second when something happened, and every AT_LEAST_EVERY_S seconds otherwise.
@@ -15,20 +16,23 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierfall.config import Config
+from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.lane import FlushLane
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
-from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound, TierRules
+from tierfall.core.types.values import CopyState, LossClass, SaveOutcome
+from tierfall.core.types.view import LossBound, TierRules, newest_surviving
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
+from tierfall.telemetry.reports import Compression, RestoreReport, ShardSource, Statistics
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -42,7 +46,8 @@ from tierfall.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from tierfall.session.session import Session
+    from tierfall.run.saver import SaveCounts
+    from tierfall.run.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -91,7 +96,7 @@ class StatusWriter:
         self._closing.set()
         self._thread.join(JOIN_S)
         self._thread = None
-        remove_status(self._tiers.host.path)
+        remove_status(self._session.host.path)
 
     def _run(self) -> None:
         seen, written_s = -1, 0.0
@@ -147,8 +152,8 @@ class StatusWriter:
         if self._closing.is_set():
             return
         try:
-            write_status(self._tiers.folder, status)
-        except FileNotFoundError as error:  # ``MemoryFiles`` logs it, and creates the folder anew
+            write_status(self._session.memory.folder, status)
+        except FileNotFoundError as error:  # a save logs it, and creates the folder anew
             logger.debug("the status is not written at present: %s", error)
         except OSError as error:
             text = "the status for 'tierfall watch' is not written at present: %s"
@@ -172,7 +177,7 @@ class StatusWriter:
             slot=tiers.ranks.local_index,
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
-            attempt=tiers.attempt.number if tiers.attempt else None,
+            attempt=self._session.attempt.number,
             tiers=tuple(self._tier(rules) for rules in ledger.rules),
             checkpoints=tuple(
                 self._checkpoint(entry, abandoned=entry.id in left) for entry in reversed(newest)
@@ -222,9 +227,9 @@ class StatusWriter:
         committed_s = self._journal.tally.committed_s(tier)
         return now_s - (self._began_s if committed_s is None else committed_s)
 
-    def _tier_gauges(self) -> dict[str, dict[str, float | None]]:
+    def _tier_gauges(self) -> dict[str, Mapping[str, float | None]]:
         coordinator, ledger, now_s = self._coordinator, self._coordinator.ledger, time.monotonic()
-        rates, left = coordinator.rates, ledger.abandoned()
+        left, flow = ledger.abandoned(), _flow(coordinator)
         owed = Counter(tier for entry in ledger.open() for tier in entry.owed)
         degraded = Counter(
             tier
@@ -237,8 +242,8 @@ class StatusWriter:
         written = [rules.name for rules in stored]
         return {
             "commit_age_seconds": {name: self._since_commit(name, now_s) for name in written},
-            "behind": dict(coordinator.backlog.behind),
-            "behind_seconds": {t: coordinator.backlog.behind_s(t, now_s) for t in written},
+            "behind": flow["behind"],
+            "behind_seconds": flow["behind_s"],
             "behind_bound_seconds": {rules.name: rules.within_s for rules in stored},
             "owed_copies": {name: owed[name] for name in written},
             "degraded_copies": {tier.name: degraded[tier.name] for tier in tiers},
@@ -247,9 +252,9 @@ class StatusWriter:
             "tier_capacity_bytes": {tier.name: tier.capacity_bytes for tier in tiers},
             "tier_free_bytes": dict(self._free_bytes),
             "checkpoints": {tier.name: tier.checkpoints for tier in tiers},
-            "write_bytes_per_second": {t: rates.write_bytes_per_s(t) for t in written},
-            "read_bytes_per_second": dict(rates.read_rates()),
-            "flush_share": dict(coordinator.throttle.shares),
+            "write_bytes_per_second": {t: flow["write_bytes_per_s"][t] for t in written},
+            "read_bytes_per_second": flow["read_bytes_per_s"],
+            "flush_share": flow["flush_shares"],
         }
 
     def _events(self) -> tuple[dict[str, object], ...]:
@@ -261,7 +266,7 @@ class StatusWriter:
     def _tier(self, rules: TierRules) -> TierStatus:
         ledger, name, capacity = self._coordinator.ledger, rules.name, rules.capacity_bytes
         if name == ledger.host:
-            capacity = self._tiers.host.capacity_bytes or capacity
+            capacity = self._session.host.capacity_bytes or capacity
         failing = ledger.failing.get(name) or self._tiers.errors.get(name)
         lane = self._coordinator.lanes.get(name)
         is_delayed = lane is not None and lane.failing_since_s is not None
@@ -362,3 +367,103 @@ def _done(lane: FlushLane) -> tuple[int, int]:
     if geometry is None:
         return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
     return transfer.done_bytes, geometry.image_bytes
+
+
+def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
+    id = restored.checkpoint.id
+    commit = restored.checkpoint.commit
+    shard = next(
+        (f.name for f in commit.files if f.digest is None) if commit else iter(()), "rank 0"
+    )
+    tally = restored.tally
+    read = [ShardSource(shard=shard, tier=tier, bytes=n) for tier, n in tally.bytes.items()]
+    read += [
+        ShardSource(shard=shard, tier=tier, bytes=n, rank=rank)
+        for (tier, rank), n in sorted(tally.received.items())
+    ]
+    return RestoreReport(
+        step=id.step,
+        attempt=id.attempt,
+        sources=tuple(sorted(read, key=lambda source: -source.bytes)),
+        bytes=sum(source.bytes for source in read),
+        seconds=seconds,
+        fallbacks=restored.fallbacks,
+    )
+
+
+# Statistics, for the user's thread ---------------------------------------------------------------------
+
+
+def statistics(session: Session, counts: SaveCounts) -> Statistics:
+    """Return counters and times since open, without those of the cadence."""
+    stats = [handle.stats for handle in counts.handles]
+    coordinator = session.coordinator
+    durable: dict[str, list[float]] = {}
+    for one in stats:
+        for tier, seconds in one.durable_s.items():
+            durable.setdefault(tier, []).append(seconds)
+
+    def read() -> tuple[dict[LossClass, LossBound], dict[str, Any]]:
+        flow = _flow(coordinator)
+        written = flow.pop("write_bytes_per_s").items()
+        return session.loss_bounds(), {
+            **flow,
+            "edge_bytes": {
+                f"{source}->{lane.tier}": count
+                for lane in coordinator.lanes.values()
+                for source, count in lane.edge_bytes.items()
+            },
+            "peer_survival": session.peer_survival(),
+            "write_bytes_per_s": {tier: rate for tier, rate in written if rate is not None},
+            "late": {tier: coordinator.backlog.late.get(tier, 0) for tier in flow["behind_s"]},
+        }
+
+    bounds, flow = session.call(read)
+    counters = coordinator.counters
+    return Statistics(
+        saves=counts.begun,
+        lazy_saves=counts.lazy,
+        bytes=counts.bytes,
+        lazy_bytes=counts.lazy_bytes,
+        skipped_saves=counts.skipped,
+        superseded_saves=counters.superseded_saves,
+        failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),
+        blocked_s=_mean([one.blocked_s for one in stats]),
+        captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),
+        durable_s={tier: _mean(values) for tier, values in durable.items()},
+        commits=dict(counters.commits),
+        flush_failures=counters.flush_failures,
+        given_up_copies=counters.given_up_copies + sum(coordinator.flush_queue.given_up.values()),
+        set_aside_copies=counters.set_aside_copies,
+        dropped_copies=counters.deleted_copies,
+        direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
+        host_capacity_bytes=session.host.capacity_bytes,
+        newest=newest_surviving(bounds),
+        loss_bound=bounds,
+        lost_events=session.journal.lost,
+        compression={
+            name: Compression(
+                raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
+            )
+            for name, store in session.stores.items()
+            if (packed := store.pack_counts) is not None
+        },
+        **flow,
+    )
+
+
+def _flow(coordinator: Coordinator) -> dict[str, Mapping[str, float | None]]:
+    """Return, by tier, how fast it is written and read, and how far it is behind."""
+    rates, backlog, ledger = coordinator.rates, coordinator.backlog, coordinator.ledger
+    tiers, now_s = [rules.name for rules in ledger.rules], time.monotonic()
+    return {
+        "write_bytes_per_s": {tier: rates.write_bytes_per_s(tier) for tier in tiers},
+        "read_bytes_per_s": dict(rates.read_rates()),
+        "behind": dict(backlog.behind),
+        "behind_s": {tier: backlog.behind_s(tier, now_s) for tier in tiers if tier != ledger.host},
+        "flush_shares": dict(coordinator.throttle.shares),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

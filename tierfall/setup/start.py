@@ -1,4 +1,5 @@
-"""The start of a run: all ranks agree on one attempt, and on what the tiers hold.
+"""The start of a run: all ranks agree on one attempt, and on what the tiers hold; the attempts of a run, by the records
+on several tiers.
 
 Every rank reports its own memory, the leader of each node the tiers that only its node sees, and rank 0 the shared
 tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ranks do.
@@ -6,21 +7,29 @@ tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.format.catalog import (
+    UNSEEN_ATTEMPTS,
     FoundCopy,
+    KnownCheckpoint,
     Listing,
     decided_in,
     merge,
+    next_attempt,
     overtaken,
+    start_of,
     starts_in,
 )
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.decided import DecidedList
-from tierfall.core.format.records import Attempt
+from tierfall.core.format.records import Attempt, Lineage
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import (
@@ -37,16 +46,26 @@ from tierfall.core.restore.inventory import (
     unlisted,
 )
 from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
-from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
-from tierfall.core.types.lineage import AttemptStart
-from tierfall.core.types.text import format_ranks
+from tierfall.core.types.errors import (
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    RanksError,
+    TierfallError,
+)
+from tierfall.core.types.keys import ATTEMPT_MAX
+from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
+from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId
-from tierfall.session import shared_folders
-from tierfall.session.leftovers import displaced_in
-from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.shared_folders import ProbeFiles
-from tierfall.setup.attempts import warn_of_overtaken_starts
+from tierfall.setup import shared_folders
+from tierfall.setup.host_memory import displaced_in
+from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.shared_folders import ProbeFiles
 from tierfall.setup.tiers import bounds_s, patience_s, reported_tiers, reporters
+from tierfall.tiers.attempts import StrayAttemptError
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
@@ -66,9 +85,9 @@ class TierReport(Message):
 class Start(Message):
     """What a session begins with: what rank 0 has decided, by what all ranks have found on the tiers.
 
-    ``unreachable`` and ``read_only`` have, per tier, the reason of some rank. ``whole`` has, per tier that all ranks
-    reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier;
-    ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
+    ``unreachable`` has, per tier, the reason of some rank. ``whole`` has, per tier that all ranks reach, the
+    checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``on_few_nodes`` is as
+    in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
     checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
     that lags. ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank
     flushes them. ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank
@@ -81,7 +100,6 @@ class Start(Message):
 
     attempt: Attempt | None = None
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    read_only: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
     on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = field(default_factory=dict)
@@ -103,33 +121,35 @@ class Start(Message):
         return self.complete - frozenset().union(*self.whole.values())
 
 
-def begin_attempt(tiers: OpenedTiers) -> Start:
-    """Take an attempt, together with the other ranks, and return what the tiers hold. The first attempt deletes what
-    earlier starts left half written."""
+def take_attempt(tiers: OpenedTiers, before: Attempt | None = None) -> Start:
+    """Take an attempt, together with the other ranks, and return what the tiers hold. ``before`` is the attempt of this
+    process that it follows; the first one deletes what earlier starts left half written."""
     if tiers.agrees:
-        start = agree_on_start(tiers)
-    else:
-        tiers.make_durable()
-        is_first = tiers.attempt is None
-        attempt = tiers.claim_from(tiers.next_number())
-        if is_first:
-            tiers.discard_unfinished()
-        start = Start(attempt=attempt, first=tiers.finds_nothing())
+        return agree_on_start(tiers, before)
+    tiers.make_durable()
+    attempt = tiers.claim_from(next_number(tiers.listings, run=tiers.run, own=before))
+    if before is None:
+        tiers.discard_unfinished(attempt)
+    return Start(attempt=attempt, first=tiers.finds_nothing())
+
+
+def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[Listing, ...]:
+    """Return what the tiers hold for all ranks; see ``on_all_ranks``. Starts that could not see each other's tiers are
+    logged once, and added to ``warned``."""
+    held = on_all_ranks(tiers, start)
     if tiers.ranks.topology.is_root:
-        held = on_all_ranks(tiers, start)
-        warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
-    return start
+        warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), warned)
+    return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundAtStart(Message):
-    """What one rank has found. ``unreachable`` and ``read_only`` hold the reason of each tier; ``tiers`` is the
-    inventory of those that it reports; ``unlisted`` names, for each stored tier that it could not list, the rank that
-    reports it; ``nothing``: it knows of no checkpoint, and could read every tier."""
+    """What one rank has found. ``unreachable`` has the reason of each tier; ``tiers`` is the inventory of those that it
+    reports; ``unlisted`` names, for each stored tier that it could not list, the rank that reports it; ``nothing``: it
+    knows of no checkpoint, and could read every tier."""
 
     number: int
     unreachable: Mapping[str, str]
-    read_only: Mapping[str, str]
     tiers: Mapping[str, TierMessage]
     unlisted: Mapping[str, int]
     nothing: bool
@@ -155,24 +175,24 @@ class AttemptDecision(Message):
     read_only: Mapping[str, str]
 
 
-def agree_on_start(tiers: OpenedTiers) -> Start:
+def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
     All ranks exclude a tier that one rank cannot reach: no checkpoint would ever be whole there. Where one falls silent
     after that, they decide again, without it.
     """
-    ranks, is_first = tiers.ranks, tiers.attempt is None
-    _find_shared(tiers)
+    ranks = tiers.ranks
+    if before is None:
+        _find_shared(tiers)
     tiers.make_durable()
     config = tiers.config
     order = [tier.name for tier in config.chain]
     reported_by = reporters(config, ranks)
-    number = tiers.next_number()
+    number = next_number(tiers.listings, run=tiers.run, own=before)
     for _ in range(TRIES):
         found = FoundAtStart(
             number=number,
             unreachable={tier: str(error) for tier, error in tiers.errors.items()},
-            read_only=tiers.found_read_only,
             tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
             unlisted=unlisted(tiers.listings, reported_by),
             nothing=tiers.finds_nothing(),
@@ -186,13 +206,12 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
         )
         assert start.attempt is not None
         tiers.exclude_all(start.unreachable)
-        tiers.make_read_only(start.read_only)
         with _report_error(ranks, _ATTEMPT):
             taken = tiers.claim(start.attempt)
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
-        if not answer.refused and (not is_first or _discard_unfinished(tiers)):
+        if not answer.refused and (before or _discard_unfinished(tiers, start.attempt)):
             tiers.listings = fill_in(tiers.listings, start, reported_by)
             return start
         number = start.attempt.number + 1
@@ -202,12 +221,12 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
     )
 
 
-def _discard_unfinished(tiers: OpenedTiers) -> bool:
+def _discard_unfinished(tiers: OpenedTiers, attempt: Attempt) -> bool:
     """Delete what earlier starts left half written, now that all ranks have written the attempt, and none writes
     anything else. Return whether all ranks can go on with all tiers."""
     timeout_s = _patience_s(tiers)
     with _report_error(tiers.ranks, _LEFTOVERS, timeout_s):
-        silent = not tiers.discard_unfinished()
+        silent = not tiers.discard_unfinished(attempt)
     message = StartMessage(silent=silent)
     return tiers.ranks.agree(_LEFTOVERS, message, _none_silent, bool, timeout_s=timeout_s)
 
@@ -232,7 +251,7 @@ def fill_in(
 
 def _find_shared(tiers: OpenedTiers) -> None:
     """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
-    if tiers.attempt is not None or not shared_folders.tiers_to_probe(tiers):
+    if not shared_folders.tiers_to_probe(tiers):
         return
     with shared_folders.files_of_probe(tiers) as write_files:
 
@@ -303,13 +322,11 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
     whole_somewhere, _ = complete(listings)
     attempt = tiers.claim_from(max(one.number for one in found.values()))
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
-    read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
     reachable = [listing for listing in listings if listing.tier not in unreachable]
     host, copies = tiers.config.host.name, tiers.config.peer_copies
     few = on_few_nodes(reachable, inventories, copies=copies, whole=whole_somewhere, host=host)
     return Start(
         unreachable=unreachable,
-        read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
@@ -391,3 +408,95 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
         )
         for listing in tiers.listings
     )
+
+
+# Attempts, by the records on several tiers ------------------------------------------------------------
+
+
+def next_number(listings: Sequence[Listing], *, run: str, own: Attempt | None = None) -> int:
+    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does.
+
+    Raises ConfigError, which names the tiers, where the last number is taken.
+    """
+    where = [x.tier for x in listings if ATTEMPT_MAX in {*x.attempts, *_saved_by(x)}]
+    if where:
+        raise ConfigError(
+            f"open: run {run!r} has an attempt {ATTEMPT_MAX} on {', '.join(where)}, above which there is no number: if "
+            "no start took it, remove its record, or the folders of its steps; or choose another run name"
+        )
+    number: int = min(next_attempt(listings, own), ATTEMPT_MAX)
+    return number
+
+
+def attempt_of(line: Lineage) -> Attempt:
+    """Return the attempt that saved a checkpoint, for this process to write on its behalf."""
+    return Attempt(
+        run=line.run,
+        number=line.checkpoint.attempt,
+        id=line.attempt_id,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        wall_time_s=time.time(),
+    )
+
+
+def _saved_by(listing: Listing) -> set[int]:
+    """Return the attempts that have step folders on a tier, committed or not."""
+    return {id.attempt for id in (*(copy.id for copy in listing.copies), *listing.unfinished)}
+
+
+def newest_attempt(
+    listings: Iterable[Listing], stores: Mapping[str, StoredTier], *, above: int = 0
+) -> tuple[Attempt, str] | None:
+    """Return the newest attempt in ``listings`` above a number, and a tier that has its record; None where there is
+    none. Strays do not count.
+
+    Raises what kept the record from being read on every tier that has it.
+    """
+    holders: dict[int, list[str]] = {}
+    for listing in listings:
+        for number in listing.attempts if listing.tier in stores else ():
+            holders.setdefault(number, []).append(listing.tier)
+    for number in sorted((n for n in holders if n > above), reverse=True):
+        failure: TierfallError | None = None
+        for tier in holders[number]:
+            try:
+                return stores[tier].fence.read(number), tier
+            except StrayAttemptError as error:
+                logger.warning("%s; until then it is ignored", error)
+            except KeyNotFoundError:
+                continue  # removed since the listing
+            except TierfallError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+    return None
+
+
+def warn_of_overtaken_starts(
+    run: str,
+    starts: Sequence[AttemptStart],
+    known: Sequence[KnownCheckpoint],
+    reported: set[Key],
+) -> None:
+    """Log, once each, the starts that could not see each other's tiers, and how to return to those that do not count.
+    ``reported`` are those logged before; this adds to it."""
+    later = overtaken_starts(starts, above=UNSEEN_ATTEMPTS)
+    overtaken = {start.key for start, _ in later} | {x.key for x in starts if x.passed_over}
+    for key in sorted(overtaken - reported):
+        commits = [(checkpoint, checkpoint.commit) for checkpoint in known if checkpoint.abandoned]
+        left = [found for found, commit in commits if commit and start_of(commit).key == key]
+        if not left:
+            continue
+        reported.add(key)
+        logger.warning(
+            "run %s: of two starts that could not see each other's tiers, attempt %d does not count: the higher number "
+            "does, or of one number the start that the run went on from, or that began last. What it has saved is "
+            "abandoned: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, pin "
+            "it now",
+            run,
+            key[0],
+            format_some([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
+            left[-1].id.step,
+            key[0],
+        )

@@ -1,8 +1,8 @@
 """The probe for shared folders: rank 0 writes a file to each folder, and the first rank of each other node searches it.
 
-The result sets ``shared`` of a tier that is not configured, and is checked against the value of one that is. It is also
-checked against records of earlier starts: on a node where a shared file system is not mounted, its folder is empty.
-With one node there is no probe.
+The result sets ``shared`` of a tier that is not configured, and is checked against the value of one that is. A tier
+that all nodes saw before has one id on all of them: on a node where its file system is not mounted, its folder is
+empty. With one node there is no probe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
-from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
@@ -27,7 +26,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.text import format_ranks
-from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.arena.folder import file_system_of
 from tierfall.tiers.stored import StoredTier
@@ -39,6 +38,7 @@ PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
 PAUSE_S = 0.1
 STALE_S = 3600.0
 _SHARED = "open: shared"
+_ADVICE = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
 Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
@@ -62,19 +62,16 @@ class ProbeFiles(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderReport(Message):
-    """One rank's view of the tiers.
+    """One rank's view of the tiers that it has not excluded.
 
-    By tier: whether rank 0's file was ``seen``, or why the search ``failed``; the id in the tier's record; the reason
-    to assume that it was ``shared_before``, and whether that is certain; the kind of its file system. By name: the
-    tiers that this rank has excluded (``left_out``), and those that are ``empty``.
+    By tier: whether rank 0's file was ``seen``, or why the search ``failed``; the id in the tier's record (``ids``);
+    the kind of its file system. ``shared_before`` are the tiers of which a record says that all nodes saw them.
     """
 
     seen: Mapping[str, bool]
     failed: Mapping[str, str]
-    left_out: frozenset[str]
     ids: Mapping[str, str | None]
-    shared_before: Mapping[str, tuple[str, bool]]
-    empty: frozenset[str]
+    shared_before: frozenset[str]
     file_systems: Mapping[str, str]
 
 
@@ -97,13 +94,12 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
     tiers = [tier for tier in tiers_to_probe(opened) if tier.name in (*files.written, *files.full)]
     written = [tier for tier in tiers if tier.name in files.written]
     seen, failed = find_probe_files(opened, written, files.token) if looks else ({}, {})
+    there = [tier for tier in tiers if tier.name in opened.stores]
     report = FolderReport(
         seen=seen,
         failed=failed,
-        left_out=frozenset(t.name for t in tiers if t.name not in opened.stores),
-        ids={t.name: opened.identities.id_of(t.name) for t in tiers},
-        shared_before={t.name: why for t in tiers if (why := _shared_before(opened, t))},
-        empty=frozenset(t.name for t in tiers if _is_empty(opened, t)),
+        ids={t.name: opened.identities.id_of(t.name) for t in there},
+        shared_before=frozenset(t.name for t in there if opened.identities.is_shared(t.name)),
         file_systems={t.name: _file_system(t) for t in tiers} if topology.is_leader else {},
     )
     found = opened.ranks.agree(
@@ -189,28 +185,16 @@ def _decide(
         for name, why in report.failed.items():
             failed.setdefault(name, f"rank {rank}: {why}")
     for tier in tiers:
+        if shared_setting(tier) is None:
+            _check_one_id(tier, reports)
         seen = {rank: x.seen[tier.name] for rank, x in reports.items() if tier.name in x.seen}
         if tier.name in full and shared_setting(tier) is None:
-            if any(tier.name in report.left_out for report in reports.values()):
-                continue  # all ranks exclude it
-            if _has_one_id(tier, reports):
-                shared[tier.name] = True
-            else:
-                _check_doubt(tier, reports, "it is full, so that no file shows what all nodes see")
-        elif tier.name not in failed and seen:
+            shared[tier.name] = any(tier.name in x.shared_before for x in reports.values())
+        elif tier.name not in full and tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
-            if shared_setting(tier) is None and not shared[tier.name]:
-                _check_doubt(tier, reports, "other nodes do not see what rank 0 writes there")
+        if shared_setting(tier) is None and not shared.get(tier.name, True):
+            _check_file_systems(tier, reports)
     return SharedDecision(shared=shared, failed=failed)
-
-
-def _has_one_id(
-    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
-) -> bool:
-    """Return whether all nodes read the same tier id, and a record confirms that all nodes saw the tier's files."""
-    ids = {report.ids.get(tier.name) for report in reports.values()}
-    known = (report.shared_before.get(tier.name) for report in reports.values())
-    return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
 
 
 def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) -> bool:
@@ -237,49 +221,33 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
     return found
 
 
-def _check_doubt(
-    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport], doubt: str
+def _check_one_id(
+    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
 ) -> None:
-    """Raise ConfigError where records indicate that a tier is shared; ``doubt`` is why it may not be."""
-    where = f"open: tier {tier.name} ({tier.folder})"
-    advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
-    for rank, report in reports.items():
-        why, is_certain = report.shared_before.get(tier.name, (None, False))
-        # without an empty folder, each node has files of the run, and so a folder of its own
-        if why and (is_certain or any(tier.name in other.empty for other in reports.values())):
-            raise ConfigError(f"{where}: {doubt}, and rank {rank} finds that {why}. {advice}")
+    """Raise ConfigError if a tier that all nodes saw before has not one id on all ranks that have opened it."""
+    known = [rank for rank, report in reports.items() if tier.name in report.shared_before]
+    ids = {rank: x.ids[tier.name] for rank, x in reports.items() if tier.name in x.ids}
+    for rank, id in ids.items() if known else ():
+        if id != ids[known[0]]:
+            raise ConfigError(
+                f"open: tier {tier.name} ({tier.folder}): rank {known[0]} finds that all nodes saw the same files "
+                f"there before, and rank {rank} finds another tier there, or none. {_ADVICE}"
+            )
+
+
+def _check_file_systems(
+    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
+) -> None:
+    """Raise ConfigError if a folder of each node is on file systems of several kinds."""
     kinds = {
         r: x.file_systems[tier.name] for r, x in reports.items() if tier.name in x.file_systems
     }
     others = [rank for rank, kind in kinds.items() if kind != kinds[0]]
     if others:
         raise ConfigError(
-            f"{where}: on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on {kinds[others[0]]}: that may be "
-            f"a missing mount. {advice}"
+            f"open: tier {tier.name} ({tier.folder}): on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on "
+            f"{kinds[others[0]]}: that may be a missing mount. {_ADVICE}"
         )
-
-
-def _is_empty(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> bool:
-    listing = next(x for x in opened.listings if x.tier == tier.name)
-    return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
-
-
-def _shared_before(
-    opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig
-) -> tuple[str, bool] | None:
-    """Return why this rank assumes that all nodes saw a tier's files at an earlier start, and whether that is certain.
-
-    It is not certain if all ranks may have been on one node.
-    """
-    if opened.identities.is_shared(tier.name):
-        return "all nodes saw the same files there before", True
-    listing = next(x for x in opened.listings if x.tier == tier.name)
-    for copy in listing.copies:
-        if copy.commit is None:
-            continue
-        if len(ranks_with_image(copy.commit, copy.commit.world_size)) == copy.commit.world_size:
-            return f"the commit record of {copy.id} there names the images of all ranks", False
-    return None
 
 
 def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:

@@ -1,0 +1,498 @@
+"""Host memory of a node as one process has it: its own slot, the slots that it has adopted from ranks that no longer
+exist, and the images in them; the check that what an earlier start left is this run's.
+
+A rank owns its slot, with the images of whatever rank. An image of this rank becomes its copy again. The first rank of
+a node adopts the slots beyond those of the present ranks. The images of other ranks are kept for restores until
+something newer is durable.
+
+Others may remove the files during training: systemd at the end of a user's last session (RemoveIPC), or a cleaner of
+temporary files. The memory itself remains, and flushes continue; but its images are lost with this process. The next
+save has new files for its image and those after it; that is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from tierfall.config import Config
+from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.commit_files import shards_of
+from tierfall.core.format.records import Commit, geometry, parse_manifest
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.inventory import Inventory, unite_listings
+from tierfall.core.runtime.conditions import Conditions
+from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.types.errors import (
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    LockError,
+    TierfallError,
+)
+from tierfall.core.types.text import format_some
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
+from tierfall.setup.places import run_folder
+from tierfall.setup.tiers import open_slot
+from tierfall.telemetry.status import remove_status
+from tierfall.tiers.arena.arena import arena_name, lock_name
+from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.host import (
+    HostTier,
+    SealedImage,
+    arena_slots,
+    damaged_arena_error,
+    log_allocation,
+)
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+WHO = "by systemd's RemoveIPC, say, or by a cleaner of temporary files"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slot of host memory, with its lock."""
+
+    lock: RunLock
+    host: HostTier
+
+    def close(self, *, keep: bool) -> None:
+        try:
+            self.host.close(keep=keep)
+            if not keep:
+                remove_status(self.lock.path)
+        finally:
+            self.lock.release()
+
+
+class NodeMemory:
+    """See the module. ``host`` is the process's own slot, ``adopted`` are those of ranks that no longer exist, and
+    ``problems`` the errors of memory that may hold good images and could not be read. ``loss`` is why images are lost
+    with this process; empty if none is, as far as known."""
+
+    def __init__(
+        self, config: Config, *, run: str, ranks: Ranks, adopts: bool, images: int, command: str
+    ) -> None:
+        """Lock and open the own slot and, if this process ``adopts``, those of ranks that no longer exist. ``images``
+        is for how many memory has room by default. A ``command`` that holds the run is waited for, for ``max_wait`` at
+        most.
+
+        Raises LockError if another process has one of the slots, ConfigError for memory of another run and for a
+        damaged header.
+        """
+        self.name = config.host.name
+        self.folder = prepare_folder(run_folder(config, run))
+        self.adopted: list[Slot] = []
+        self.problems: list[TierfallError] = []
+        self.loss = ""
+        with ExitStack() as undo:
+            own = ranks.local_index
+            lock = RunLock.acquire(
+                self.folder / lock_name(own), run=run, command=command, wait_s=config.max_wait_s
+            )
+            undo.callback(lock.release)
+            try:
+                self.host = HostTier(
+                    name=self.name,
+                    run=run,
+                    folder=self.folder,
+                    slot=own,
+                    shard=ranks.shard,
+                    capacity_bytes=config.host.capacity_bytes,
+                    progress=log_allocation(self.name),
+                    images=images,
+                )
+            except IntegrityError as error:
+                raise damaged_arena_error(error, self.folder / arena_name(own)) from error
+            self._own = Slot(lock, self.host)
+            undo.callback(self.close, keep=True)
+            for slot in arena_slots(self.folder) if adopts else ():
+                if slot >= len(ranks.topology.local_ranks):
+                    self._adopt(slot, run, command)
+            undo.pop_all()
+
+    def _adopt(self, slot: int, run: str, command: str) -> None:
+        """Adopt a slot. An empty one is deleted; one that cannot be read is logged, and stays. Raises LockError where
+        another process owns it: a rank of an earlier start that still runs."""
+        lock = RunLock.acquire(self.folder / lock_name(slot), run=run, command=command)
+        try:
+            host = open_slot(self.folder, slot, name=self.name, run=run)
+        except BaseException as error:
+            lock.release()
+            if not isinstance(error, TierfallError):
+                raise
+            logger.warning(
+                "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
+                error,
+            )
+            is_another_runs = isinstance(error, ConfigError)
+            if not (error.is_damage or is_another_runs):
+                self.problems.append(error)
+            return
+        if host.is_empty():
+            Slot(lock, host).close(keep=False)
+        else:
+            self.adopted.append(Slot(lock, host))
+
+    @property
+    def _slots(self) -> list[Slot]:
+        return [self._own, *self.adopted]
+
+    @property
+    def hosts(self) -> list[HostTier]:
+        """The slots, this process's own first."""
+        return [slot.host for slot in self._slots]
+
+    def images(self) -> list[tuple[CheckpointId, SealedImage]]:
+        """Return the sealed images of all slots."""
+        return images_in(self.hosts)
+
+    def list(self) -> Listing:
+        """List the sealed images of all slots, and what could not be read."""
+        found = list_slots(self.hosts)
+        return replace(found, damaged=(*found.damaged, *self.problems))
+
+    # Its files ---------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """Have files where some are missing: a save calls this. What prevents that is logged, and the memory is used on
+        without them."""
+        try:
+            self.hold_place()
+            self.host.replace_file()
+        except TierfallError as error:
+            taken = isinstance(error, LockError)
+            why = "another process took this run's place in memory: " if taken else ""
+            self._note(f"no new file can be allocated at present: {why}{error}")
+
+    def hold_place(self) -> None:
+        """Hold this run's place in memory again if its lock file was removed. Raises LockError if another process has
+        it."""
+        is_gone = self._note_lost()
+        locks = [slot.lock for slot in self._slots if not slot.lock.is_file_intact()]
+        if locks or is_gone:
+            prepare_folder(self.folder)
+        for lock in locks:
+            lock.reacquire()
+            # with its arena gone too, that is what is logged
+            level = logging.DEBUG if is_gone else logging.WARNING
+            logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
+
+    def _note_lost(self) -> bool:
+        """Note the memory whose file was removed; return whether the next image has none."""
+        lost = [host for host in self.hosts if host.regions_without_file()]
+        is_gone = not self.host.file_exists()
+        for host in [self.host] if is_gone else lost:
+            self._note(f"its file {host.path} was removed while this process uses it, {WHO}")
+        if not (lost or is_gone):
+            self.loss = ""
+        return is_gone
+
+    def _note(self, why: str) -> None:
+        if why not in self.loss:
+            first = f"{self.name}: what is in memory ends with this process: "
+            self.loss = f"{self.loss}; {why}" if self.loss else first + why
+            logger.warning("%s", self.loss)
+
+    def ends_with_process(self, regions: Iterable[HostRegion | None]) -> bool:
+        """Whether one of these images in memory is lost with this process, by all that is known."""
+        try:
+            lost = [each for host in self.hosts for each in host.regions_without_file()]
+            if lost:
+                self._note_lost()
+            return any(region is each for region in regions for each in lost)
+        except TierfallError:
+            return True
+
+    def are_files_intact(self) -> bool:
+        """Return whether no other process can own files of these names; False where that is not known."""
+        try:
+            return all(slot.lock.is_file_intact() for slot in self._slots)
+        except TierfallError as error:
+            logger.warning("close: what is in memory stays: %s", error)
+            return False
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Delete the files: the process ends now."""
+        for host in self.hosts:
+            host.discard()
+
+    def close(self, *, keep: bool) -> None:
+        """Close the slots, and release their locks; unless ``keep``, what is in them is deleted."""
+        try:
+            for slot in reversed(self._slots):
+                slot.close(keep=keep)
+        finally:
+            self._own.lock.release()
+
+
+def list_slots(hosts: Sequence[HostTier]) -> Listing:
+    """Return what is sealed in several slots, as one listing."""
+    return unite_listings(hosts[0].name, {host.path.name: host.list() for host in hosts})
+
+
+def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, SealedImage]]:
+    """Return the sealed images of several slots; each may have an image of the same checkpoint."""
+    return [item for host in hosts for item in host.images().items()]
+
+
+def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], HostRegion]:
+    return {(id, held.region.shard): held.region for id, held in images_in(hosts)}
+
+
+# Whose it is ------------------------------------------------------------------------------------------
+
+
+def check_memory(
+    hosts: Iterable[HostTier],
+    stores: Mapping[str, StoredTier],
+    listings: Iterable[Listing],
+    emptied: Mapping[str, TierfallError],
+    *,
+    run: str,
+) -> None:
+    """Raise ConfigError for host memory of another life of this run: a tier knows its attempt by another id, or no tier
+    knows it, and one was ``emptied``."""
+    answered = [x for x in listings if x.tier in stores and x.error is None]
+    for host in hosts:
+        found: dict[tuple[int, str], list[CheckpointId]] = {}
+        for id, image in host.images().items():
+            found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
+        for (number, attempt_id), ids in found.items():
+            known = _ids_by_tier(number, stores, answered)
+            if any(attempt_id in ids for ids in known.values()):
+                continue
+            why = str(next(iter(emptied.values()), ""))
+            if known:
+                why = f"tier {next(iter(known))} knows that attempt by another id"
+            if why:
+                raise ConfigError(
+                    f"open: {host.path} holds {format_some([str(id) for id in ids])} of another life of run {run!r}: "
+                    f"{why}. To continue from them, copy them to the tiers by 'tierfall drain', and start again. To "
+                    "begin anew, free that memory by 'tierfall drain --discard', or choose another run name"
+                )
+
+
+def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
+    """Return whether no tier that answered knows the attempt that a checkpoint was saved by under another id."""
+    answered = [x for x in listings if x.tier in stores and x.error is None]
+    number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
+    known = _ids_by_tier(number, stores, answered).values()
+    return not known or any(id in ids for ids in known)
+
+
+def _ids_by_tier(
+    number: int, stores: Mapping[str, StoredTier], answered: Iterable[Listing]
+) -> dict[str, frozenset[str]]:
+    """Return, for each tier that has any, the ids of the attempt of that number, by its record or, where that is
+    damaged, by commit records: normally one."""
+    known: dict[str, frozenset[str]] = {}
+    for listing in answered:
+        found = ids_by_commits(listing, number)
+        if number in listing.attempts:
+            try:
+                found = frozenset({stores[listing.tier].fence.read(number).id})
+            except (KeyNotFoundError, IntegrityError) as error:
+                logger.debug("%s: attempt %d: %s", listing.tier, number, error)
+        if found:
+            known[listing.tier] = found
+    return known
+
+
+def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
+    """Return the ids of the attempt of that number in the commit records of a tier: normally one, or none."""
+    return frozenset(
+        copy.commit.lineage.attempt_id
+        for copy in listing.copies
+        if copy.commit is not None and copy.id.attempt == number
+    )
+
+
+# On rank 0 --------------------------------------------------------------------------------------------
+
+
+def displaced_in(
+    inventories: Mapping[int, Inventory], *, host: str, world_size: int
+) -> frozenset[CheckpointId]:
+    """Return the checkpoints of which some rank has found an image in memory that another rank saved, or one of as many
+    ranks as there are not now."""
+    return frozenset(
+        copy.id
+        for rank, tiers in inventories.items()
+        for copy in (tiers[host].copies if host in tiers else ())
+        if (commit := copy.commit_of(rank, host)) is not None
+        and shards_of(commit) != [Shard(rank, world_size)]
+    )
+
+
+# In the ledger ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """The images in this node's memory that are not those of the present ranks, by checkpoint: they are restored from,
+    and copied nowhere. Belongs to the coordinator's thread."""
+
+    ledger: Ledger
+    slots: list[Slot]
+    images: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
+    _conditions: Conditions = field(default_factory=Conditions)
+
+    def add(self, id: CheckpointId, image: SealedImage, *, complete: bool) -> None:
+        """Keep an image until something newer is on a tier. ``complete``: all images of its checkpoint are there."""
+        shard = image.region.shard
+        what = f"open: the part of rank {shard.rank} of {shard.world_size} of {id} is in memory"
+        stays = "it is not flushed, and stays, to be restored from, until something newer is durable or a save needs"
+        if complete:
+            logger.info("%s: %s its room", what, stays)
+        else:
+            logger.warning(
+                "%s, the others' are not: %s its room; if no other tier holds the rest, that checkpoint is lost with "
+                "the machines that are missing", what, stays,
+            )  # fmt: skip
+        self.images.setdefault(id, []).append(image.region)
+
+    def on_committed(self, tier: str, newer: LedgerEntry) -> None:
+        """Release what is older than a checkpoint just committed on ``tier``, unless it is pinned, and nowhere else."""
+        if self.ledger.rules_of(tier).survives is LossClass.NONE:
+            return
+        for id in [id for id in self.images if (id.attempt, id.step) < newer.age_order]:
+            if self.ledger.decided.is_pinned(id, None) and not self.durable_on(id):
+                continue
+            for region in self.images.pop(id):
+                region.release()
+            self._conditions.end(id, "memory has room beside %s again: it is released", id)
+        for slot in [slot for slot in self.slots if slot.host.is_empty()]:
+            self.slots.remove(slot)
+            slot.close(keep=False)
+
+    def evict_oldest(self) -> bool:
+        """Release the oldest images, for a save; False where there are none that may go.
+
+        Those that this start was restored from go last; without peer memory they stay as long as no tier has them. So
+        do those that peer memory counts on, and only where memory has room for nothing else: of these the restored one
+        goes before one that was reported.
+        """
+        ids = sorted(self.images, key=self._eviction_order)
+        if ids and self._is_only_source(ids[0]):
+            self._conditions.report(
+                ids[0], logging.WARNING,
+                "memory has no room beside %s, which this start was restored from and no tier has: saves wait or are "
+                "skipped until something newer is durable. With room for one image only, end the training and run "
+                "'tierfall drain', or raise the capacity of memory", ids[0],
+            )  # fmt: skip
+            return False
+        if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
+            return False
+        id = ids[0]
+        logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
+        for region in self.images.pop(id):
+            region.release()
+        return True
+
+    def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
+        is_needed = self._is_needed(id) or self._is_only_source(id)
+        return is_needed, is_needed and self._may_be_reported(id), id.attempt, id.step
+
+    def _is_only_source(self, id: CheckpointId) -> bool:
+        is_restored = id == self.ledger.restored_from and not self.ledger.peer_tiers
+        return is_restored and not self.durable_on(id)
+
+    def _is_needed(self, id: CheckpointId) -> bool:
+        """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
+        them, or they are the newest of a reported checkpoint."""
+        peers = self.ledger.peer_tiers
+        if not peers or self.durable_on(id) - peers:
+            return False
+        return id == self.ledger.restored_from or (
+            self._may_be_reported(id) and not self._has_newer(id)
+        )
+
+    def _has_newer(self, id: CheckpointId) -> bool:
+        entries, peers = self.ledger.entries, self.ledger.peer_tiers
+        newer = entries.keys() | {other for _, other in self.ledger.on_few_nodes}
+        deleted = {other for other in entries if entries[other].deleted}
+        return any(
+            self.durable_on(other) - peers or self._may_be_reported(other)
+            for other in newer - deleted
+            if other > id
+        )
+
+    def _may_be_reported(self, id: CheckpointId) -> bool:
+        """Return whether peer memory has committed a checkpoint, or may have before copies of it were lost."""
+        few, durable = self.ledger.on_few_nodes, self.durable_on(id)
+        return any(few.get((tier, id), tier in durable) for tier in self.ledger.peer_tiers)
+
+    def durable_on(self, id: CheckpointId) -> set[str]:
+        """Return the tiers on which a checkpoint is committed."""
+        entry = self.ledger.entries.get(id)
+        states = {} if entry is None else entry.states
+        return {tier for tier, state in states.items() if state is CopyState.COMMITTED}
+
+    def _has_other_images(self) -> bool:
+        host = self.ledger.host
+        return any(host in entry.states for entry in self.ledger.entries.values())
+
+
+def adopt_images(
+    ledger: Ledger,
+    images: Sequence[tuple[CheckpointId, SealedImage]],
+    slots: list[Slot],
+    displaced: Collection[CheckpointId] = (),
+) -> Leftovers:
+    """Enter the images in this process's slots into the ledger, and return the others: those of ``displaced``
+    checkpoints, and of such as not all ranks have. ``slots`` were adopted from ranks that no longer exist."""
+    host = ledger.host
+    leftovers = Leftovers(ledger, slots)
+    for id, image in images:
+        entry = ledger.entries.get(id)
+        is_own = image.region.shard == ledger.shard and id not in displaced
+        if ledger.decided.is_deleted(id, image.commit.lineage.attempt_id):
+            image.region.release()
+        elif not is_own or entry is None or host not in entry.states:
+            # a tier or a machine may come back that has the rest
+            leftovers.add(id, image, complete=id in displaced)
+        elif entry.region is not None:
+            image.region.release()
+        else:
+            entry.region = image.region
+            entry.adopted = True
+            entry.manifest = parse_manifest(
+                image.region.manifest(), what=f"{host}: manifest of {id}"
+            )
+            entry.geometry = geometry(entry.manifest)
+            logger.info("open: %s in memory is adopted", id)
+            _note_on_peers(ledger, entry)
+    for entry in list(ledger.entries.values()):
+        if host in entry.states and entry.region is None:
+            entry.set_state(host, CopyState.ABSENT)
+            ledger.forget_if_gone(entry)
+    return leftovers
+
+
+def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:
+    """Note beside an image that was brought back from another node that peer memory has committed its checkpoint."""
+    few = ledger.on_few_nodes
+    if any(
+        few.get((tier, entry.id), entry.state(tier) is CopyState.COMMITTED)
+        for tier in ledger.peer_tiers
+    ):
+        entry.note_on_peers()
+
+
+def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:
+    """Replace the tiers that checkpoints are still owed to, though newer ones are there, by what the records of all
+    nodes say: a rank that goes by its own node's records would upload an image that no other rank follows up.
+
+    None: no other rank was asked.
+    """
+    for entry in ledger.ordered() if late is not None else ():
+        entry.overtaken = frozenset((late or {}).get(entry.id, ()))
