@@ -368,8 +368,7 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 @contextmanager
 def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterator[OpenedTiers]:
     """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
-    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created; the caller takes
-    the attempt.
+    command that does. If it ``begins`` an attempt, which the caller takes, folders of new tiers are created.
 
     Else raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """

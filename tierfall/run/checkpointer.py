@@ -70,10 +70,9 @@ class Checkpointer:
         process_group: object = None,
         ranks: Ranks | None = None,
         fresh: bool = False,
-        command: str = "",
     ) -> None:
         opened = OpenRun.open(
-            config, run=run, process_group=process_group, ranks=ranks, fresh=fresh, command=command
+            config, run=run, process_group=process_group, ranks=ranks, fresh=fresh
         )
         self._opened = opened
         self._config = opened.config

@@ -78,15 +78,11 @@ class OpenRun:
         process_group: object = None,
         ranks: Ranks | None = None,
         fresh: bool = False,
-        command: str = "",
     ) -> OpenRun:
-        """Open a run; see ``tierfall.open``. ``ranks`` takes the place of what the launcher says; ``command`` names the
-        command that opens it, in a process alone. If a step fails, what the steps before it have opened is closed, on
-        all ranks."""
+        """Open a run; see ``tierfall.open``. ``ranks`` takes the place of what the launcher says. If a step fails, what
+        the steps before it have opened is closed, on all ranks."""
         with ExitStack() as undo:
             # The launcher: which rank this process is, and the connection to the others.
-            if ranks is None and command:
-                ranks = Ranks.alone()
             ranks = ranks or find_ranks(config, run=run, process_group=process_group)
             undo.callback(ranks.leave)
             if not config.stored and ranks.topology.is_root:
@@ -100,9 +96,7 @@ class OpenRun:
             # The tiers: host memory with what an earlier start left in it, and each stored tier, listed.
             with opened_by_each(ranks):
                 _check_first(config, run)
-                tiers = OpenedTiers(
-                    config, run=run, ranks=ranks, fresh=fresh, peers=peers, command=command
-                )
+                tiers = OpenedTiers(config, run=run, ranks=ranks, fresh=fresh, peers=peers)
                 undo.callback(tiers.close, keep=True)
 
             # The attempt: a number that no other start has, and what all ranks have found.

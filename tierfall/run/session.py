@@ -76,7 +76,7 @@ class Session:
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.memory, self.host, self.stores = tiers.memory, tiers.memory.host, tiers.stores
-        self._start, self._catalog, self._warned = start, catalog, warned
+        self._start, self._warned = start, warned
         self._closed = False
         self.displaced = bool(start.displaced)
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -301,10 +301,6 @@ class Session:
     def known(self) -> tuple[KnownCheckpoint, ...]:
         """Return the checkpoints that this rank found."""
         return merge(self.listings)
-
-    def known_by_all(self) -> tuple[KnownCheckpoint, ...]:
-        """Return the checkpoints that this start found, without those of which other ranks lack their images."""
-        return merge(self._catalog)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
