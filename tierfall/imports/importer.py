@@ -23,6 +23,7 @@ from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.types.errors import CaptureError, ConfigError, StepError, TierfallError
 from tierfall.core.types.keys import STEP_MAX
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
@@ -38,10 +39,12 @@ from tierfall.ops.commands import (
     owned_tiers,
     trained_elsewhere,
     unread,
+    view_of,
 )
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import commit_copy, copy, open_writable
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.start import begin_attempt
 from tierfall.setup.lineage import SavingLineage
 from tierfall.setup.places import seen_by_one
 
@@ -149,6 +152,19 @@ def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping
         )
 
 
+def _check_memory(config: Config, listings: Sequence[Listing]) -> None:
+    """Raise StepError if memory alone has a checkpoint that tiers are owed: once they have a newer step, nothing brings
+    it there."""
+    host = config.host.name
+    view = view_of(config, merge(listings))
+    alone = [c.id for c in view.live if c.owed and c.copies.keys() == {host}]
+    if alone:
+        raise StepError(
+            f"import: {format_some([str(id) for id in alone])} of run {config.run!r} is in memory alone. Run 'tierfall "
+            "drain' first, which brings it to the tiers, or 'tierfall drain --discard' to leave it behind"
+        )
+
+
 def import_state(
     config: Config, read: ReadState, step: int, watch: Watch = lambda done, total: None
 ) -> ImportResult:
@@ -156,7 +172,8 @@ def import_state(
 
     The folder of a tier that no run has used is created. Raises StepError as ``check_step`` does, ConfigError without a
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
-    and what reading the source raises. After an error nothing of the step counts.
+    and what reading the source raises. After an error nothing of the step counts. Once the first tier has it, it does:
+    ``tierfall copy`` brings it to tiers that did not get it then.
     """
     config = seen_by_one(config)
     if not config.written:
@@ -166,6 +183,7 @@ def import_state(
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
+        _check_memory(config, listings)
     for listing in [listing for listing in listings if listing.tier in names]:
         check_room(config, listing, size, doing="import to")
     done: list[str] = []
@@ -174,6 +192,7 @@ def import_state(
         watch(len(done) * size + min(count, size), len(names) * size)
 
     with owned_tiers(config, "tierfall import", begins=True) as tiers:
+        begin_attempt(tiers)
         check_step(tiers.listings, step, config.run, tiers.stores)  # by now
         first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
         id = _write(tiers, first, read, step, Progress(watch_one, size).add)

@@ -47,7 +47,6 @@ from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.start import begin_attempt
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
@@ -370,7 +369,7 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
 @contextmanager
 def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterator[OpenedTiers]:
     """Own a run, and all its memory on this machine; empty memory is freed at the end. ``command`` is the name of the
-    command that does. If it ``begins`` an attempt, as a start does, the folders of new tiers are created.
+    command that does. If it ``begins`` an attempt, which the caller takes, folders of new tiers are created.
 
     Else raises UnreachableError, before anything is changed, where a tier's folder is missing.
     """
@@ -378,9 +377,7 @@ def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterat
         check_folders(config)
     tiers = OpenedTiers(config, run=config.run, offline=not begins, command=command)
     try:
-        if begins:
-            begin_attempt(tiers)
-        else:
+        if not begins:
             tiers.make_durable()
         yield tiers
     finally:
