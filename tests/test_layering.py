@@ -82,7 +82,7 @@ LINES = {
     ("tierfall/telemetry",): 1_762,
     ("tierfall/cli",): 4_175,
     ("tierfall/integrations",): 3_070,
-    ("tierfall/imports", "tierfall/export"): 2_628,
+    ("tierfall/imports", "tierfall/export"): 2_645,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
     ("tierfall", "core"): 381,

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import pickle
+import signal
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -16,10 +17,14 @@ import pytest
 import safetensors.torch
 import torch
 
+import tierfall
+from tests import forked
 from tests.imports.foreign import Trained, save_dcp, save_sharded, save_torch
-from tierfall.core.types.errors import CaptureError, ConfigError, IntegrityError
+from tierfall.config import load_config
+from tierfall.core.types.errors import CaptureError, ConfigError, IntegrityError, StepError
 from tierfall.imports import dcp_files
-from tierfall.imports.importer import read_state
+from tierfall.imports.importer import import_state, read_state
+from tierfall.ops.drain import drain
 
 
 class Bomb:
@@ -226,3 +231,33 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, trained: Trained) -> None:
     path.chmod(0)
     with pytest.raises(ConfigError, match="Permission denied"):
         read_state(path)
+
+
+_DIES = """
+import json, os, signal, sys
+import torch
+import tierfall
+ckpt = tierfall.open(json.loads(sys.argv[1]))
+ckpt.restore({"w": torch.zeros(4)})
+ckpt.save(2, {"w": torch.ones(4)}).captured(10)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_step_that_memory_alone_has_is_drained_first(
+    make_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    config = make_config(disk={})
+    rarely = make_config(disk={"flush": {"every": 100}})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(4)}, block=True)
+    assert forked.run(["-c", _DIES, json.dumps(rarely)]).returncode == -signal.SIGKILL
+    source = tmp_path / "model.pt"
+    torch.save({"w": torch.zeros(4)}, source)
+    with pytest.raises(StepError, match=r"2@2 .*memory alone.*'tierfall drain'"):
+        import_state(load_config(config), read_state(source), 7)
+    drain(load_config(config), None)
+    assert import_state(load_config(config), read_state(source), 7).tiers == ("disk",)
+    there = {path.parent.name for path in (tmp_path / "disk" / "run").glob("step-*/commit.json")}
+    assert len(there) == 3

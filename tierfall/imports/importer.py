@@ -23,6 +23,7 @@ from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.types.errors import CaptureError, ConfigError, StepError, TierfallError
 from tierfall.core.types.keys import STEP_MAX
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.structure import CARRIED
 from tierfall.imports.dcp_files import DcpFolder
@@ -38,6 +39,7 @@ from tierfall.ops.commands import (
     owned_tiers,
     trained_elsewhere,
     unread,
+    view_of,
 )
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import commit_copy, copy, open_writable
@@ -150,6 +152,19 @@ def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping
         )
 
 
+def _check_memory(config: Config, listings: Sequence[Listing]) -> None:
+    """Raise StepError if memory alone has a checkpoint that tiers are owed: once they have a newer step, nothing brings
+    it there."""
+    host = config.host.name
+    view = view_of(config, merge(listings))
+    alone = [c.id for c in view.live if c.owed and c.copies.keys() == {host}]
+    if alone:
+        raise StepError(
+            f"import: {format_some([str(id) for id in alone])} of run {config.run!r} is in memory alone. Run 'tierfall "
+            "drain' first, which brings it to the tiers, or 'tierfall drain --discard' to leave it behind"
+        )
+
+
 def import_state(
     config: Config, read: ReadState, step: int, watch: Watch = lambda done, total: None
 ) -> ImportResult:
@@ -157,7 +172,8 @@ def import_state(
 
     The folder of a tier that no run has used is created. Raises StepError as ``check_step`` does, ConfigError without a
     stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
-    and what reading the source raises. After an error nothing of the step counts.
+    and what reading the source raises. After an error nothing of the step counts. Once the first tier has it, it does:
+    ``tierfall copy`` brings it to tiers that did not get it then.
     """
     config = seen_by_one(config)
     if not config.written:
@@ -167,6 +183,7 @@ def import_state(
     with RunReader(config) as reader:
         listings = reader.list()
         check_step(listings, step, config.run, reader.stores)
+        _check_memory(config, listings)
     for listing in [listing for listing in listings if listing.tier in names]:
         check_room(config, listing, size, doing="import to")
     done: list[str] = []
@@ -175,10 +192,10 @@ def import_state(
         watch(len(done) * size + min(count, size), len(names) * size)
 
     with owned_tiers(config, "tierfall import", begins=True) as tiers:
-        check_step(tiers.listings, step, config.run, tiers.stores)  # by now
-        first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
         attempt = take_attempt(tiers).attempt
         assert attempt is not None, "the ranks of a command are one"
+        check_step(tiers.listings, step, config.run, tiers.stores)  # by now
+        first = next(tier.name for tier in tiers.config.written if tier.name in tiers.stores)
         id = _write(tiers, attempt, first, read, step, Progress(watch_one, size).add)
         done.append(first)
     for tier in (name for name in names if name != first):
