@@ -56,6 +56,7 @@ def config_of(rules: Iterable[TierRules]) -> Config:
         SimpleNamespace(
             name=tier.name,
             shared=tier.survives is LossClass.NODE,
+            folder=None,
             read_only=False,
         )
         for tier in rules
@@ -73,7 +74,7 @@ def remembers(
         return False
     if machine.data is not None:
         known = parse_tier_record(machine.data, what="this machine").others.get(tier)
-        if known is not None and known.shared:
+        if known is not None and known.id:
             return True
     output = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
     others = [

@@ -42,6 +42,8 @@ DRAIN_ON = "drain.on_signal"
 POLL_S = 0.05
 FREE_S = 2.0
 """Seconds for which the end of the process waits until memory is freed."""
+LOOK_S = 2.0
+"""Seconds that the places of failing tiers have to answer whether they were emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,7 @@ def log_end(
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:
-        session.tiers.identities.forget_lost({*errors, *looked_at.lacking})
+        session.tiers.identities.forget_lost({*errors, *looked_at.lacking}, timeout_s=LOOK_S)
     _log_left(session, report)
     event = f"run {session.run} is closed"
     log_newest(session, event, looked_at, memory_kept=memory_kept, early=early)

@@ -124,6 +124,7 @@ class OpenRun:
                 log_abandoned(run, session.known(), None)
                 session.coordinator.begin_anew()
             session.start(opened.listeners)
+            opened.listen_to_signals()  # what a signal asks for is work of a session that has started
             closing.log_open(session)
             undo.pop_all()
         OPEN.add(opened)
@@ -163,21 +164,29 @@ class OpenRun:
         self.cadence = cadence.cadence_of(self.config, session, announced)
         self.patience_s = patience_s(self.config)
         """How long one rank waits for another where bytes are moved."""
+        self._saves_on: signal_hub.Listener | None = None
+        self._drains_on: closing.DrainOnSignal | None = None
+
+    def listen_to_signals(self) -> None:
+        """Listen to the signals that request a save or a drain, until ``stop_signals``."""
         self._saves_on = signal_hub.add_listener(
             signals_named(self.config.interval.on_signal),
             what=_SAVE_ON,
             flag=lambda number: self.cadence.request(number.name),
         )
-        self._drains_on: closing.DrainOnSignal | None = None
         if self.config.drain is not None:
             counts = self.saver.counts
-            self._drains_on = closing.DrainOnSignal(self.config, session, lambda: counts.tried)
+            self._drains_on = closing.DrainOnSignal(self.config, self.session, lambda: counts.tried)
 
     def stop_signals(self) -> None:
         """Stop listening to signals; may be called twice."""
-        signal_hub.stop(self._saves_on)
+        self.stop_saving_on_signals()
         if self._drains_on is not None:
             self._drains_on.stop()
+
+    def stop_saving_on_signals(self) -> None:
+        if self._saves_on is not None:
+            signal_hub.stop(self._saves_on)
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -602,7 +611,7 @@ class OpenRun:
             self.closed = True
             OPEN.discard(self)
             self._last = None
-            signal_hub.stop(self._saves_on)
+            self.stop_saving_on_signals()
             self.saver.close()
             try:
                 session.close(keep_memory=keep, timeout_s=left_s(LAST_S))

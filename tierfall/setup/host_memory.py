@@ -227,11 +227,9 @@ class NodeMemory:
 
     def close(self, *, keep: bool) -> None:
         """Close the slots, and release their locks; unless ``keep``, what is in them is deleted."""
-        try:
-            for slot in reversed(self._slots):
-                slot.close(keep=keep)
-        finally:
-            self._own.lock.release()
+        with ExitStack() as closing:  # each is closed, whatever another one raises
+            for slot in self._slots:
+                closing.callback(slot.close, keep=keep)
 
 
 def list_slots(hosts: Sequence[HostTier]) -> Listing:
@@ -255,12 +253,14 @@ def check_memory(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
     listings: Iterable[Listing],
-    emptied: Mapping[str, TierfallError],
+    silent: Mapping[str, TierfallError],
     *,
     run: str,
+    may_be_unknown: bool,
 ) -> None:
-    """Raise ConfigError for host memory of another life of this run: a tier knows its attempt by another id, or no tier
-    knows it, and one was ``emptied``."""
+    """Raise ConfigError for host memory that may be of another life of this run: a tier knows its attempt by another
+    id, or no tier knows it, unless it ``may_be_unknown``. ``silent`` has the tiers that were not looked at, with why.
+    """
     answered = [x for x in listings if x.tier in stores and x.error is None]
     for host in hosts:
         found: dict[tuple[int, str], list[CheckpointId]] = {}
@@ -268,17 +268,25 @@ def check_memory(
             found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
             known = _ids_by_tier(number, stores, answered)
-            if any(attempt_id in ids for ids in known.values()):
+            if any(attempt_id in ids for ids in known.values()) or (may_be_unknown and not known):
                 continue
-            why = str(next(iter(emptied.values()), ""))
-            if known:
-                why = f"tier {next(iter(known))} knows that attempt by another id"
-            if why:
+            why = (
+                f"tier {next(iter(known))} knows attempt {number} by another id"
+                if known
+                else f"no tier has a record of attempt {number}: they were emptied, or are new"
+            )
+            held = f"open: {host.path} holds {format_some([str(id) for id in ids])}"
+            if silent:
+                reasons = "; ".join(str(error) for error in silent.values())
                 raise ConfigError(
-                    f"open: {host.path} holds {format_some([str(id) for id in ids])} of another life of run {run!r}: "
-                    f"{why}. To continue from them, copy them to the tiers by 'tierfall drain', and start again. To "
-                    "begin anew, free that memory by 'tierfall drain --discard', or choose another run name"
+                    f"{held}, and of the tiers that answer, {why}. Whose it is may be known once all tiers answer: "
+                    f"open again then. Until then that memory stays as it is. Not looked at: {reasons}"
                 )
+            raise ConfigError(
+                f"{held} of another life of run {run!r}: {why}. To continue from them, copy them to the tiers by "
+                "'tierfall drain', and start again. To begin anew, free that memory by 'tierfall drain --discard', or "
+                "choose another run name"
+            )
 
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:

@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -63,7 +62,8 @@ class OpenedTiers:
 
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
-    tier is read-only that is not configured so; ``emptied`` why a tier of this node is not the one that was there.
+    tier is read-only that is not configured so. ``emptied`` has why a tier of this node counts as not looked at, if the
+    other nodes have not reported yet what they have of it.
     ``agrees``: the start and its restores must be consistent with other ranks, or with the images that other ranks of
     an earlier start left in memory.
     """
@@ -83,8 +83,8 @@ class OpenedTiers:
 
         ``offline``: for a command, which trains nothing. It has the memory of all ranks on this node, also that of an
         attempt which no tier has a record of; it creates no folder, and each call to a tier has a bound. ``fresh``:
-        bring no image back. A command that holds the run is waited for, for ``max_wait`` at most. ``command`` is the
-        name of the command that opens them.
+        bring no image back, and accept that tiers of this node were emptied. A command that holds the run is waited
+        for, for ``max_wait`` at most. ``command`` is the name of the command that opens them.
         """
         config = seen_by_one(config) if offline else config
         if not offline:
@@ -94,7 +94,7 @@ class OpenedTiers:
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.found_read_only: dict[str, str] = {}
-        self.emptied: dict[str, TierfallError] = {}
+        self.emptied: dict[str, UnreachableError] = {}
         self._closed = False
         self._peers = peers
         self._calls = BoundedCalls()
@@ -125,11 +125,20 @@ class OpenedTiers:
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
-            self._check_identities(accepts=offline or fresh)
+            self._check_identities(fresh=fresh)
             self.agrees = self.ranks.many or any(
                 shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
             )
-            check_memory(self.memory.hosts, self.stores, self.listings, self.emptied, run=run)
+            looked_at = [x for x in self.listings if x.tier not in self.emptied]
+            check_memory(
+                self.memory.hosts,
+                self.stores,
+                looked_at,
+                {**self.errors, **self.emptied, **{x.tier: x.error for x in looked_at if x.error}},
+                run=run,
+                may_be_unknown=offline
+                or (not fresh and self.identities.are_as_remembered(looked_at)),
+            )
             if peers is not None and not fresh:
                 known, wait_s = partial(is_ours, self.stores, self.listings), patience_s(config) / 2
                 peers.recover_image(self.memory.host, self.listings, known, wait_s)
@@ -139,17 +148,16 @@ class OpenedTiers:
             raise
         self._log_unreadable()
 
-    def _check_identities(self, *, accepts: bool) -> None:
-        """Refuse two tiers with one id; exclude tiers that are empty or have another id. One of this node alone that is
-        empty is only noted, unless this start ``accepts`` it."""
+    def _check_identities(self, *, fresh: bool) -> None:
+        """Refuse two tiers with one id; exclude tiers that are empty or have another id. A ``fresh`` start accepts what
+        is emptied on this node; with several nodes, ``agree_on_start`` decides about it."""
         self.identities.refuse_aliases()
+        emptied = self.identities.emptied(self.listings)
+        if not fresh and len(self.ranks.topology.nodes) > 1:
+            self.emptied = emptied
         for name, error in self.identities.missing(self.listings).items():
-            self.exclude(name, error)
-        if not accepts:
-            self.emptied.update(self.identities.emptied(self.listings))
-            for problem in self.emptied.values():
-                logger.warning("open: %s", problem)
-            self.listings = self._with_emptied(self.listings)
+            if name not in (emptied if fresh else self.emptied):
+                self.exclude(name, error)
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Close a tier, and continue without it."""
@@ -165,7 +173,7 @@ class OpenedTiers:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
             for damage in listing.damaged:
-                if damage not in (*self.memory.problems, *self.emptied.values()):  # are logged
+                if damage not in self.memory.problems:  # which are logged
                     what = "damaged" if damage.is_damage else "that could not be read"
                     logger.warning(
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
@@ -208,7 +216,8 @@ class OpenedTiers:
         """Exclude tiers that other ranks of this start cannot reach; ``tiers`` has rank and reason of each."""
         for name, why in tiers.items():
             if name not in self.errors:
-                self.exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
+                other = UnreachableError(f"{name}: other ranks cannot reach it: {why}")
+                self.exclude(name, self.emptied.pop(name, other))
 
     def make_read_only(self, tiers: Mapping[str, str]) -> None:
         """Make tiers read-only that cannot be written to; ``tiers`` gives the reason of each.
@@ -275,7 +284,6 @@ class OpenedTiers:
             self.config,
             owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
             leads=self.ranks.topology.is_leader,
-            emptied=self.emptied,
         )
         return True
 
@@ -346,17 +354,7 @@ class OpenedTiers:
     def list_now(self) -> tuple[Listing, ...]:
         """List every tier; of memory, the slots of this process."""
         memory = self.memory.list()
-        found = list_all(self.config, memory, self.stores, self.errors, self._calls)
-        return self._with_emptied(found)
-
-    def _with_emptied(self, listings: Iterable[Listing]) -> tuple[Listing, ...]:
-        """Note in the listings which tiers are not those that were there, until there is a checkpoint."""
-        return tuple(
-            replace(x, damaged=(*x.damaged, self.emptied[x.tier]))
-            if x.tier in self.emptied and not x.copies
-            else x
-            for x in listings
-        )
+        return list_all(self.config, memory, self.stores, self.errors, self._calls)
 
     def look(
         self, id: CheckpointId, names: Iterable[str], timeout_s: float = math.inf

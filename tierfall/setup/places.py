@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -142,6 +142,33 @@ def same_place(one: str, other: str) -> bool:
     if not (os.path.isabs(one) and os.path.isabs(other)):
         return False
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def device_of(folder: Path | None) -> int | None:
+    """Return the number of the device of a folder; None where there is no such folder."""
+    try:
+        return None if folder is None else os.stat(folder).st_dev
+    except OSError:
+        return None
+
+
+def find_emptied(
+    places: Mapping[str, tuple[str, int | None]], run: str, *, timeout_s: float
+) -> list[str]:
+    """Return which tiers, whose place and device are given by name, have lost the record of the run since. One whose
+    place is on another device now, or does not answer within ``timeout_s`` seconds, is not among them: its file system
+    may not be mounted."""
+    calls = {
+        name: partial(_is_emptied, Path(place), run, device)
+        for name, (place, device) in places.items()
+    }
+    answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, timeout_s), doing="look at")
+    return [name for name, answer in answers.items() if answer.value]
+
+
+def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return device == device_of(there) and not (folder / run / keys.TIER_NAME).exists()
 
 
 def folders_in(folder: Path) -> list[Path]:

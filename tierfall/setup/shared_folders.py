@@ -2,7 +2,7 @@
 
 The result sets ``shared`` of a tier that is not configured, and is checked against the value of one that is. A tier
 that all nodes saw before has one id on all of them: on a node where its file system is not mounted, its folder is
-empty. With one node there is no probe.
+empty. So it may be if a commit record names the images of all ranks. With one node there is no probe.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
@@ -27,7 +29,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import format_ranks
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.setup.tiers import shared_setting
+from tierfall.setup.tiers import holds_any, shared_setting
 from tierfall.tiers.arena.folder import file_system_of
 from tierfall.tiers.stored import StoredTier
 
@@ -65,13 +67,17 @@ class FolderReport(Message):
     """One rank's view of the tiers that it has not excluded.
 
     By tier: whether rank 0's file was ``seen``, or why the search ``failed``; the id in the tier's record (``ids``);
-    the kind of its file system. ``shared_before`` are the tiers of which a record says that all nodes saw them.
+    the kind of its file system. ``shared_before`` are the tiers of which a record says that all nodes saw them;
+    ``of_all_ranks`` has a checkpoint whose commit record there names the images of all ranks; ``empty`` are the tiers
+    without any file of the run.
     """
 
     seen: Mapping[str, bool]
     failed: Mapping[str, str]
     ids: Mapping[str, str | None]
     shared_before: frozenset[str]
+    of_all_ranks: Mapping[str, str]
+    empty: frozenset[str]
     file_systems: Mapping[str, str]
 
 
@@ -100,6 +106,8 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
         failed=failed,
         ids={t.name: opened.identities.id_of(t.name) for t in there},
         shared_before=frozenset(t.name for t in there if opened.identities.is_shared(t.name)),
+        of_all_ranks={t.name: found for t in there if (found := _of_all_ranks(opened, t.name))},
+        empty=frozenset(t.name for t in there if not holds_any(_listing(opened, t.name))),
         file_systems={t.name: _file_system(t) for t in tiers} if topology.is_leader else {},
     )
     found = opened.ranks.agree(
@@ -132,7 +140,7 @@ def files_of_probe(opened: OpenedTiers) -> Iterator[Callable[[], ProbeFiles]]:
         full: list[str] = []
         for tier in tiers_to_probe(opened):
             store = opened.stores.get(tier.name)
-            if store is None:
+            if store is None or tier.name in opened.emptied:
                 continue
             try:
                 for stale in [
@@ -193,6 +201,7 @@ def _decide(
         elif tier.name not in full and tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
         if shared_setting(tier) is None and not shared.get(tier.name, True):
+            _check_one_nodes(tier, reports)
             _check_file_systems(tier, reports)
     return SharedDecision(shared=shared, failed=failed)
 
@@ -235,6 +244,20 @@ def _check_one_id(
             )
 
 
+def _check_one_nodes(
+    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
+) -> None:
+    """Raise ConfigError if one folder had the images of all ranks, and another node's is empty."""
+    empty = [rank for rank, report in reports.items() if tier.name in report.empty]
+    for rank, report in reports.items():
+        if empty and tier.name in report.of_all_ranks:
+            raise ConfigError(
+                f"open: tier {tier.name} ({tier.folder}): other nodes do not see what rank 0 writes there. Rank {rank} "
+                f"finds that the commit record of {report.of_all_ranks[tier.name]} there names the images of all "
+                f"ranks, and the folder of {format_ranks(empty)} is empty. {_ADVICE}"
+            )
+
+
 def _check_file_systems(
     tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
 ) -> None:
@@ -248,6 +271,22 @@ def _check_file_systems(
             f"open: tier {tier.name} ({tier.folder}): on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on "
             f"{kinds[others[0]]}: that may be a missing mount. {_ADVICE}"
         )
+
+
+def _listing(opened: OpenedTiers, name: str) -> Listing:
+    return next(x for x in opened.listings if x.tier == name)
+
+
+def _of_all_ranks(opened: OpenedTiers, name: str) -> str | None:
+    """Return a checkpoint whose commit record on a tier names the images of all ranks; None if there is none. All ranks
+    may have been on one node."""
+    for copy in _listing(opened, name).copies:
+        commit = copy.commit
+        if commit is not None and len(ranks_with_image(commit, commit.world_size)) == (
+            commit.world_size
+        ):
+            return str(copy.id)
+    return None
 
 
 def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:

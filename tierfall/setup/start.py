@@ -146,10 +146,12 @@ def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[List
 class FoundAtStart(Message):
     """What one rank has found. ``unreachable`` has the reason of each tier; ``tiers`` is the inventory of those that it
     reports; ``unlisted`` names, for each stored tier that it could not list, the rank that reports it; ``nothing``: it
-    knows of no checkpoint, and could read every tier."""
+    knows of no checkpoint, and could read every tier. ``emptied`` has the reason of each tier that its node remembers,
+    and that is empty there."""
 
     number: int
     unreachable: Mapping[str, str]
+    emptied: Mapping[str, str]
     tiers: Mapping[str, TierMessage]
     unlisted: Mapping[str, int]
     nothing: bool
@@ -188,11 +190,16 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     config = tiers.config
     order = [tier.name for tier in config.chain]
     reported_by = reporters(config, ranks)
-    number = next_number(tiers.listings, run=tiers.run, own=before)
+    looked_at = [
+        replace(x, error=tiers.emptied[x.tier]) if x.tier in tiers.emptied else x
+        for x in tiers.listings
+    ]
+    number = next_number(looked_at, run=tiers.run, own=before)
     for _ in range(TRIES):
         found = FoundAtStart(
             number=number,
             unreachable={tier: str(error) for tier, error in tiers.errors.items()},
+            emptied={tier: str(error) for tier, error in tiers.emptied.items()},
             tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
             unlisted=unlisted(tiers.listings, reported_by),
             nothing=tiers.finds_nothing(),
@@ -206,6 +213,7 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
         )
         assert start.attempt is not None
         tiers.exclude_all(start.unreachable)
+        tiers.emptied.clear()  # the others are new tiers
         with _report_error(ranks, _ATTEMPT):
             taken = tiers.claim(start.attempt)
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
@@ -320,8 +328,12 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
     inventories = {rank: one.tiers for rank, one in found.items()}
     listings = merge_ranks(inventories, order)
     whole_somewhere, _ = complete(listings)
+    unreachable = {
+        **_refused_as_emptied(found, listings),
+        **_first_reasons((rank, one.unreachable) for rank, one in found.items()),
+    }
+    tiers.exclude_all(unreachable)
     attempt = tiers.claim_from(max(one.number for one in found.values()))
-    unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     reachable = [listing for listing in listings if listing.tier not in unreachable]
     host, copies = tiers.config.host.name, tiers.config.peer_copies
     few = on_few_nodes(reachable, inventories, copies=copies, whole=whole_somewhere, host=host)
@@ -348,6 +360,26 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
         ),
         elsewhere={x.tier: not_on_all_nodes(x, inventories) for x in listings},
     )
+
+
+def _refused_as_emptied(
+    found: Mapping[int, FoundAtStart], listings: Sequence[Listing]
+) -> dict[str, str]:
+    """Return the tiers that are empty on a node and were not before, with why, unless all that they can have had is
+    elsewhere: another node has its part of the tier, and each checkpoint that anything names is whole without it."""
+    emptied = _first_reasons((rank, one.emptied) for rank, one in found.items())
+    named = {copy.id for listing in listings for copy in listing.copies}
+
+    def is_elsewhere(tier: str) -> bool:
+        parts = [
+            one.tiers[tier]
+            for one in found.values()
+            if tier in one.tiers and tier not in one.emptied
+        ]
+        whole, _ = complete([x for x in listings if x.tier != tier])
+        return any(part.error is None and part.copies for part in parts) and named <= whole
+
+    return {tier: why for tier, why in emptied.items() if not is_elsewhere(tier)}
 
 
 def _merge_attempts(messages: Mapping[int, StartMessage]) -> AttemptDecision:

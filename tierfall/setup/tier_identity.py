@@ -1,15 +1,15 @@
 """The identity of tiers: each tier of a run but peer memory has an id, which the other tiers and this machine remember.
 
 A tier that has another id, or is empty where the run was before, counts as one that could not be looked at: a file
-system may not be mounted there. An empty tier of this node alone is written to all the same: a restore that finds
-nothing elsewhere raises, rather than begin anew.
+system may not be mounted there. Of a tier of this node alone, only what this machine remembers counts: a node that was
+replaced has an empty disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.setup.places import MEMORY_NAME, read_memory, same_place
+from tierfall.setup.places import MEMORY_NAME, device_of, find_emptied, read_memory, same_place
 from tierfall.setup.tiers import call_tiers, holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
@@ -71,6 +71,8 @@ class TierIdentities:
                 self._unread[name] = error
         self.remembered = read_memory(folder)
         self._written: TierRecord | None = None
+        self._devices: dict[str, int | None] = {}
+        """The device of the folder of each tier of this node alone, when its record was written."""
 
     @property
     def _stores(self) -> dict[str, StoredTier]:
@@ -92,13 +94,14 @@ class TierIdentities:
             (record, name, known) for record in records for name, known in record.others.items()
         ]
 
-    def _remembers(self, name: str) -> KnownTier | None:
+    def _remembers(self, name: str, *, surely: bool = False) -> KnownTier | None:
         """Return the newest memory of a tier by its name, or else of its place; of a tier of this node alone, that of
-        this machine."""
+        this machine. ``surely``: what another tier remembers counts only if all nodes saw the tier."""
         entries = [
             (record.wall_time_s, named, known)
             for record, named, known in self._entries(but=name)
-            if known.id and (known.shared or record is self.remembered)
+            if known.id
+            and (record is self.remembered or known.shared or (known.shared is None and not surely))
         ]
         found = [entry for entry in entries if entry[1] == name]
         if not found and (place := self.places.get(name)) is not None:
@@ -113,28 +116,45 @@ class TierIdentities:
 
     # What is not the tier that was there ---------------------------------------------------------------
 
-    def missing(self, listings: Iterable[Listing]) -> dict[str, UnreachableError]:
-        """Return the tiers that count as not looked at, with why: those with another id than is remembered, and those
-        that all nodes saw and that are empty now."""
-        found: dict[str, UnreachableError] = {}
+    def missing(self, listings: Sequence[Listing]) -> dict[str, UnreachableError]:
+        """Return the tiers that count as not looked at, with why: those with another id than is remembered, those that
+        all nodes saw and that are empty now, and those that were ``emptied``."""
+        found = self.emptied(listings)
         for listing in self._unlike(listings):
             name = listing.tier
-            known = self._remembers(name)
+            known = self._remembers(name, surely=True)
             if name in self.records or (known and known.shared and not holds_any(listing)):
                 found[name] = UnreachableError(self._why(name))
         for name in found:
             self.records.pop(name, None)  # that of another tier
         return found
 
-    def emptied(self, listings: Iterable[Listing]) -> dict[str, IntegrityError]:
-        """Return the tiers of this node alone that have no checkpoint of the run and no id, and had one before, with
-        why."""
+    def emptied(self, listings: Sequence[Listing]) -> dict[str, UnreachableError]:
+        """Return the tiers of this node alone that have no checkpoint of the run and no id, and that this machine
+        remembers with one, with why."""
         return {
-            listing.tier: IntegrityError(self._why(listing.tier))
+            listing.tier: UnreachableError(self._why(listing.tier))
             for listing in self._unlike(listings)
             if listing.tier not in self.records and not listing.copies
-            if (known := self._remembers(listing.tier)) is not None and not known.shared
+            if (known := self._remembers(listing.tier, surely=True)) and not known.shared
         }
+
+    def are_as_remembered(self, listings: Iterable[Listing]) -> bool:
+        """Return whether the tiers of ``listings`` that answered, and are written to, are those that this machine
+        remembers: each has the id, or was remembered without one and is empty.
+
+        If so, its host memory is this run's, even if no tier has the record of the attempt.
+        """
+        remembered = {} if self.remembered is None else self.remembered.others
+        written = {tier.name for tier in self._config.storage if not tier.read_only}
+
+        def is_as_remembered(listing: Listing) -> bool:
+            known, id = remembered.get(listing.tier), self.id_of(listing.tier)
+            if known is None:
+                return False
+            return known.id == id if known.id else not (id or holds_any(listing))
+
+        return all(is_as_remembered(x) for x in listings if x.tier in written and x.error is None)
 
     def _unlike(self, listings: Iterable[Listing]) -> Iterator[Listing]:
         """Give the listings of the tiers that do not have the id that is remembered of them, or have that of another
@@ -143,13 +163,14 @@ class TierIdentities:
         for listing in listings:
             if listing.tier not in self._stores or listing.error is not None:
                 continue
-            known, id = self._remembers(listing.tier), self.id_of(listing.tier)
+            known, id = self._remembers(listing.tier, surely=True), self.id_of(listing.tier)
             others = {name for _, name, each in self._entries() if each.id == id} & configured
             if (known and known.id != id) or (others and listing.tier not in others):
                 yield listing
 
     def _why(self, name: str) -> str:
-        place, known, run = self.places[name], self._remembers(name), self._config.run
+        place, run = self.places[name], self._config.run
+        known = self._remembers(name, surely=True)
         is_moved = known is not None and not same_place(known.place, place)
         before = f" in {known.place}" if known and is_moved else " there"
         found = f"another id in {run}/{keys.TIER_NAME}" if name in self.records else "no checkpoint"
@@ -186,16 +207,9 @@ class TierIdentities:
     # Remembering -----------------------------------------------------------------------------------
 
     def write_records(
-        self,
-        attempt: Attempt,
-        config: Config,
-        *,
-        owned: frozenset[str],
-        leads: bool,
-        emptied: Collection[str] = (),
+        self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
     ) -> None:
-        """Assign an id to each tier without one but the ``emptied``, and write what all tiers, and this machine,
-        remember of the others.
+        """Assign an id to each tier without one, and write what all tiers, and this machine, remember of the others.
 
         ``config`` has ``shared`` as the ranks have found it. This process writes the records of the tiers ``owned``,
         and that of this machine where it ``leads`` its ranks. For a further attempt of this process, that is noted on
@@ -209,7 +223,7 @@ class TierIdentities:
         self.records = {name: x for name, x in self.records.items() if name in self._stores}
         tiers = [tier for tier in config.storage if tier.name in self._stores]
         for tier in tiers:
-            if tier.name not in {*self.records, *emptied} and not tier.read_only:
+            if tier.name not in self.records and not tier.read_only:
                 self._assign_id(tier, attempt)
         self.refuse_aliases()
         known = {tier.name: self._known(tier) for tier in config.storage}
@@ -223,6 +237,9 @@ class TierIdentities:
         if leads:
             for tier in tiers:
                 there.setdefault(tier.name, self._seen(tier, ""))
+                if not shared_setting(tier):
+                    with suppress(UnreachableError):
+                        self._devices[tier.name] = self._device(tier)
             self._write_memory(
                 TierRecord(
                     run=attempt.run,
@@ -278,6 +295,9 @@ class TierIdentities:
         with _logging_refusal(tier.name):
             self.records[tier.name] = self._write(tier.name, new, again=True)
 
+    def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
+        return self._ask(tier.name, lambda _: device_of(tier.folder))
+
     def _write_memory(self, record: TierRecord) -> None:
         unfinished = self._memory.with_suffix(".new")
         try:
@@ -292,14 +312,21 @@ class TierIdentities:
         if self._written is not None and not self._memory.exists():
             self._write_memory(self._written)
 
-    def forget_lost(self, names: Collection[str]) -> None:
-        """Forget on this machine the ids of those of the tiers ``names`` that are of this node alone: they fail while
-        memory has what they lack. If they are empty at the next start, what is in memory is this run's."""
-        if self._written is not None and self._memory.exists():
-            others = {
-                name: replace(known, id="") if name in names and not known.shared else known
-                for name, known in self._written.others.items()
-            }
+    def forget_lost(self, names: Iterable[str], *, timeout_s: float) -> None:
+        """Forget on this machine the ids of those of the tiers ``names``, which fail, that are of this node alone and
+        whose files were deleted while this process wrote there. If they are empty at the next start, what is in memory
+        is this run's."""
+        if self._written is None or not self._memory.exists():
+            return
+        known = self._written.others
+        places = {
+            name: (known[name].place, self._devices[name])
+            for name in names
+            if name in known and not known[name].shared and self._devices.get(name) is not None
+        }
+        gone = find_emptied(places, self._config.run, timeout_s=timeout_s)
+        if gone:
+            others = {n: replace(tier, id="") if n in gone else tier for n, tier in known.items()}
             self._write_memory(replace(self._written, others=others))
 
     def forget(
