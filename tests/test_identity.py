@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import tierfall
@@ -78,7 +79,7 @@ def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
 def test_an_emptied_disk_of_this_node_is_no_first_start_until_somebody_says_so(
     tmp_path: Path,
 ) -> None:
-    """As often as it is opened. What another tier has is restored."""
+    """As often as it is opened."""
     config = chain(tmp_path, tier(tmp_path, "disk"))
     save(config, 1)
     away = unmount(tmp_path / "disk")
@@ -103,17 +104,149 @@ def test_a_start_that_begins_anew_takes_the_emptied_disk(tmp_path: Path) -> None
     assert restored(config) == 7
 
 
-def test_an_emptied_disk_beside_a_tier_that_has_all_is_written_again(tmp_path: Path) -> None:
-    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
-    save(config, 1, 2)
-    unmount(tmp_path / "disk")
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_an_emptied_disk_may_have_is_neither_passed_over_nor_deleted(
+    tmp_path: Path, every: int
+) -> None:
+    """Another tier has some of it, or lost the newest. A start without it must be asked for."""
+    pfs = tier(tmp_path, "pfs", shared=True, flush={"every": every})
+    config = chain(tmp_path, tier(tmp_path, "disk", retain={"last": 3}), pfs)
+    save(config, 1, 2, 3, 4, 5)
+    for lost in (tmp_path / "pfs").glob("run/step-00000005-*"):
+        shutil.rmtree(lost)
+    (tmp_path / "pfs/run/latest").unlink()
+    away = unmount(tmp_path / "disk")
+    with pytest.raises(RestoreError, match="disk could not be read and may hold something newer"):
+        restored(config)
     with tierfall.open(config) as ckpt:
-        report = ckpt.restore(blank())
+        report = ckpt.restore(blank(), unreachable="ignore")
         assert report is not None
-        assert report.step == 2
-        ckpt.save(3, state_of(3), block=True)
-    assert steps_on(tmp_path / "disk")[-1] == 3
-    assert restored(config) == 3
+        assert report.step == {1: 4, 3: 3}[every]
+        assert ckpt.save(9, state_of(9), block=True).attempt > 1000
+    assert list((tmp_path / "disk").iterdir()) == [], "nothing is written under a mount point"
+    mount_again(tmp_path / "disk", away)
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(blank(), step=5, attempt=1)
+        assert report is not None, "what was left is there to be chosen"
+    assert 5 in steps_on(tmp_path / "disk")
+
+
+def cli(root: Path, config: dict[str, Any], *words: str, typed: str | None = None) -> Any:
+    path = root / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    return CliRunner().invoke(app, [*words, "--config", str(path)], input=typed)
+
+
+def kept_in_memory(root: Path, config: dict[str, Any], step: int) -> None:
+    """Save a step that stays in host memory alone, and is owed to every tier of ``config``."""
+    seldom = [{**each, "flush": {"every": 100}} for each in config["tiers"][1:]]
+    host = {**config["tiers"][0], "on_close": "keep"}
+    with tierfall.open({**config, "tiers": [host, *seldom]}) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(step, state_of(step)).captured(timeout=20)
+
+
+@pytest.mark.parametrize("words", ["drain", "import", "copy", "rm"])
+def test_commands_write_nothing_under_a_mount_point_and_say_so(tmp_path: Path, words: str) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    if words == "drain":
+        kept_in_memory(tmp_path, config, 2)
+    file = tmp_path / "model.pt"
+    torch.save({"w": torch.zeros(4)}, file)
+    asked = {
+        "drain": ["drain"],
+        "import": ["import", str(file), "--as-step", "7"],
+        "copy": ["copy", "1", "--to", "disk"],
+        "rm": ["rm", "--run", "run", "--all"],
+    }
+    away = unmount(tmp_path / "disk")
+    message = cli(tmp_path, config, *asked[words], typed="run\n")
+    assert message.exit_code == 1
+    assert "Is a file system not mounted there" in message.output
+    assert "tierfall forget disk" in message.output
+    assert list((tmp_path / "disk").iterdir()) == []
+    mount_again(tmp_path / "disk", away)
+    assert restored(config) == (2 if words == "drain" else 1)
+
+
+# Memory that no tier knows ----------------------------------------------------------------------------
+
+
+def kept(root: Path, *stored: dict[str, Any], memory: str = "memory") -> dict[str, Any]:
+    """A run whose images stay in host memory after ``close``."""
+    config = chain(root, *stored, memory=memory)
+    config["tiers"][0]["on_close"] = "keep"
+    return config
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("how", ["forget", "fresh"])
+def test_memory_from_before_a_tier_was_emptied_on_purpose_begins_no_new_life(
+    tmp_path: Path, how: str
+) -> None:
+    config = kept(tmp_path, tier(tmp_path, "disk"))
+    save(config, 1, 2)
+    empty(tmp_path / "disk")
+    if how == "forget":
+        forget(tmp_path, config, "disk")
+    with pytest.raises(ConfigError, match=r"holds .*2@1.* of another life of run .*--discard"):
+        tierfall.open(config, fresh=how == "fresh")
+    assert steps_on(tmp_path / "disk") == []
+    forget(tmp_path, config, "disk")
+    assert cli(tmp_path, config, "drain", "--discard", typed="run\n").exit_code == 0
+    assert restored(config) is None
+
+
+@pytest.mark.parametrize("shared", [None, True])
+@pytest.mark.parametrize("loses_disk", [False, True])
+def test_memory_of_one_life_is_not_flushed_over_another_one(
+    tmp_path: Path, shared: bool | None, loses_disk: bool
+) -> None:
+    """Two machines have run it, and the disk was emptied in between; one of them has lost the disk in mid-run."""
+    disk = tier(tmp_path, "disk", **({} if shared is None else {"shared": shared}))
+    ours, theirs = kept(tmp_path, disk), kept(tmp_path, disk, memory="another-machine")
+    for step in (100, 200, 500):
+        save(ours, step)
+    if loses_disk:
+        with tierfall.open({**ours, "max_wait": "1s"}) as ckpt:
+            ckpt.restore(blank())
+            shutil.rmtree(tmp_path / "disk")
+            ckpt.save(600, state_of(600)).captured(timeout=20)
+    else:
+        shutil.rmtree(tmp_path / "disk")
+    if shared:
+        (tmp_path / "disk").mkdir()
+    save(theirs, 1)
+    with pytest.raises((ConfigError, RestoreError)):
+        restored(ours)
+    forget(tmp_path, ours, "disk")
+    with pytest.raises(ConfigError, match="of another life"):
+        restored(ours)
+    assert restored(theirs) == 1
+    assert steps_on(tmp_path / "disk") == [1]
+
+
+def test_memory_is_of_no_other_life_while_a_tier_could_not_be_read(tmp_path: Path) -> None:
+    """What is not mounted may know it: nothing tells to discard it."""
+    config = kept(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(config, 1, 2)
+    empty(tmp_path / "disk")
+    away = unmount(tmp_path / "pfs")
+    with pytest.raises(RestoreError, match="Is a file system not mounted there"):
+        restored(config)
+    forget(tmp_path, config, "disk")
+    with pytest.raises(ConfigError) as caught:
+        restored(config)
+    assert "another life" not in str(caught.value)
+    assert "--discard" not in str(caught.value)
+    assert "Is a file system not mounted there" in str(caught.value)
+    mount_again(tmp_path / "pfs", away)
+    assert restored(config) == 2
 
 
 def another_life(folder: Path, step: int) -> None:
@@ -306,6 +439,44 @@ def test_a_copy_of_a_tiers_folder_is_another_tier_without_its_id(tmp_path: Path)
     (tmp_path / "two/run/tier.json").unlink()
     save(config, 3)
     assert steps_on(tmp_path / "two") == [1, 2, 3]
+
+
+# Several nodes ----------------------------------------------------------------------------------------
+
+
+def saved_by_two(root: Path, *steps: int) -> None:
+    with network(["a", "b"]) as ranks:
+        checkpointers = Opener(root, ranks).all_open()
+        for step in steps:
+            for ckpt in checkpointers:
+                handle = ckpt.save(step, state_of(step))
+            handle.wait(timeout=20)
+        close_all(checkpointers)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_an_emptied_disk_of_one_of_several_nodes_is_written_again_if_all_of_it_is_elsewhere(
+    tmp_path: Path, node: int, is_elsewhere: bool
+) -> None:
+    """By the parts that the other nodes have."""
+    saved_by_two(tmp_path, 1, 2)
+    disk = tmp_path / str(node) / "nvme"
+    empty(disk)
+    if not is_elsewhere:
+        for far in tmp_path.glob("*/far/run"):
+            shutil.rmtree(next(far.glob("step-00000002-*")))
+            (far / "latest").unlink()
+    with network(["a", "b"]) as ranks:
+        checkpointers = Opener(tmp_path, ranks).all_open()
+        outcomes = restore_all(checkpointers, [blank(), blank()])
+        close_all(checkpointers)
+    if is_elsewhere:
+        assert [outcome.step for outcome in outcomes] == [2, 2]
+        assert list(disk.glob("run/step-00000002-*/commit.json"))
+    else:
+        assert all("may hold something newer" in str(outcome) for outcome in outcomes)
+        assert list(disk.iterdir()) == []
 
 
 def test_emptied_disks_of_several_nodes_are_no_first_start_of_any_rank(tmp_path: Path) -> None:

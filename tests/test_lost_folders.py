@@ -14,7 +14,8 @@ import pytest
 import tierfall
 from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on
 from tierfall.config import load_config
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.ops.commands import forget
 from tierfall.ops.drain import drain
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -83,6 +84,9 @@ def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_th
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
     delete(tmp_path / "disk")
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="tierfall forget disk"):
+        ckpt.restore(blank())
+    forget(load_config(config), "disk")
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
     arena = next(memory.rglob("*.arena"))

@@ -67,6 +67,7 @@ def test_what_one_rank_may_not_write_to_is_written_to_by_none(
         close_all(checkpointers)
     for node in (0, 1):
         shutil.rmtree(tmp_path / f"{node}/nvme")
+        shutil.rmtree(tmp_path / f"{node}/memory")  # both nodes were replaced
     before = [files_below(tmp_path / f"{node}/archive") for node in (0, 1)]
     refuse_records(monkeypatch, tmp_path / "1/archive")
     checkpointers = Nodes(tmp_path, ranks).all_open()

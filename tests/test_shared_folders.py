@@ -125,7 +125,7 @@ def saved_on(folder: Path, nodes: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "before", "full"),
-    [(0, ["a", "b"], False), (1, ["a", "b"], False), (1, ["a", "b"], True)],
+    [(0, ["a", "b"], False), (1, ["a"], False), (1, ["a", "b"], False), (1, ["a", "b"], True)],
 )
 def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
     tmp_path: Path,

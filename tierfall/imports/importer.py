@@ -132,9 +132,11 @@ def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping
     alive."""
     if not 0 <= step <= STEP_MAX:
         raise StepError(f"import: step {step} is not from 0 to {STEP_MAX}")
-    if silent := ", ".join(unread(listings)):
+    if silent := unread(listings):
+        reasons = "; ".join(str(error) for error in silent.values())
         raise StepError(
-            f"import: {silent} could not be read, and may hold step {step} or a newer one; nothing was imported"
+            f"import: {', '.join(silent)} could not be read, and may hold step {step} or a newer one; nothing was "
+            f"imported: {reasons}"
         )
     live = [c.id for c in merge(listings) if not c.abandoned]
     newest = max(live, default=None)

@@ -106,7 +106,7 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
         failed=failed,
         ids={t.name: opened.identities.id_of(t.name) for t in there},
         shared_before=frozenset(t.name for t in there if opened.identities.is_shared(t.name)),
-        of_all_ranks={t.name: found for t in there if (found := _of_all_ranks(opened, t.name))},
+        of_all_ranks={t.name: id for t in there if (id := _of_all_ranks(opened, t.name))},
         empty=frozenset(t.name for t in there if not holds_any(_listing(opened, t.name))),
         file_systems={t.name: _file_system(t) for t in tiers} if topology.is_leader else {},
     )
@@ -252,9 +252,9 @@ def _check_one_nodes(
     for rank, report in reports.items():
         if empty and tier.name in report.of_all_ranks:
             raise ConfigError(
-                f"open: tier {tier.name} ({tier.folder}): other nodes do not see what rank 0 writes there. Rank {rank} "
-                f"finds that the commit record of {report.of_all_ranks[tier.name]} there names the images of all "
-                f"ranks, and the folder of {format_ranks(empty)} is empty. {_ADVICE}"
+                f"open: tier {tier.name} ({tier.folder}): other nodes do not see what rank 0 writes there, and rank "
+                f"{rank} finds that the commit record of {report.of_all_ranks[tier.name]} there names the images of "
+                f"all ranks, and the folder of {format_ranks(empty)} is empty. {_ADVICE}"
             )
 
 
