@@ -18,6 +18,7 @@ from tests.open_ranks import Opener, close_all, wait_sealed
 from tests.steps import state_of, steps_on, wait_until
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.values import SaveOutcome
+from tierfall.run.session import Session
 
 MakeConfig = Callable[..., dict[str, Any]]
 ELEMENTS = 200_000
@@ -42,6 +43,27 @@ def test_signals_are_let_go_of_at_the_close_and_may_be_listened_to_again(
             assert signal.getsignal(signal.SIGUSR1) is not before
             ckpt.save(1, state_of(1))
         assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_no_signal_is_listened_to_before_the_run_has_begun_or_after_an_open_that_failed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, begins = signal.getsignal(signal.SIGUSR1), Session.start
+    found = []
+
+    def start(session: Session, *given: Any) -> None:
+        found.append(signal.getsignal(signal.SIGUSR1))
+        begins(session, *given)
+
+    def refuse(*given: Any) -> None:
+        raise OSError("no thread")
+
+    monkeypatch.setattr(Session, "start", start)
+    monkeypatch.setattr("tierfall.run.closing.DrainOnSignal", refuse)
+    with pytest.raises(OSError, match="no thread"):
+        tierfall.open(saving_on_signal(make_config()))
+    assert found == [before]
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 @pytest.fixture

@@ -170,6 +170,28 @@ def test_commands_write_nothing_under_a_mount_point_and_say_so(tmp_path: Path, w
     assert restored(config) == (2 if words == "drain" else 1)
 
 
+def test_a_tier_that_is_away_is_not_forgotten_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that remembers nothing, and though nobody said that all nodes see it."""
+    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs"))
+    save(config, 1)
+    shutil.rmtree(tmp_path / "memory")
+    real = PosixBackend.__init__
+
+    def init(self: PosixBackend, path: Path, **more: Any) -> None:
+        if Path(path).name == "pfs":
+            raise UnreachableError("pfs: it does not answer")
+        real(self, path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "__init__", init)
+        assert restored(config, unreachable="ignore") == 1
+    shutil.rmtree(tmp_path / "memory")
+    message = cli(tmp_path, config, "forget", "pfs")
+    assert "pfs is forgotten by disk" in message.output
+
+
 # Memory that no tier knows ----------------------------------------------------------------------------
 
 
@@ -439,6 +461,24 @@ def test_a_copy_of_a_tiers_folder_is_another_tier_without_its_id(tmp_path: Path)
     (tmp_path / "two/run/tier.json").unlink()
     save(config, 3)
     assert steps_on(tmp_path / "two") == [1, 2, 3]
+
+
+def test_a_disk_that_was_unmounted_in_mid_run_is_not_taken_for_a_deleted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next start would write what is in memory under the mount point."""
+    config = {**chain(tmp_path, tier(tmp_path, "disk")), "max_wait": "1s"}
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(1, state_of(1), block=True)
+        away = unmount(tmp_path / "disk")
+        monkeypatch.setattr("tierfall.setup.places.device_of", lambda folder: -1)
+        ckpt.save(2, state_of(2)).captured(timeout=20)
+    with pytest.raises(RestoreError, match="Is a file system not mounted there"):
+        restored(config)
+    assert list((tmp_path / "disk").iterdir()) == []
+    mount_again(tmp_path / "disk", away)
+    assert restored(config) == 2
 
 
 # Several nodes ----------------------------------------------------------------------------------------
