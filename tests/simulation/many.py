@@ -157,6 +157,7 @@ class Many:
         root = self.ranks[0]
         session = SimpleNamespace(
             claim_from=self._take_number,
+            emptied={},
             config=SimpleNamespace(host=SimpleNamespace(name="host"), peer_copies=self.peer_copies),
             ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )

@@ -151,7 +151,7 @@ class FoundAtStart(Message):
 
     number: int
     unreachable: Mapping[str, str]
-    emptied: Mapping[str, str]
+    emptied: Mapping[str, str] = field(default_factory=dict)
     tiers: Mapping[str, TierMessage]
     unlisted: Mapping[str, int]
     nothing: bool
@@ -328,11 +328,13 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
     inventories = {rank: one.tiers for rank, one in found.items()}
     listings = merge_ranks(inventories, order)
     whole_somewhere, _ = complete(listings)
+    refused = _refused_as_emptied(found, listings)
+    for name in refused.keys() & tiers.emptied.keys():  # before anything is written there
+        tiers.exclude(name, tiers.emptied.pop(name))
     unreachable = {
-        **_refused_as_emptied(found, listings),
         **_first_reasons((rank, one.unreachable) for rank, one in found.items()),
+        **refused,
     }
-    tiers.exclude_all(unreachable)
     attempt = tiers.claim_from(max(one.number for one in found.values()))
     reachable = [listing for listing in listings if listing.tier not in unreachable]
     host, copies = tiers.config.host.name, tiers.config.peer_copies
