@@ -19,6 +19,7 @@ from tests import forked
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.cli.app import app
 from tierfall.errors import ConfigError
+from tierfall.tiers.host import HostTier
 
 RARELY = {"flush": {"every": 100}}
 
@@ -138,6 +139,31 @@ def test_a_copy_of_a_project_is_another_one(tmp_path: Path, memory: Path) -> Non
 
 
 # What dead runs hold ----------------------------------------------------------------------------------
+
+
+def test_memory_is_let_go_of_though_what_another_rank_left_cannot_be_closed(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path / "a", memory)
+    project.leave(1)
+    (own,) = memory.rglob("slot-0.arena")
+    shutil.copy(own, own.with_name("slot-1.arena"))
+    real, closed = HostTier.close, []
+
+    def close(self: HostTier, *, keep: bool) -> None:
+        real(self, keep=True)
+        closed.append(self.path.name)
+        if self.path.name == "slot-1.arena":
+            raise OSError("it cannot be closed")
+
+    ckpt = project.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTier, "close", close)
+        with pytest.raises(OSError, match="it cannot be closed"):
+            ckpt.close()
+    assert sorted(closed) == ["slot-0.arena", "slot-1.arena"]
+    with project.open() as ckpt:
+        assert ckpt.restore(blank()) is not None
 
 
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
