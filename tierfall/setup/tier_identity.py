@@ -275,7 +275,7 @@ class TierIdentities:
         """Return what to remember of a tier; where it has no id, what was remembered before."""
         if (record := self.records.get(tier.name)) is not None:
             return self._seen(tier, record.id)
-        return self._remembers(tier.name)
+        return self._remembers(tier.name, surely=True) or self._remembers(tier.name)
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
         return KnownTier(id=id, place=self.places[tier.name], shared=shared_setting(tier))
