@@ -55,14 +55,19 @@ def test_memory_is_taken_up_where_commit_records_say_whose_its_attempt_is(
     assert steps_on(tmp_path / "disk") == [2, 4]
 
 
-def test_memory_whose_attempt_nobody_can_name_is_this_runs(
-    make_config: MakeConfig, tmp_path: Path
+def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
+    make_config: MakeConfig, tmp_path: Path, memory: Path
 ) -> None:
-    """No tier knows the attempt by another id, and none was emptied."""
     config = make_config(disk={"flush": {"every": 2}})
     leave_in_memory(config, 1)
     damage(record(tmp_path, 1))
     (memory_of(config) / "tiers.json").unlink()  # by which this machine knows the tiers
+    with pytest.raises(ConfigError) as caught:
+        tierfall.open(config)
+    for output in (str(next(memory.rglob("*.arena"))), "1@1", "damaged", "tierfall drain"):
+        assert output in str(caught.value)
+    drained = drain(load_config(make_config()), 30.0)
+    assert [str(owed.checkpoint) for owed in drained.done] == ["1@1"]
     with tierfall.open(config) as ckpt:
         state = blank()
         ckpt.restore(state)

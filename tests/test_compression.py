@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import tierfall
+from tierfall.config import load_config
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CopyState
+from tierfall.ops.commands import forget
 
 Make = Callable[..., Any]
 CODECS = ["zstd", "planes"]
@@ -67,6 +69,7 @@ def test_a_tier_that_was_lost_is_filled_from_one_that_packs_otherwise(
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state, block=True)
     shutil.rmtree(tmp_path / "two")
+    forget(load_config(config), "two")
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(weights(5)) is not None
         report = ckpt.drain()

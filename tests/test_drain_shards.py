@@ -102,6 +102,8 @@ def again_from(folder: Path, tier: str) -> list[float]:
     """Start the job again with the copies of one tier, and say what each rank restores."""
     for path in [p for p in folder.glob("0/*/run") if p.parent.name not in (tier, "memory")]:
         shutil.rmtree(path)
+    for path in (folder / "0/memory").rglob("tiers.json"):  # as after a restart of the machine
+        path.unlink()
     return again(folder)
 
 

@@ -125,7 +125,11 @@ def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = make_config(nvme={}, pfs={"shared": True})
-    there = make_config(nvme={"path": str(tmp_path / "other")}, pfs={"shared": True})
+    there = make_config(
+        nvme={"path": str(tmp_path / "other")},
+        pfs={"shared": True},
+        host={"folder": str(tmp_path / "other-memory")},
+    )
     save_steps(here, range(1, 3))
     save_steps(there, range(3, 6))
     with monkeypatch.context() as patch:

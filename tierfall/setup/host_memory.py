@@ -273,7 +273,7 @@ def check_memory(
             why = (
                 f"tier {next(iter(known))} knows attempt {number} by another id"
                 if known
-                else f"no tier has a record of attempt {number}: they were emptied, or are new"
+                else f"no tier has a good record of attempt {number}: they were emptied, are new, or it is damaged"
             )
             held = f"open: {host.path} holds {format_some([str(id) for id in ids])}"
             if silent:
