@@ -47,13 +47,16 @@ def save(folder: str, tensors: int = 8, steps: int = 1, whole: bool = False, **c
 
 
 def save_and_restore(folder: str) -> Any:
-    """Save a share of the tensors on each rank, lose the disks of all nodes, and restore all tensors."""
+    """Save a share of the tensors on each rank, lose what is on the disks of all nodes, and restore all tensors."""
     dist.init_process_group("gloo")
     save(folder)
     dist.barrier()
     if RANK == 0:
-        for disk in Path(folder).glob("nvme-*"):
-            shutil.rmtree(disk)
+        for path in Path(folder).glob("nvme-*/*/*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "tier.json":  # else a file system may not be mounted
+                path.unlink()
     dist.barrier()
     try:
         return _restore(None, folder, 8, "default", mine=False)
