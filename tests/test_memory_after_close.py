@@ -37,8 +37,10 @@ def held(folder: Path) -> list[str]:
     """What this process has mapped or open of the arenas below a folder, removed ones too."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in lines if str(folder) in line and ".arena" in line]
-    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    opened = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+    opened = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # other threads close files meanwhile
+            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [*mapped, *(name for name in opened if str(folder) in name and ".arena" in name)]
 
 

@@ -194,6 +194,7 @@ def import_state(
         watch(len(done) * size + min(count, size), len(names) * size)
 
     with owned_tiers(config, "tierfall import", begins=True) as tiers:
+        _check_memory(config, tiers.listings)
         attempt = take_attempt(tiers).attempt
         assert attempt is not None, "the ranks of a command are one"
         check_step(tiers.listings, step, config.run, tiers.stores)  # by now
@@ -235,9 +236,8 @@ def _write(
         lineage.continue_from(live[-1], attempt)
     lineage.check_begun(step)
     commit = Commit(
-        lineage=replace(
-            lineage.next(step), at_end=True
-        ),  # all tiers get it, whatever their flush rules are
+        # at the end of a training all tiers get a step, whatever their flush rules are
+        lineage=replace(lineage.next(step), at_end=True),
         world_size=1,
         files=(),
         nodes=(tiers.node,),

@@ -167,3 +167,22 @@ def test_one_copy_goes_where_the_disk_of_another_node_than_rank_0s_is_full(
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
+
+
+def test_a_copy_that_no_room_can_be_made_for_on_another_node_is_given_up_by_all() -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True)])
+    full = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=Operation.CREATE,
+        keys="run/step-*",
+        times=None,
+        error=StorageFullError,
+    )
+    run.ranks[1].troubles[NODE_TIER].strike([full])
+    handles = [rank.save(1) for rank in run.ranks]
+    run.settle()
+    assert run.committed(NODE_TIER) == set()
+    assert {id.step for id in run.committed(SHARED_TIER)} == {1}
+    for handle in handles:
+        with pytest.raises(FlushError, match=r"rank 1: .*nothing more may be deleted there"):
+            handle.wait(NODE_TIER, timeout=0)
