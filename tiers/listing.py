@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError
 from tierfall.core.format.commit_files import wrong_files
 from tierfall.core.format.decided import FENCE_VALID_S, DecidedList
 from tierfall.core.format.documents import read_twice
@@ -30,13 +30,17 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     TierfallError,
 )
-from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.lineage import AttemptStart, abandoned_by
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.tiers.attempts import Fence, LineageRecords, start_from_name
 from tierfall.tiers.decided import DecidedFolder
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
 
+NEWEST = 2
+"""A start reads so many of the newest commit records before it restores."""
+FEW = 32
+"""So many commit records are read at once."""
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
 REQUESTS_AT_ONCE_MIN = 32
@@ -47,19 +51,30 @@ REQUESTS_AT_ONCE_MIN."""
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records, and what
-    is decided."""
+    """One scan of a run: the files of each step folder by their names in it, attempt numbers, lineage records, what is
+    decided, and the size of ``latest`` if it is there."""
 
     folders: dict[CheckpointId, dict[str, StoredObject]]
     attempts: tuple[int, ...]
     starts: tuple[AttemptStart, ...]
     decided: DecidedList
+    latest_bytes: int | None
 
     @property
     def records(self) -> dict[CheckpointId, StoredObject]:
         """The commit records."""
         folders = self.folders.items()
         return {id: files[keys.COMMIT_NAME] for id, files in folders if keys.COMMIT_NAME in files}
+
+    def deciding(self) -> set[CheckpointId]:
+        """Return the checkpoints whose records tell which one a run continues from: the newest that nothing here
+        abandons or deletes, and the newest of each attempt without a lineage record."""
+        is_abandoned = abandoned_by(self.starts)
+        live = (id for id in self.records if not self.decided.is_deleted(id, None))
+        newest = sorted(id for id in live if not is_abandoned(id, None))[-NEWEST:]
+        known = {start.attempt for start in self.starts}
+        unknown = {id.attempt: id for id in sorted(self.records) if id.attempt not in known}
+        return {*newest, *unknown.values()}
 
     @property
     def origin(self) -> CheckpointId | None:
@@ -107,17 +122,20 @@ class TierCatalog:
         self._cache: dict[CheckpointId, tuple[tuple[int, str], Commit]] = {}
         self._synced: set[CheckpointId] = set()
 
-    def list(self) -> Listing:
-        """List the run on this tier. Where the tier does not answer, the listing holds the error."""
+    def list(self, *, newest: bool = False) -> Listing:
+        """List the run on this tier. Where the tier does not answer, the listing holds the error.
+
+        ``newest``: of more than FEW commit records that were not read before, only those are read that tell which
+        checkpoint is the newest, and NEWEST of them. The other copies have a NotReadError."""
         try:
-            return self._list()
+            return self._list(newest=newest)
         except TierfallError as error:
             return Listing(tier=self.name, error=error)
 
-    def _list(self) -> Listing:
+    def _list(self, *, newest: bool) -> Listing:
         scan = self._scan()
         latest = self._read_latest(scan)
-        folders, commits = scan.folders, self._read_commits(scan, latest)
+        folders, commits = scan.folders, self._read_commits(scan, latest, newest=newest)
         lags = False
         unlisted = {id for id, found in commits.items() if isinstance(found, Commit)}
         if unlisted := unlisted - scan.records.keys():
@@ -218,6 +236,7 @@ class TierCatalog:
         attempts: list[int] = []
         starts: list[AttemptStart] = []
         decided: list[str] = []
+        latest_bytes = None
         began_s = time.monotonic()
         names = tuple(self._names(self._run))
         for stored in self._objects(names):
@@ -229,13 +248,15 @@ class TierCatalog:
                 self._lineage.note(start.key)
             elif folder == keys.DECIDED_FOLDER:
                 decided.append(rest)
+            elif folder == keys.LATEST_NAME:
+                latest_bytes = stored.bytes
             elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
         for name in names:
             if checkpoint := keys.parse_step_folder(name):
                 folders.setdefault(checkpoint, {})
         known = self.decided.note(decided, began_s)
-        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known)
+        return _Scan(folders, tuple(sorted(attempts)), tuple(starts), known, latest_bytes)
 
     def _objects(self, names: Iterable[str]) -> Iterable[StoredObject]:
         """Return the objects of the run, without those in step folders that cannot be listed."""
@@ -260,7 +281,7 @@ class TierCatalog:
         """Read which checkpoint is to be there. None also if that may not be read, as of a link that a person made,
         while the scan shows checkpoints."""
         try:
-            return self.latest.read()
+            return self.latest.read(scan.latest_bytes)
         except BackendError as error:
             if error.retryable or not scan.records:
                 raise
@@ -365,10 +386,11 @@ class TierCatalog:
     # Commit records ------------------------------------------------------------------------------
 
     def _read_commits(
-        self, scan: _Scan, latest: CheckpointId | None
+        self, scan: _Scan, latest: CheckpointId | None, *, newest: bool
     ) -> dict[CheckpointId, CommitResult]:
         """Return the commit records of a scan, and read those that are not cached, several at a time. Those that it
         does not show are asked for by key: of its other step folders, and what ``latest`` and the lineage name.
+        ``newest`` is as in ``list``.
 
         Raises the error of a tier that gave up answering: no record of it could be read.
         """
@@ -380,6 +402,12 @@ class TierCatalog:
         }
         named = {id for id in (latest, scan.origin) if id is not None}
         new = sorted((scan.folders.keys() | named) - cached.keys())
+        later = [id for id in new if id in listed] if newest else []
+        if len(later) > FEW:
+            later = sorted({*later} - named - scan.deciding())
+            new = sorted({*new} - {*later})
+        else:
+            later = []
         sizes = [listed[id].bytes if id in listed else None for id in new]
         read = run_in_parallel(
             lambda asked: self._try_read(*asked),
@@ -399,7 +427,11 @@ class TierCatalog:
                 )
         kept = {**cached, **{id: commit for id, commit in good.items() if id in listed}}
         self._cache = {id: (_version(listed[id]), commit) for id, commit in kept.items()}
-        return {**found, **cached}
+        return {**found, **cached, **{id: self._not_read(id) for id in later}}
+
+    def _not_read(self, id: CheckpointId) -> NotReadError:
+        what = self._documents.what(self._key(id, keys.COMMIT_NAME))
+        return NotReadError(f"{what}: it was not read yet")
 
     def _cached_commit(self, id: CheckpointId, listed: StoredObject | None) -> CommitResult:
         if listed is None:

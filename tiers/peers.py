@@ -82,7 +82,7 @@ class PeerCache(StoredTier):
 
     # What this node keeps ------------------------------------------------------------------------
 
-    def list(self) -> Listing:
+    def list(self, *, newest: bool = False) -> Listing:
         try:
             found = {name: folder.list() for name, folder in self._kept().items()}
         except TierfallError as error:

@@ -604,8 +604,9 @@ class Workers:
     def submit(self, task: Task) -> None:
         self._queues[task.tier].put(task)
 
-    def start(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def start(self, coordinator: Coordinator, *, first: Callable[[], object] = bool) -> None:
+        """Start all threads. The coordinator's thread calls ``first`` before it handles an event."""
+        self._coordinator, self._first = coordinator, first
         for tier, count in self._threads.items():
             for number in range(count):
                 self._spawn(self._work, f"{tier}-{number}", tier)
@@ -628,6 +629,7 @@ class Workers:
     def _coordinate(self) -> None:
         assert self._coordinator is not None
         try:
+            self._first()
             while not self._stopping.is_set():
                 next_s = self._coordinator.step(time.monotonic())
                 if self._stopping.is_set():

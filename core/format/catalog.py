@@ -12,13 +12,17 @@ from dataclasses import dataclass, field, replace
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.types.errors import IntegrityError, TierfallError
+from tierfall.core.types.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by, resolve
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 UNSEEN_ATTEMPTS = 1000
 """Assumed maximum of attempts that only an unreachable tier knows: more starts than a run has during an outage."""
+
+
+class NotReadError(BackendError):
+    """The commit record of a copy is there, and is read later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,11 @@ class Listing:
     def unread(self) -> TierfallError | None:
         """Why the tier, or a copy on it, could not be read; None if all was read."""
         return self.error or next((copy.unread for copy in self.copies if copy.unread), None)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether commit records are left to be read later."""
+        return any(isinstance(copy.damage, NotReadError) for copy in self.copies)
 
     @property
     def problems(self) -> tuple[TierfallError, ...]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, NotReadError, merge
 from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId
 
@@ -53,6 +53,16 @@ def choose(
         if not request.without:
             _check_nothing(listings, request, tally)
     return candidates
+
+
+def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:
+    """Return whether commit records were left to be read later, and one of them is of the checkpoint that would be
+    restored, or may be."""
+    if not any(listing.is_partial for listing in listings):
+        return False
+    fit = (c for c in reversed(merge(listings)) if _fits(c, request) and not _why_not(c, request))
+    copies = next((c.copies.values() for c in fit), None)
+    return copies is None or any(isinstance(copy.damage, NotReadError) for copy in copies)
 
 
 def _check_all_were_read(

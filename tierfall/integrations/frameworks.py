@@ -226,7 +226,7 @@ def keep_last(ckpt: Checkpointer, last: int | None, best: Best | None) -> None:
     own = [tier for tier in _stored(ckpt) if "retain" in tier.model_fields_set]
     others = {tier.name for tier in _stored(ckpt)} - {tier.name for tier in own}
     wanted = RetainSection(last=last, best=best) if last else RetainSection()
-    session.call(
+    session.call_in_turn(
         lambda: session.coordinator.ledger.set_retain(dict.fromkeys(others, wanted.rules()))
     )
     differ = [tier.name for tier in own if last and tier.retain.last != last]

@@ -366,10 +366,15 @@ def announce(text: str) -> None:
 
 def log_open(session: Session) -> None:
     """Log, on rank 0, the attempt that has begun, and the newest checkpoint and which tiers have it."""
-    if session.ranks.topology.is_root and session.attempt is not None:
-        tiers = [session.host.name, *session.stores]
+    if not session.ranks.topology.is_root:
+        return
+    attempt, tiers = session.attempt.number, [session.host.name, *session.stores]
+
+    def log() -> None:
         found = _describe_newest(session, _find_newest(session, tiers, LookedAt({})))
-        announce(f"run {session.run} is open as attempt {session.attempt.number}; {found}")
+        announce(f"run {session.run} is open as attempt {attempt}; {found}")
+
+    session.call_in_turn(log)
 
 
 def _describe_newest(session: Session, newest: tuple[CheckpointId, list[str]] | None) -> str:
@@ -381,21 +386,18 @@ def _describe_newest(session: Session, newest: tuple[CheckpointId, list[str]] | 
 def _find_newest(
     session: Session, tiers: Sequence[str], looked_at: LookedAt
 ) -> tuple[CheckpointId, list[str]] | None:
-    """Return the newest live checkpoint that some of the tiers have, and which; None if there is none."""
-
-    def ask() -> tuple[CheckpointId, list[str]] | None:
-        ledger = session.coordinator.ledger
-        left = ledger.abandoned()
-        for entry in ledger.entries.newest_first():
-            id = entry.id
-            there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
-            if ledger.host in there and session.memory.ends_with_process([entry.region]):
-                there.remove(ledger.host)
-            if there and id not in left and not entry.deleted:
-                return id, there
-        return None
-
-    return session.call(ask)
+    """Return the newest live checkpoint that some of the tiers have, and which; None if there is none. On the
+    coordinator's thread."""
+    ledger = session.coordinator.ledger
+    left = ledger.abandoned()
+    for entry in ledger.entries.newest_first():
+        id = entry.id
+        there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
+        if ledger.host in there and session.memory.ends_with_process([entry.region]):
+            there.remove(ledger.host)
+        if there and id not in left and not entry.deleted:
+            return id, there
+    return None
 
 
 def log_newest(
@@ -408,7 +410,7 @@ def log_newest(
     host = session.host.name
     try:
         tiers = [*([host] if memory_kept else []), *session.stores]
-        newest = _find_newest(session, tiers, looked_at)
+        newest = session.call(lambda: _find_newest(session, tiers, looked_at))
     except TierfallError as error:  # an interrupt is being raised, which it must not replace
         logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return

@@ -335,7 +335,7 @@ class OpenRun:
         session = self.session
         deleter = session.coordinator.deleter
         try:
-            session.call(lambda: deleter.set_paused(True))
+            session.call_in_turn(lambda: deleter.set_paused(True))
             yield
         finally:
             session.call_soon(lambda: deleter.set_paused(False))
@@ -393,7 +393,7 @@ class OpenRun:
         with ExitStack() as seen:
 
             def choose_now(request: RestoreRequest) -> Choice:
-                listings = session.list_now()
+                listings = session.list_to_restore(request)
                 candidates = self.candidates(listings, request, tally)
                 return Choice(
                     candidates=candidates, listings=listings, open_image=session.tiers.opener()
@@ -478,7 +478,7 @@ class OpenRun:
     def begin_anew(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
         self.lineage.begin()
-        self.session.call(self.session.coordinator.begin_anew)
+        self.session.call_in_turn(self.session.coordinator.begin_anew)
 
     def begin_empty(self) -> None:
         """Let saving begin, on all ranks, if no tier holds a checkpoint; see ``Checkpointer.begin``."""
@@ -506,7 +506,7 @@ class OpenRun:
             session.coordinator.verifier.on_restored(id, verified)
             session.coordinator.ledger.continue_from(id, attempt=attempt.number)
 
-        session.call(continue_ledger)
+        session.call_in_turn(continue_ledger)
         # Without an image in host memory, a node was lost or moved: the next save makes its image, and what it kept
         # for others, again.
         is_lost = self.config.peers is not None and session.host.name not in verified

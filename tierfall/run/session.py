@@ -25,6 +25,7 @@ from tierfall.core.flush.worker import TaskRunner, Workers
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, decided_in, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.message_tree import RankMessage
+from tierfall.core.restore.candidates import RestoreRequest, is_first_unread
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.cores import hash_threads
@@ -92,7 +93,21 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
-        ledger, self.leftovers = _load_ledger(tiers, start, catalog, written)
+        ledger = Ledger(
+            tier_rules(self.config),
+            self.memory.name,
+            group=Group(
+                topology=self.ranks.topology,
+                shared={tier.name: is_shared(tier) for tier in self.config.stored},
+            ),
+            scattered=start.scattered,
+            on_few_nodes=start.on_few_nodes,
+            decided=decided_in(catalog),
+        )
+        self.leftovers = Leftovers(ledger, tiers.memory.adopted)
+        self.filled = threading.Event()
+        if not tiers.is_partial:
+            self._fill(ledger, catalog)
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
@@ -116,6 +131,31 @@ class Session:
         self.holds = Holds()
         self.status = StatusWriter(self)
         self._metrics_server = self._serve_metrics()
+
+    def _fill(self, ledger: Ledger, catalog: Iterable[Listing]) -> None:
+        """Enter into the ledger what the tiers that are written to hold, by the ``catalog`` of all ranks, and what lies
+        in the slots of this process."""
+        start, tiers = self._start, self.tiers
+        ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
+        written = {self.host.name, *(tier.name for tier in self.config.written)}
+        held = [listing for listing in catalog if listing.tier in written]
+        ledger.load(merge(held), held)
+        for entry in ledger.entries.values():
+            entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
+        seen = start.seen & written
+        ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
+        ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
+        adopt_images(ledger, tiers.memory.images(), self.leftovers, start.displaced)
+        note_overtaken(ledger, start.overtaken)
+        self.filled.set()
+
+    def _begin(self) -> None:
+        """Have the coordinator decide by what the tiers hold; it reads the commit records first that the start has left
+        for later."""
+        if not self.filled.is_set():
+            self.tiers.read_rest()
+            self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
+        self.coordinator.start()
 
     def _serve_metrics(self) -> MetricsServer | None:
         """Serve metrics and health where ``metrics`` is set, on the first rank of each node."""
@@ -150,8 +190,11 @@ class Session:
         """
         post = self.coordinator.post
         self.journal.start(self.attempt)
-        self.coordinator.start()
-        self.workers.start(self.coordinator)
+        if self.filled.is_set():
+            self._begin()
+            self.workers.start(self.coordinator)
+        else:
+            self.workers.start(self.coordinator, first=self._begin)
         self.ranks.set_listener(lambda news: listeners.get(news.topic[0], post)(news))
         self.status.start()
 
@@ -182,6 +225,14 @@ class Session:
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
         self.coordinator.post(LedgerQuery(function=function, on_answer=_ignore_answer))
+
+    def call_in_turn(self, function: Callable[[], object]) -> None:
+        """Run a function on the coordinator's thread before what is posted later, and wait for it; not if the
+        coordinator reads commit records of old checkpoints, before it does anything."""
+        if self.filled.is_set():
+            self.call(function)
+        else:
+            self.call_soon(function)
 
     def wait(self, done: InterruptibleEvent, timeout: float | None = None) -> bool:
         """Wait until the coordinator rings ``done``; False after ``timeout`` seconds.
@@ -242,7 +293,17 @@ class Session:
 
     def list_now(self) -> tuple[Listing, ...]:
         """List every tier now. Copies that lack files are reported to the ledger, and a listing that lags."""
-        found = self.tiers.list_now()
+        return self._reported(self.tiers.list_now())
+
+    def list_to_restore(self, request: RestoreRequest) -> tuple[Listing, ...]:
+        """List every tier, as ``list_now`` does, for a restore; commit records that it does not need may be left
+        out."""
+        if request.without:  # what has just been tried and failed may have been deleted
+            return self.list_now()
+        found = self.tiers.list_to_restore()
+        return self.list_now() if is_first_unread(found, request) else self._reported(found)
+
+    def _reported(self, found: tuple[Listing, ...]) -> tuple[Listing, ...]:
         if any(listing.lags for listing in found):
             self.call_soon(self._note_lag)
         for listing in found:
@@ -478,6 +539,8 @@ class RegionRequest:
 
     def _describe(self) -> str:
         host = self._session.host
+        if not self._session.filled.is_set():
+            return "the commit records of earlier checkpoints are being read"
         need, room = format_size(self._request.image_bytes), format_size(host.capacity_bytes)
         return (
             f"no room in {host.name} ({room}) for {need}; {self._session.status.describe_flushes()}"
@@ -489,35 +552,6 @@ class RegionRequest:
             self._request.cancelled.set()
             if self._answer and self._answer[0] is not None:
                 self._answer[0].release()
-
-
-def _load_ledger(
-    tiers: OpenedTiers, start: Start, listings: Sequence[Listing], written: set[str]
-) -> tuple[Ledger, Leftovers]:
-    """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
-    ledger = Ledger(
-        tier_rules(tiers.config),
-        tiers.memory.name,
-        group=Group(
-            topology=tiers.ranks.topology,
-            shared={tier.name: is_shared(tier) for tier in tiers.config.stored},
-        ),
-        scattered=start.scattered,
-        on_few_nodes=start.on_few_nodes,
-        decided=decided_in(listings),
-    )
-    ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
-    held = [listing for listing in listings if listing.tier in written]
-    ledger.load(merge(held), held)
-    for entry in ledger.entries.values():
-        entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
-    seen = start.seen & written
-    ledger.note_partial(x for x in tiers.listings if x.tier in seen and not x.lags)
-    ledger.lags = start.lags or any(listing.lags for listing in tiers.listings)
-    images = tiers.memory.images()
-    leftovers = adopt_images(ledger, images, tiers.memory.adopted, start.displaced)
-    note_overtaken(ledger, start.overtaken)
-    return ledger, leftovers
 
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:

@@ -351,6 +351,7 @@ class Leftovers:
 
     ledger: Ledger
     slots: list[Slot]
+    """Those that were adopted from ranks that no longer exist."""
     images: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
     _conditions: Conditions = field(default_factory=Conditions)
 
@@ -453,13 +454,12 @@ class Leftovers:
 def adopt_images(
     ledger: Ledger,
     images: Sequence[tuple[CheckpointId, SealedImage]],
-    slots: list[Slot],
+    leftovers: Leftovers,
     displaced: Collection[CheckpointId] = (),
-) -> Leftovers:
-    """Enter the images in this process's slots into the ledger, and return the others: those of ``displaced``
-    checkpoints, and of such as not all ranks have. ``slots`` were adopted from ranks that no longer exist."""
+) -> None:
+    """Enter the images in this process's slots into the ledger. The others are ``leftovers``: those of ``displaced``
+    checkpoints, and of such as not all ranks have."""
     host = ledger.host
-    leftovers = Leftovers(ledger, slots)
     for id, image in images:
         entry = ledger.entries.get(id)
         is_own = image.region.shard == ledger.shard and id not in displaced
@@ -483,7 +483,6 @@ def adopt_images(
         if host in entry.states and entry.region is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
-    return leftovers
 
 
 def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:

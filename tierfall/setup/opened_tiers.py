@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tierfall.config import Config, FileTierConfig
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
@@ -55,6 +55,8 @@ from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
+RECENT_S = 10.0
+"""A restore uses the listings of the start for so many seconds, if listing takes long."""
 
 
 class OpenedTiers:
@@ -121,14 +123,16 @@ class OpenedTiers:
             )
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
-            self.listings = self.list_now()
+            self.agrees = self.ranks.many or any(
+                shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
+            )
+            # what ranks agree on is by the records of all checkpoints
+            self.listings = self.list_now() if offline or self.agrees else self._list_newest()
+            self._opened_s = time.monotonic()
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
             self._check_identities(fresh=fresh)
-            self.agrees = self.ranks.many or any(
-                shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
-            )
             looked_at = [x for x in self.listings if x.tier not in self.emptied]
             check_memory(
                 self.memory.hosts,
@@ -179,7 +183,7 @@ class OpenedTiers:
                         "open: tier %s holds something %s: %s", listing.tier, what, damage
                     )
             for copy in listing.copies:
-                if copy.damage is not None:
+                if copy.damage is not None and not isinstance(copy.damage, NotReadError):
                     what = "could not be read, and is kept" if copy.unread else "is damaged"
                     logger.warning(
                         "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
@@ -355,6 +359,37 @@ class OpenedTiers:
         """List every tier; of memory, the slots of this process."""
         memory = self.memory.list()
         return list_all(self.config, memory, self.stores, self.errors, self._calls)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the start has left commit records of old checkpoints to be read later, by ``read_rest``."""
+        return any(listing.is_partial for listing in self.listings)
+
+    def list_to_restore(self) -> tuple[Listing, ...]:
+        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left out. While those are
+        read, the listings of the start are returned if they are recent."""
+        if self.is_partial and time.monotonic() - self._opened_s < RECENT_S:
+            return self.listings
+        return self.list_now() if self.agrees else self._list_newest()
+
+    def _list_newest(self) -> tuple[Listing, ...]:
+        """List every tier. Commit records of old checkpoints are left for later if it is known without them which
+        checkpoint the run continues from."""
+        memory = self.memory.list()
+        found = list_all(self.config, memory, self.stores, self.errors, self._calls, newest=True)
+        starts = {start.key for listing in found for start in listing.starts}
+        if len({number for number, _ in starts}) < len(starts):
+            return (
+                self.list_now()
+            )  # which of two attempts of one number counts is told by their records
+        return found
+
+    def read_rest(self) -> None:
+        """Read the commit records that the start has left for later. The copies on a tier that does not answer now
+        stay: they count as such that could not be read."""
+        found = {x.tier: x for x in self.list_now() if x.error is None}
+        self.listings = tuple(found.get(x.tier, x) for x in self.listings)
+        self.make_durable()
 
     def look(
         self, id: CheckpointId, names: Iterable[str], timeout_s: float = math.inf

@@ -412,12 +412,14 @@ def list_all(
     stores: Mapping[str, StoredTier],
     errors: Mapping[str, TierfallError],
     calls: BoundedCalls,
+    *,
+    newest: bool = False,
 ) -> tuple[Listing, ...]:
     """List every stored tier, side by side; return the listings after that of ``memory``, fastest tier first. A tier
-    that does not answer in time has that as its error."""
+    that does not answer in time has that as its error. ``newest`` is as in ``TierCatalog.list``."""
     opened = [store for name, store in stores.items() if name not in errors]
     answers = call_tiers(
-        opened, lambda store: store.list(), config, calls, doing="list", log_slow=True
+        opened, lambda store: store.list(newest=newest), config, calls, doing="list", log_slow=True
     )
 
     def listing(name: str) -> Listing:

@@ -142,7 +142,7 @@ def hold(run: OpenRun, opened: OpenedCheckpoint, *, owner: object) -> Callable[[
     """Protect a checkpoint's copies on stored tiers from retention and eviction, and read for other ranks; return a
     function that ends this, as the end of ``owner`` does."""
     session, id = run.session, opened.checkpoint.id
-    session.call(lambda: session.coordinator.ledger.reading.update([id]))
+    session.call_in_turn(lambda: session.coordinator.ledger.reading.update([id]))
     release = weakref.finalize(owner, _release, session, id, opened.parts)
     release.atexit = False
     return release
