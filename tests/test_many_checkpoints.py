@@ -1,0 +1,216 @@
+"""A run with thousands of checkpoints opens and restores by a few requests beside its listing. Commit records of old
+checkpoints are read in the background; what was not read is never deleted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.shelf import Shelf
+from tests.steps import blank, state_of, step_in, wait_until
+from tierfall.backends import toolkit
+from tierfall.core.format.commit_files import document_file
+from tierfall.core.format.records import parse_commit, parse_manifest
+from tierfall.core.types.keys import manifest_name
+from tierfall.core.types.values import Shard
+from tierfall.tiers.listing import FEW
+
+MakeConfig = Callable[..., dict[str, Any]]
+MANY = FEW + 8
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, shelf: Shelf, impatient: None) -> dict[str, Any]:
+    return with_store(make_config())
+
+
+def with_store(config: dict[str, Any], **words: Any) -> dict[str, Any]:
+    store = {"name": "store", "kind": "object", "url": "shelf://a", **words}
+    return {**config, "tiers": [config["tiers"][0], store, *config["tiers"][2:]]}
+
+
+def multiply(shelf: Shelf, run: str, count: int) -> None:
+    """Have step 1 there as each of the steps 1 to ``count``; all have the state of step 1."""
+    files = {key.split("/")[2]: value for key, value in shelf.values.items() if "/step-" in key}
+    commit = parse_commit(files["commit.json"], what="step 1")
+    name = manifest_name(Shard(0, 1))
+    manifest = parse_manifest(files[name], what="step 1")
+    for step in range(2, count + 1):
+        id = replace(commit.lineage.checkpoint, step=step)
+        line = replace(commit.lineage, checkpoint=id, ordinal=commit.lineage.ordinal + step - 1)
+        described = replace(manifest, lineage=line, written=b"").encode()
+        named = tuple(
+            document_file(name, described) if file.name == name else file for file in commit.files
+        )
+        record = replace(commit, lineage=line, files=named).encode()
+        folder = f"{run}/step-{step:08d}-a{id.attempt:04d}"
+        written = {**files, name: described, "commit.json": record}
+        shelf.values |= {f"{folder}/{name}": value for name, value in written.items()}
+
+
+def many(config: dict[str, Any], shelf: Shelf, count: int) -> None:
+    """Save step 1, have it there as ``count`` - 1 steps, and save the last step."""
+    with tierfall.open(config) as ckpt:
+        ckpt.begin()
+        ckpt.save(1, state_of(1), block=True)
+    multiply(shelf, config["run"], count - 1)
+    with tierfall.open(config) as ckpt:
+        assert ckpt.restore(blank(), step=count - 1) is not None
+        ckpt.save(count, state_of(count), block=True)
+
+
+@contextmanager
+def held(shelf: Shelf, part: str) -> Iterator[threading.Event]:
+    """Keep reads of keys with ``part`` in them waiting. Yields what is set once one waits."""
+    waiting, go = threading.Event(), threading.Event()
+
+    def on_read(key: str) -> None:
+        if part in key:
+            waiting.set()
+            assert go.wait(60)
+
+    shelf.on_read = on_read
+    try:
+        yield waiting
+    finally:
+        shelf.on_read = bool
+        go.set()
+
+
+def test_open_and_restore_of_1000_checkpoints_read_a_few_objects(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    many(config, shelf, 1000)
+    shelf.asked.clear()
+    with held(shelf, "step-00000001-"):
+        ckpt = tierfall.open(config)
+        state = blank()
+        report = ckpt.restore(state)
+        # those that the background reads meanwhile are no part of it
+        asked = [key for key in shelf.asked.elements() if not key.endswith("/commit.json")]
+        newest = [key for key in shelf.asked if "step-00001000-" in key or "step-00000999-" in key]
+    assert report is not None
+    assert step_in(state) == 1000
+    assert len(asked) + len(newest) <= 15, shelf.asked
+    assert len(ckpt.checkpoints()) == 1000
+    ckpt.close()
+
+
+def test_nothing_is_deleted_before_every_record_was_read(
+    make_config: MakeConfig, shelf: Shelf
+) -> None:
+    many(with_store(make_config()), shelf, MANY)
+    config = with_store(make_config(), retain={"last": 1})
+    with held(shelf, "step-00000001-"):
+        ckpt = tierfall.open(config)
+        state = blank()
+        ckpt.restore(state)
+        saving = threading.Thread(target=lambda: ckpt.save(MANY + 1, state_of(MANY + 1)))
+        saving.start()
+        saving.join(0.5)
+        assert shelf.steps() == [*range(1, MANY + 1)]
+    saving.join(30)
+    ckpt.drain()
+    wait_until(lambda: shelf.steps() == [MANY + 1], what="the newest stays")
+    ckpt.close()
+
+
+def test_a_checkpoint_whose_record_cannot_be_read_stays(
+    make_config: MakeConfig, shelf: Shelf, impatient: None
+) -> None:
+    many(with_store(make_config()), shelf, MANY)
+    config = with_store(make_config(), retain={"last": 1})
+    shelf.refused["step-00000007-a0001/commit.json"] = toolkit.UnreachableError
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(MANY + 1, state_of(MANY + 1), block=True)
+        ckpt.drain()
+        wait_until(lambda: shelf.steps() == [7, MANY + 1], what="two stay")
+
+
+def test_a_restore_goes_on_with_what_was_not_read_if_the_newest_are_damaged(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    many(config, shelf, MANY)
+    for step in range(MANY - 4, MANY + 1):
+        image = next(key for key in shelf.of_step(step) if ".safetensors" in key)
+        shelf.values[image] = bytes(len(shelf.values[image]))
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+    assert report is not None
+    assert (report.step, step_in(state)) == (MANY - 5, 1)
+    assert {each.id.step for each in report.fallbacks if each.id} == {*range(MANY - 4, MANY + 1)}
+
+
+def test_a_rollback_without_a_record_of_how_it_began_is_what_a_run_continues_from(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    many(config, shelf, MANY)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), step=10)
+        ckpt.save(11, state_of(11), block=True)
+    # killed between the commit record and the record of how the attempt began
+    began = [key for key in shelf.values if "/lineage/" in key]
+    assert len(began) == 3, began
+    del shelf.values[max(began)]
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+    assert step_in(state) == 11
+
+
+def test_each_step_can_be_named_at_once(config: dict[str, Any], shelf: Shelf) -> None:
+    many(config, shelf, MANY)
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(blank(), step=5)
+        assert report is not None
+        assert report.step == 5
+    with tierfall.open(config) as ckpt:
+        ckpt.pin(6)
+        assert [info.step for info in ckpt.checkpoints() if info.pinned] == [6]
+    with tierfall.open(config) as ckpt:
+        assert len(ckpt.checkpoints()) == MANY
+
+
+def test_what_a_second_tier_is_owed_does_not_depend_on_when_records_are_read(
+    make_config: MakeConfig,
+    shelf: Shelf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many(with_store(make_config()), shelf, MANY)
+    before = dict(shelf.values)
+    found = []
+    for few in (MANY * 2, FEW):
+        monkeypatch.setattr("tierfall.tiers.listing.FEW", few)
+        shelf.values = dict(before)
+        config = with_store(make_config(disk={}, **{f"far{few}": {"flush": {"every": 4}}}))
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank())
+            ckpt.save(MANY + 1, state_of(MANY + 1), block=True)
+            ckpt.drain()
+        folders = (tmp_path / f"far{few}" / "run").glob("step-*/commit.json")
+        found.append(sorted(path.parent.name for path in folders))
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_open_says_what_the_newest_checkpoint_is(
+    config: dict[str, Any], shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    many(config, shelf, MANY)
+    caplog.set_level(logging.INFO)
+    with tierfall.open(config) as ckpt:
+        ckpt.checkpoints()  # by now everything was read
+        assert f"its newest checkpoint is {MANY}@2, on store" in caplog.text
+    assert "could not be read" not in caplog.text
+    assert "was not read" not in caplog.text
