@@ -123,7 +123,7 @@ def test_check_names_the_tier_that_does_not_answer_and_measures_the_others(
     done = call(tmp_path, "check", "--size", "64KiB")
     assert stuck.hung.is_set()
     assert done.exit_code == 1
-    assert "near has not answered for 0." in done.output.replace("\n", " ")
+    assert "tierfall: tier near: read: tier near has not answered for 0." in done.output
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,12 @@ class TierIdentities:
 
     def missing(self, listings: Sequence[Listing]) -> dict[str, UnreachableError]:
         """Return the tiers that count as not looked at, with why: those with another id than is remembered, those that
-        all nodes saw and that are empty now, and those that were ``emptied``."""
+        all nodes saw and that are empty now, those that were ``emptied``, and those that look empty and did not say
+        which tier they are."""
         found = self.emptied(listings)
+        silent = [x.tier for x in listings if x.tier in self._unread and not holds_any(x)]
+        for name in filter(self.is_remembered, silent):
+            found[name] = UnreachableError(str(self._unread[name]))
         for listing in self._unlike(listings):
             name = listing.tier
             known = self._remembers(name, surely=True)
@@ -162,6 +166,8 @@ class TierIdentities:
         configured = {tier.name for tier in self._config.storage}
         for listing in listings:
             if listing.tier not in self._stores or listing.error is not None:
+                continue
+            if listing.tier in self._unread:  # it may be the right one
                 continue
             known, id = self._remembers(listing.tier, surely=True), self.id_of(listing.tier)
             others = {name for _, name, each in self._entries() if each.id == id} & configured
