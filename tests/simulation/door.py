@@ -28,7 +28,7 @@ from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, CopyState, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.setup.host_memory import adopt_images, note_overtaken
+from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.start import Start
 from tierfall.tiers.stored import StoredTier
 
@@ -164,7 +164,8 @@ class Door:
         ledger.set_clock(now_s=now_s, wall_time_s=wall_s)
         ledger.load(merge(held), held)
         ledger.note_partial(x for x in listings if x.tier in begun.seen)
-        leftovers = adopt_images(ledger, images, [], begun.displaced)
+        leftovers = Leftovers(ledger, [])
+        adopt_images(ledger, images, leftovers, begun.displaced)
         note_overtaken(ledger, begun.overtaken)
         self.events: list[events.Event] = []
         self.planner = Coordinator(
