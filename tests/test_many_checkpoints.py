@@ -168,6 +168,23 @@ def test_a_rollback_without_a_record_of_how_it_began_is_what_a_run_continues_fro
     assert step_in(state) == 11
 
 
+def test_a_damaged_record_hides_no_rollback_that_only_it_and_one_not_read_tell_of(
+    config: dict[str, Any], shelf: Shelf
+) -> None:
+    many(config, shelf, MANY)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), step=10)
+        for step in (11, 12):
+            ckpt.save(step, state_of(step), block=True)
+    del shelf.values[max(key for key in shelf.values if "/lineage/" in key)]
+    damaged = next(key for key in shelf.of_step(12) if "-a0003/commit.json" in key)
+    shelf.values[damaged] = b"{}"
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+    assert step_in(state) == 11
+
+
 def test_each_step_can_be_named_at_once(config: dict[str, Any], shelf: Shelf) -> None:
     many(config, shelf, MANY)
     with tierfall.open(config) as ckpt:

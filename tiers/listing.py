@@ -37,10 +37,8 @@ from tierfall.tiers.decided import DecidedFolder
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.run_files import ContradictionError, LatestHint, SetIdentityCheck, TierMarker
 
-NEWEST = 2
-"""A start reads so many of the newest commit records before it restores."""
 FEW = 32
-"""So many commit records are read at once."""
+"""A listing with no more commit records than these is read whole."""
 CommitResult = Commit | TierfallError | None
 """A commit record, why it cannot be used, or None where there is none."""
 REQUESTS_AT_ONCE_MIN = 32
@@ -67,14 +65,14 @@ class _Scan:
         return {id: files[keys.COMMIT_NAME] for id, files in folders if keys.COMMIT_NAME in files}
 
     def deciding(self) -> set[CheckpointId]:
-        """Return the checkpoints whose records tell which one a run continues from: the newest that nothing here
-        abandons or deletes, and the newest of each attempt without a lineage record."""
+        """Return the newest checkpoint that nothing here abandons or deletes, and the newest of each attempt without a
+        lineage record: its commit record says how the attempt began."""
         is_abandoned = abandoned_by(self.starts)
         live = (id for id in self.records if not self.decided.is_deleted(id, None))
-        newest = sorted(id for id in live if not is_abandoned(id, None))[-NEWEST:]
+        newest = max((id for id in live if not is_abandoned(id, None)), default=None)
         known = {start.attempt for start in self.starts}
-        unknown = {id.attempt: id for id in sorted(self.records) if id.attempt not in known}
-        return {*newest, *unknown.values()}
+        found = {id.attempt: id for id in sorted(self.records) if id.attempt not in known}
+        return {*found.values()} | ({newest} if newest else set())
 
     @property
     def origin(self) -> CheckpointId | None:
@@ -125,8 +123,8 @@ class TierCatalog:
     def list(self, *, newest: bool = False) -> Listing:
         """List the run on this tier. Where the tier does not answer, the listing holds the error.
 
-        ``newest``: of more than FEW commit records that were not read before, only those are read that tell which
-        checkpoint is the newest, and NEWEST of them. The other copies have a NotReadError."""
+        ``newest``: of more than FEW commit records that were not read before, only that of the newest checkpoint is
+        read, and those that tell which one it is. The other copies have a NotReadError."""
         try:
             return self._list(newest=newest)
         except TierfallError as error:
@@ -425,8 +423,8 @@ class TierCatalog:
                 found[id] = BackendError(
                     f"{self.name}: {path} is a file where the folder of a step is to be: move it away"
                 )
-        kept = {**cached, **{id: commit for id, commit in good.items() if id in listed}}
-        self._cache = {id: (_version(listed[id]), commit) for id, commit in kept.items()}
+        now = {id: (_version(listed[id]), good[id]) for id in good.keys() & listed}
+        self._cache = {id: x for id, x in list(self._cache.items()) if id in listed} | now
         return {**found, **cached, **{id: self._not_read(id) for id in later}}
 
     def _not_read(self, id: CheckpointId) -> NotReadError:

@@ -223,7 +223,9 @@ class PeerCache(StoredTier):
 
     # Reading -------------------------------------------------------------------------------------
 
-    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
+    def read_manifest(
+        self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
+    ) -> bytes:
         return self._ask(checkpoint, shard, lambda folder: folder.read_manifest(checkpoint, shard))
 
     def read_into(

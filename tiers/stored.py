@@ -101,20 +101,18 @@ class StoredTier(TierCatalog):
 
     # Files of a checkpoint -----------------------------------------------------------------------
 
-    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
-        return self._read_document(checkpoint, keys.manifest_name(shard))
+    def read_manifest(
+        self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
+    ) -> bytes:
+        key = self._key(checkpoint, keys.manifest_name(shard))
+        with self._confirming_absence(key):
+            return self._documents.read(key, bytes_known=length)
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the frame table of a packed image."""
-        return self._read_document(checkpoint, keys.stored_name(shard))
-
-    def _read_document(self, checkpoint: CheckpointId, name: str) -> bytes:
-        """Read a file of a checkpoint, by its size in the commit record if that was read."""
-        key = self._key(checkpoint, name)
-        _, commit = self._cache.get(checkpoint, (None, None))
-        file = None if commit is None else commit.file(name)
+        key = self._key(checkpoint, keys.stored_name(shard))
         with self._confirming_absence(key):
-            return self._documents.read(key, bytes_known=None if file is None else file.bytes)
+            return self._documents.read(key)
 
     def read_into(
         self,

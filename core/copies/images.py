@@ -43,7 +43,11 @@ class ReadableStore(Protocol):
     @property
     def cache_never_waits(self) -> bool: ...
 
-    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+    def read_manifest(
+        self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
+    ) -> bytes:
+        """Read a manifest; its ``length`` in bytes, if it is known, saves the request for it."""
+        ...
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
@@ -82,7 +86,7 @@ class Image(Protocol):
     @property
     def in_memory(self) -> bool: ...
 
-    def manifest_bytes(self) -> bytes: ...
+    def manifest_bytes(self, length: int | None = None) -> bytes: ...
 
     def read(
         self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
@@ -107,8 +111,8 @@ class StoredImage:
     def tier(self) -> str:
         return self.store.name
 
-    def manifest_bytes(self) -> bytes:
-        return self.store.read_manifest(self.id, self.shard)
+    def manifest_bytes(self, length: int | None = None) -> bytes:
+        return self.store.read_manifest(self.id, self.shard, length=length)
 
     def read(
         self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
@@ -157,8 +161,8 @@ class PackedImage:
     def tier(self) -> str:
         return self._raw.tier
 
-    def manifest_bytes(self) -> bytes:
-        return self._raw.manifest_bytes()
+    def manifest_bytes(self, length: int | None = None) -> bytes:
+        return self._raw.manifest_bytes(length)
 
     def read(
         self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
@@ -200,7 +204,7 @@ class RegionImage:
     region: HostRegion
     in_memory: ClassVar[bool] = True
 
-    def manifest_bytes(self) -> bytes:
+    def manifest_bytes(self, length: int | None = None) -> bytes:
         with self._checking_region():
             return self.region.manifest()
 
@@ -278,7 +282,7 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     named, stored = commit.file(name), image_file(commit, shard)
     if named is None or stored is None:
         raise IntegrityError(f"{what}: its commit record does not name this shard")
-    data = read_twice(lambda: _as_named(image.manifest_bytes(), named, what, "manifest"))
+    data = read_twice(lambda: _as_named(image.manifest_bytes(named.bytes), named, what, "manifest"))
     manifest = parse_manifest(data, what=what)
     raw_bytes = stored.file.bytes if stored.codec is Codec.NONE else stored.file.raw_bytes
     if (

@@ -144,7 +144,7 @@ class ExternalCommits:
 
     def _enter(self, commit: Commit, tier: str) -> None:
         id = commit.lineage.checkpoint
-        entry = entry_of(id, commit, self._ledger.shard)
+        entry = self._ledger.entries.get(id) or entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
         entry.verified |= {tier}  # it was written by this start
         self._ledger.has_begun = True

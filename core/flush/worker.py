@@ -593,8 +593,14 @@ class Workers:
         self._name = name
         self._running: list[threading.Thread] = []
         self._coordinator: Coordinator | None = None
+        self._first: Callable[[], object] = bool
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether the threads were told to end."""
+        return self._stopping.is_set()
 
     @property
     def running(self) -> bool:
@@ -605,7 +611,7 @@ class Workers:
         self._queues[task.tier].put(task)
 
     def start(self, coordinator: Coordinator, *, first: Callable[[], object] = bool) -> None:
-        """Start all threads. The coordinator's thread calls ``first`` before it handles an event."""
+        """Start all threads. The coordinator's thread calls ``first`` before it does anything else."""
         self._coordinator, self._first = coordinator, first
         for tier, count in self._threads.items():
             for number in range(count):

@@ -22,7 +22,7 @@ UNSEEN_ATTEMPTS = 1000
 
 
 class NotReadError(BackendError):
-    """The commit record of a copy is there, and is read later."""
+    """The commit record of a copy is there, and is read later: see ``tiers.listing.TierCatalog.list``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +178,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     }
     is_abandoned = abandoned_by(starts)
     decided = decided_in(listings)
+    named = decided.checkpoints
 
     def known(id: CheckpointId, commit: Commit | None) -> KnownCheckpoint:
         attempt_id = commit.lineage.attempt_id if commit else None
@@ -186,8 +187,8 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
             commit=commit,
             copies=found[id],
             abandoned=is_abandoned(id, attempt_id),
-            pinned=decided.is_pinned(id, attempt_id),
-            deleted=decided.is_deleted(id, attempt_id),
+            pinned=id in named and decided.is_pinned(id, attempt_id),
+            deleted=id in named and decided.is_deleted(id, attempt_id),
             tags=decided.tags(id, attempt_id, commit.tags if commit else ()),
         )
 

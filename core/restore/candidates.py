@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, NotReadError, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, NotReadError, merge, starts_in
 from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId
 
@@ -58,7 +58,16 @@ def choose(
 def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:
     """Return whether commit records were left to be read later, and one of them is of the checkpoint that would be
     restored, or may be."""
-    if not any(listing.is_partial for listing in listings):
+    unread = [
+        copy.id
+        for listing in listings
+        for copy in listing.copies
+        if isinstance(copy.damage, NotReadError)
+    ]
+    known = {start.attempt for start in starts_in(listings)}
+    if any(id.attempt not in known for id in unread):
+        return True  # how its attempt began may abandon what looks newest
+    if not unread:
         return False
     fit = (c for c in reversed(merge(listings)) if _fits(c, request) and not _why_not(c, request))
     copies = next((c.copies.values() for c in fit), None)

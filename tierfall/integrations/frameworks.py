@@ -19,6 +19,7 @@ from tierfall.config import (
     StoredTierConfig,
     load_config,
 )
+from tierfall.core.format.catalog import merge
 from tierfall.core.types.errors import ConfigError, RanksError, StepError
 from tierfall.core.types.values import CheckpointId, CopyState, Direction
 from tierfall.run.checkpointer import open_run_of
@@ -125,7 +126,10 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     """
     run, at = open_run_of(ckpt), CheckpointId(report.step, report.attempt)
     ranks = run.session.ranks
-    commits = [known.commit for known in run.session.known() if known.id == at]
+    request = run.restore_request(report.step, report.attempt)
+    partial = run.session.tiers.is_partial
+    known = merge(run.session.list_to_restore(request)) if partial else run.session.known()
+    commits = [each.commit for each in known if each.id == at]
     # 0: on no tier that this rank sees, or saved since this start.
     here = next((commit.world_size for commit in commits if commit is not None), 0)
     saved_by = ranks.agree(

@@ -53,6 +53,9 @@ T = TypeVar("T")
 Listener = Callable[[RankMessage], None]
 CHECK_S = 0.5
 """Seconds after which a wait for the coordinator checks whether it still runs."""
+AFTER_S = 2.0
+"""Commit records of old checkpoints are read so many seconds after the start, or when they are needed: the restore that
+follows ``open`` has the processor and the network to itself until then."""
 NESTED_S = 2.0
 """Seconds for which a call within another one of its thread waits for the coordinator."""
 ABANDON_S = 1.0
@@ -105,7 +108,9 @@ class Session:
             decided=decided_in(catalog),
         )
         self.leftovers = Leftovers(ledger, tiers.memory.adopted)
-        self.filled = threading.Event()
+        self.filled = InterruptibleEvent()
+        self._awaited = InterruptibleEvent()
+        """A thread waits for the coordinator."""
         if not tiers.is_partial:
             self._fill(ledger, catalog)
         self.workers = Workers(
@@ -152,8 +157,11 @@ class Session:
     def _begin(self) -> None:
         """Have the coordinator decide by what the tiers hold; it reads the commit records first that the start has left
         for later."""
-        if not self.filled.is_set():
+        if not self.filled.is_set:
+            self._awaited.wait(AFTER_S)
             self.tiers.read_rest()
+            if self.workers.stopping:
+                return
             self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
         self.coordinator.start()
 
@@ -190,7 +198,7 @@ class Session:
         """
         post = self.coordinator.post
         self.journal.start(self.attempt)
-        if self.filled.is_set():
+        if self.filled.is_set:
             self._begin()
             self.workers.start(self.coordinator)
         else:
@@ -227,18 +235,19 @@ class Session:
         self.coordinator.post(LedgerQuery(function=function, on_answer=_ignore_answer))
 
     def call_in_turn(self, function: Callable[[], object]) -> None:
-        """Run a function on the coordinator's thread before what is posted later, and wait for it; not if the
-        coordinator reads commit records of old checkpoints, before it does anything."""
-        if self.filled.is_set():
+        """Run a function on the coordinator's thread before what is posted later. It is waited for unless that thread
+        still reads commit records: an error is logged then."""
+        if self.filled.is_set:
             self.call(function)
         else:
-            self.call_soon(function)
+            self.coordinator.post(LedgerQuery(function=function, on_answer=_log_error))
 
     def wait(self, done: InterruptibleEvent, timeout: float | None = None) -> bool:
         """Wait until the coordinator rings ``done``; False after ``timeout`` seconds.
 
         Raises TierfallError where the coordinator has stopped.
         """
+        self._awaited.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done.wait(
             CHECK_S if deadline is None else min(CHECK_S, max(0.0, deadline - time.monotonic()))
@@ -507,6 +516,10 @@ class RegionRequest:
     def __init__(
         self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
     ) -> None:
+        if not session.filled.is_set:
+            why = "the commit records of earlier checkpoints are being read"
+            with session.holds.hold(f"save of step {id.step}", lambda: why):
+                session.wait(session.filled)
         self._session = session
         self._done = InterruptibleEvent()
         self._lock = threading.Lock()
@@ -539,8 +552,6 @@ class RegionRequest:
 
     def _describe(self) -> str:
         host = self._session.host
-        if not self._session.filled.is_set():
-            return "the commit records of earlier checkpoints are being read"
         need, room = format_size(self._request.image_bytes), format_size(host.capacity_bytes)
         return (
             f"no room in {host.name} ({room}) for {need}; {self._session.status.describe_flushes()}"
@@ -552,6 +563,11 @@ class RegionRequest:
             self._request.cancelled.set()
             if self._answer and self._answer[0] is not None:
                 self._answer[0].release()
+
+
+def _log_error(value: object, error: BaseException | None) -> None:
+    if error is not None:
+        logger.error("what open or restore has left to the coordinator has failed: %s", error)
 
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:

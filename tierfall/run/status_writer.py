@@ -102,7 +102,8 @@ class StatusWriter:
         seen, written_s = -1, 0.0
         while not self._closing.is_set():
             now_s, steps = time.monotonic(), self._coordinator.steps
-            if steps != seen or now_s >= written_s + AT_LEAST_EVERY_S:
+            is_due = steps != seen or now_s >= written_s + AT_LEAST_EVERY_S
+            if is_due and self._session.filled.is_set:  # else nothing is known, and a save may wait
                 if not self._write():
                     return
                 # making the status was a step of the coordinator itself

@@ -13,12 +13,20 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from tierfall.config import Config, FileTierConfig
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError, merge
+from tierfall.core.format.catalog import (
+    FoundCopy,
+    Listing,
+    NotReadError,
+    decided_in,
+    merge,
+    start_of,
+)
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
@@ -55,8 +63,6 @@ from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
-RECENT_S = 10.0
-"""A restore uses the listings of the start for so many seconds, if listing takes long."""
 
 
 class OpenedTiers:
@@ -128,7 +134,6 @@ class OpenedTiers:
             )
             # what ranks agree on is by the records of all checkpoints
             self.listings = self.list_now() if offline or self.agrees else self._list_newest()
-            self._opened_s = time.monotonic()
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
@@ -150,7 +155,8 @@ class OpenedTiers:
         except BaseException:
             self.close(keep=True)
             raise
-        self._log_unreadable()
+        for listing in self.listings:
+            self._log_unreadable(listing)
 
     def _check_identities(self, *, fresh: bool) -> None:
         """Refuse two tiers with one id; exclude tiers that are empty or have another id. A ``fresh`` start accepts what
@@ -172,33 +178,33 @@ class OpenedTiers:
             Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
         )
 
-    def _log_unreadable(self) -> None:
-        for listing in self.listings:
-            if listing.error is not None and listing.tier not in self.errors:
-                logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
-            for damage in listing.damaged:
-                if damage not in self.memory.problems:  # which are logged
-                    what = "damaged" if damage.is_damage else "that could not be read"
-                    logger.warning(
-                        "open: tier %s holds something %s: %s", listing.tier, what, damage
-                    )
-            for copy in listing.copies:
-                if copy.damage is not None and not isinstance(copy.damage, NotReadError):
-                    what = "could not be read, and is kept" if copy.unread else "is damaged"
-                    logger.warning(
-                        "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
-                    )
-            if listing.lags:
+    def _log_unreadable(self, listing: Listing) -> None:
+        if listing.error is not None and listing.tier not in self.errors:
+            logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
+        for damage in listing.damaged:
+            if damage not in self.memory.problems:  # which are logged
+                what = "damaged" if damage.is_damage else "that could not be read"
+                logger.warning("open: tier %s holds something %s: %s", listing.tier, what, damage)
+        for copy in listing.copies:
+            if copy.damage is not None and not isinstance(copy.damage, NotReadError):
+                what = "could not be read, and is kept" if copy.unread else "is damaged"
                 logger.warning(
-                    "open: the listing of tier %s, or 'latest' there, contradicts what is read by key: it lags behind, "
-                    "or what they name cannot be read. No rule deletes anything in this start",
-                    listing.tier,
+                    "open: %s on tier %s %s: %s", copy.id, listing.tier, what, copy.damage
                 )
+        if listing.lags:
+            logger.warning(
+                "open: the listing of tier %s, or 'latest' there, contradicts what is read by key: it lags behind, or "
+                "what they name cannot be read. No rule deletes anything in this start",
+                listing.tier,
+            )
 
     def finds_nothing(self) -> bool:
         """Return whether every tier was listed and is the one that was there, and none has a checkpoint of this run."""
         if self.emptied or any(not each.is_damage for x in self.listings for each in x.problems):
             return False
+        named = decided_in(self.listings).checkpoints
+        if any(copy.id not in named for listing in self.listings for copy in listing.copies):
+            return False  # nothing is decided about it: thousands need not be merged
         return all(checkpoint.deleted for checkpoint in merge(self.listings))
 
     # What a start changes ----------------------------------------------------------------------------
@@ -366,10 +372,7 @@ class OpenedTiers:
         return any(listing.is_partial for listing in self.listings)
 
     def list_to_restore(self) -> tuple[Listing, ...]:
-        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left out. While those are
-        read, the listings of the start are returned if they are recent."""
-        if self.is_partial and time.monotonic() - self._opened_s < RECENT_S:
-            return self.listings
+        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left out."""
         return self.list_now() if self.agrees else self._list_newest()
 
     def _list_newest(self) -> tuple[Listing, ...]:
@@ -377,7 +380,9 @@ class OpenedTiers:
         checkpoint the run continues from."""
         memory = self.memory.list()
         found = list_all(self.config, memory, self.stores, self.errors, self._calls, newest=True)
+        commits = (copy.commit for listing in found for copy in listing.copies if copy.commit)
         starts = {start.key for listing in found for start in listing.starts}
+        starts |= {start_of(commit).key for commit in commits}
         if len({number for number, _ in starts}) < len(starts):
             return (
                 self.list_now()
@@ -385,11 +390,40 @@ class OpenedTiers:
         return found
 
     def read_rest(self) -> None:
-        """Read the commit records that the start has left for later. The copies on a tier that does not answer now
-        stay: they count as such that could not be read."""
-        found = {x.tier: x for x in self.list_now() if x.error is None}
-        self.listings = tuple(found.get(x.tier, x) for x in self.listings)
-        self.make_durable()
+        """Read the commit records that the start has left for later; for another thread than that of the start. Those
+        on a tier that does not answer now count as such that could not be read: they stay until the next start."""
+        answers = call_tiers(
+            [self.stores[x.tier] for x in self.listings if x.is_partial],
+            lambda store: make_durable(store, store.list()),
+            self.config,
+            BoundedCalls(),
+            doing="list",
+        )
+
+        def read(listing: Listing) -> Listing:
+            if listing.tier not in answers:
+                return listing
+            try:
+                found = answers[listing.tier].get()
+            except TierfallError as error:
+                found = Listing(tier=listing.tier, error=error)
+            if found.error is None:
+                later = {x.id for x in listing.copies if isinstance(x.damage, NotReadError)}
+                new = tuple(copy for copy in found.copies if copy.id in later)
+                lags = found.lags and not listing.lags
+                self._log_unreadable(replace(found, copies=new, damaged=(), lags=lags))
+                return replace(found, lags=found.lags or listing.lags)
+            why = f"{listing.tier}: the commit records of old checkpoints could not be read: {found.error}"
+            logger.warning("open: %s. They are kept, and the next start reads them", why)
+            copies = (
+                replace(x, damage=UnreachableError(why))
+                if isinstance(x.damage, NotReadError)
+                else x
+                for x in listing.copies
+            )
+            return replace(listing, copies=tuple(copies))
+
+        self.listings = tuple(read(listing) for listing in self.listings)
 
     def look(
         self, id: CheckpointId, names: Iterable[str], timeout_s: float = math.inf

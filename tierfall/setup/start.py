@@ -137,7 +137,7 @@ def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[List
     """Return what the tiers hold for all ranks; see ``on_all_ranks``. Starts that could not see each other's tiers are
     logged once, and added to ``warned``."""
     held = on_all_ranks(tiers, start)
-    if tiers.ranks.topology.is_root:
+    if tiers.ranks.topology.is_root and not tiers.is_partial:
         warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), warned)
     return held
 

@@ -88,7 +88,7 @@ def open_checkpoint(
 
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
-    listings, tally = run.session.list_now(), run.session.new_tally()
+    listings, tally = run.session.list_to_restore(request), run.session.new_tally()
     candidates = run.candidates(listings, request, tally)
     ranks = run.session.ranks
 
@@ -122,7 +122,7 @@ def open_checkpoint(
         tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
         request = replace(request, without=request.without | {checkpoint.id})
-        listings = run.session.list_now()  # it may have been deleted meanwhile
+        listings = run.session.list_to_restore(request)  # it may have been deleted meanwhile
         left = run.candidates(listings, request, tally)
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
