@@ -18,7 +18,7 @@ from tierfall.backends.object.writers import (
     MultipartWriter,
     OrderedWriter,
 )
-from tierfall.backends.toolkit.base import BackendBase
+from tierfall.backends.toolkit.base import BackendBase, Extent
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
     check_key,
@@ -77,15 +77,7 @@ class ObjectStoreBackend(BackendBase):
             max_parallel=client.max_parallel,
         )
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> Writer:
         kind: type[BufferedWriter | MultipartWriter | OrderedWriter] = BufferedWriter
         if self._client.takes_parts:
             kind = MultipartWriter

@@ -80,15 +80,7 @@ class PeerBackend(BackendBase):
 
     # Objects ---------------------------------------------------------------------------------------
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> PeerWriter:
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> PeerWriter:
         return PeerWriter(self, next(self._numbers), key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
