@@ -74,7 +74,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/flush",): 8_133,
     ("policies",): 2_178,
-    ("backends",): 6_958,
+    ("backends",): 6_906,
     ("tiers",): 4_244,
     ("tierfall/config",): 2_665,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_592,

@@ -107,7 +107,7 @@ class PeerBackend(BackendBase):
             after = page["last"]
 
     def delete(self, key: str) -> None:
-        self.request(self._what("delete", check_key(key)), {"do": "delete", "key": key})
+        self.delete_some([key])
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         checked = [check_key(key) for key in keys]
@@ -158,7 +158,8 @@ class PeerBackend(BackendBase):
         deadline_s = min(time.monotonic() + self._timeout_s, self._until_s)
         if time.monotonic() >= self._until_s:
             raise UnreachableError(f"{what}: it is too late")
-        connection = self._take_idle()
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
         answer = None
         if connection is not None:
             answer = self._try(connection, deadline_s, head, payload, into)
@@ -198,10 +199,6 @@ class PeerBackend(BackendBase):
             raise
         self._put_idle(connection)
         return answer
-
-    def _take_idle(self) -> Connection | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
 
     def _put_idle(self, connection: Connection) -> None:
         with self._lock:
