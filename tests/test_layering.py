@@ -78,7 +78,7 @@ LINES = {
     ("tiers",): 4_244,
     ("tierfall/config",): 2_665,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_592,
-    ("tierfall/ops",): 3_346,
+    ("tierfall/ops",): 3_328,
     ("tierfall/telemetry",): 1_762,
     ("tierfall/cli",): 4_175,
     ("tierfall/integrations",): 3_070,
