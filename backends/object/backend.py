@@ -20,7 +20,6 @@ from tierfall.backends.object.writers import (
 )
 from tierfall.backends.toolkit.base import BackendBase, Extent
 from tierfall.backends.toolkit.keys import (
-    RESERVED_PREFIX,
     check_key,
     check_prefix,
     is_key,
@@ -150,7 +149,7 @@ class ObjectStoreBackend(BackendBase):
             if unfinished not in self._active and self._is_ours(full):
                 self._client.abort(full, unfinished, what)
                 count += 1
-        return count + (0 if prefix else self._discard_probes(what))
+        return count
 
     def close(self) -> None:
         """Close the connections. Open writers may still abort."""
@@ -169,15 +168,6 @@ class ObjectStoreBackend(BackendBase):
         folder, _, leaf = name.rpartition("/")
         return is_key(name) or (is_unfinished(leaf) and (not folder or is_key(folder)))
 
-    def _discard_probes(self, what: str) -> int:
-        """Delete probe objects of opens that were killed."""
-        count = 0
-        for row in list(self._rows(RESERVED_PREFIX, what)):
-            if is_unfinished(row.key.removeprefix(self._client.prefix)):
-                self._remove(row.key, what)
-                count += 1
-        return count
-
     def _probed(self) -> bool:
         """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
@@ -186,7 +176,7 @@ class ObjectStoreBackend(BackendBase):
             if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:
-            # The object may exist, whatever the answer was. discard_unfinished deletes what cannot be deleted now.
+            # The object may exist, whatever the answer was. What cannot be deleted now stays: it is empty.
             with suppress(BackendError):
                 self._remove(full, what)
             raise

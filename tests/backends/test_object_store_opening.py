@@ -1,19 +1,16 @@
-"""Opening a store: where credentials come from, what is tried again, and that no probe is left behind."""
+"""Opening a store: where credentials come from, what is tried again, and that an opening leaves no probe behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
 
 import pytest
-from backend_places import get, no_sleep, put
+from backend_places import no_sleep
 from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.errors import UnreachableError
 
 
 @pytest.fixture
@@ -93,21 +90,3 @@ def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub) -> None:
     waits: list[float] = []
     refused(lambda: open_backend("s3://bucket/run", options=stub.options, sleep=waits.append))
     assert waits == []
-
-
-@pytest.mark.parametrize("url", ["memory://", "s3://{}/run"])
-def test_a_probe_in_a_place_is_collected(url: str, bucket: str, s3_server: Any) -> None:
-    place = url.format(bucket)
-    options = s3_server.options() if url.startswith("s3") else {}
-    backend = open_backend(place, options=options)
-    assert isinstance(backend, ObjectStoreBackend)
-    put(backend, "run/key", b"bytes")
-    client = backend._client
-    name = f"{client.prefix}.tierfall-1-0123456789abcdef.part"
-    client.put(name, memoryview(b""), Publish.REPLACE, "leave a probe")
-    assert backend.discard_unfinished("") == 1
-    assert backend.discard_unfinished("") == 0
-    assert get(backend, "run/key") == b"bytes"
-    with suppress(BackendError):
-        backend.delete("run/key")
-    backend.close()
