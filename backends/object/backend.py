@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient
 from tierfall.backends.object.writers import (
-    PART_BYTES_MAX,
     PART_BYTES_MIN,
     BufferedWriter,
     MultipartWriter,
@@ -65,14 +64,12 @@ class ObjectStoreBackend(BackendBase):
         except BaseException:
             self.close()
             raise
-        in_parts = client.takes_parts
         self._traits = Traits(
             durable=client.durable,
             atomic_replace=client.atomic_replace,
             conditional_create=conditional,
             ordered_writes=client.takes_streams,
-            part_bytes_min=PART_BYTES_MIN if in_parts else 0,
-            part_bytes_max=PART_BYTES_MAX if in_parts else 0,
+            part_bytes_min=PART_BYTES_MIN if client.takes_parts else 0,
             max_parallel=client.max_parallel,
         )
 
