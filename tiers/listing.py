@@ -141,8 +141,14 @@ class TierCatalog:
             again = self._scan()
             lags = not unlisted <= again.records.keys()
             folders = {**folders, **{id: again.folders.get(id, {}) for id in unlisted}}
-        if latest is not None and commits.get(latest) is None and self._is_named(latest, scan):
-            commits[latest] = self._named_in_vain(latest)
+        if latest is not None and commits.get(latest) is None and self._read_latest(scan) == latest:
+            # Whoever deletes a checkpoint has ``latest`` name another one before, so tierfall did not delete this one.
+            what = self._documents.what(self._key(latest, keys.COMMIT_NAME))
+            commits[latest] = NamedInVainError(
+                f"{what}: it is not there. If the step's folder was moved, or is not mounted, bring it back. If a "
+                f"person deleted it, 'tierfall verify --tier {self.name} --repair' has {keys.LATEST_NAME!r} name "
+                "another one"
+            )
         copies = [
             _found(id, folders.get(id, {}), commit)
             for id, commit in commits.items()
@@ -285,18 +291,6 @@ class TierCatalog:
                 raise
             return None
 
-    def _is_named(self, latest: CheckpointId, scan: _Scan) -> bool:
-        """Return whether ``latest`` still names a checkpoint that has no commit record. Whoever deletes one has it name
-        another one before, so that tierfall did not delete this one: its folder may be away."""
-        return self._read_latest(scan) == latest
-
-    def _named_in_vain(self, checkpoint: CheckpointId) -> NamedInVainError:
-        what = self._documents.what(self._key(checkpoint, keys.COMMIT_NAME))
-        return NamedInVainError(
-            f"{what}: it is not there. If the step's folder was moved, or is not mounted, bring it back. If a person "
-            f"deleted it, 'tierfall verify --tier {self.name} --repair' has {keys.LATEST_NAME!r} name another one"
-        )
-
     # Damage --------------------------------------------------------------------------------------
 
     def _examine(
@@ -425,11 +419,10 @@ class TierCatalog:
                 )
         now = {id: (_version(listed[id]), good[id]) for id in good.keys() & listed}
         self._cache = {id: x for id, x in list(self._cache.items()) if id in listed} | now
-        return {**found, **cached, **{id: self._not_read(id) for id in later}}
-
-    def _not_read(self, id: CheckpointId) -> NotReadError:
-        what = self._documents.what(self._key(id, keys.COMMIT_NAME))
-        return NotReadError(f"{what}: it was not read yet")
+        for id in later:
+            what = self._documents.what(self._key(id, keys.COMMIT_NAME))
+            found[id] = NotReadError(f"{what}: it was not read yet")
+        return {**found, **cached}
 
     def _cached_commit(self, id: CheckpointId, listed: StoredObject | None) -> CommitResult:
         if listed is None:
@@ -443,20 +436,17 @@ class TierCatalog:
         return found
 
     def _try_read(self, id: CheckpointId, size_bytes: int | None) -> CommitResult:
+        """Return a record, or why it could not be read; None if it is not there, or was deleted since the listing that
+        shows its size."""
         try:
-            return self._read_listed(id, size_bytes)
-        except KeyNotFoundError as error:
-            return None if size_bytes is None else self._contradiction(id, error)
+            try:
+                return self._read_listed(id, size_bytes)
+            except KeyNotFoundError as error:
+                if size_bytes is not None:
+                    self.marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
+                return None
         except TierfallError as error:
             return error
-
-    def _contradiction(self, id: CheckpointId, error: KeyNotFoundError) -> TierfallError | None:
-        """Return why a listed record could not be read; None if it was deleted since the listing."""
-        try:
-            self.marker.confirm_absence(error, self._key(id, keys.COMMIT_NAME))
-        except TierfallError as contradiction:
-            return contradiction
-        return None
 
     def _read_listed(self, id: CheckpointId, size_bytes: int | None) -> Commit:
         """Read a record by its listed size. One that has another size, or is damaged, may have been replaced since the

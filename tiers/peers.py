@@ -29,14 +29,12 @@ T = TypeVar("T")
 Adopt = Callable[[CheckpointId, Shard, str], bool]
 
 
-def _adopt_none(checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
-    return False
-
-
 class PeerFolder(StoredTier):
     """What one node has sent in one start, on a node that keeps it."""
 
-    def __init__(self, name: str, run: str, backend: Backend, adopt: Adopt = _adopt_none) -> None:
+    def __init__(
+        self, name: str, run: str, backend: Backend, adopt: Adopt = lambda id, shard, attempt: False
+    ) -> None:
         """``adopt`` asks the node for an image of an attempt id that an earlier start has sent: if the node has a good
         one, it takes it into this folder, and the answer is True."""
         super().__init__(name=name, run=run, backend=backend, has_latest=False)

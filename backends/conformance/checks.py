@@ -561,7 +561,6 @@ def traits_and_place_are_valid(bench: Bench) -> None:
         assert traits.alignment_bytes >= 1
         assert traits.max_parallel >= 1
         assert traits.part_bytes_min >= 0
-        assert traits.part_bytes_max == 0 or traits.part_bytes_max >= traits.part_bytes_min
 
 
 def _write_in_threads(writer: Writer, view: memoryview, step: int) -> None:

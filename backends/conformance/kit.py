@@ -64,9 +64,8 @@ def in_memory(data: bytes, *, shift: int = 0) -> memoryview:
 
 
 def piece_bytes(traits: Traits, wanted: int) -> int:
-    """Return the length of one write: ``wanted``, within the bounds of the traits."""
-    size = max(wanted, traits.part_bytes_min)
-    return min(size, traits.part_bytes_max) if traits.part_bytes_max else size
+    """Return the length of one write: ``wanted``, or more if the traits need it."""
+    return max(wanted, traits.part_bytes_min)
 
 
 def ranges(total: int, step: int) -> list[tuple[int, int]]:

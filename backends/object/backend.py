@@ -12,15 +12,13 @@ from dataclasses import replace
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient
 from tierfall.backends.object.writers import (
-    PART_BYTES_MAX,
     PART_BYTES_MIN,
     BufferedWriter,
     MultipartWriter,
     OrderedWriter,
 )
-from tierfall.backends.toolkit.base import BackendBase
+from tierfall.backends.toolkit.base import BackendBase, Extent
 from tierfall.backends.toolkit.keys import (
-    RESERVED_PREFIX,
     check_key,
     check_prefix,
     is_key,
@@ -66,26 +64,16 @@ class ObjectStoreBackend(BackendBase):
         except BaseException:
             self.close()
             raise
-        in_parts = client.takes_parts
         self._traits = Traits(
             durable=client.durable,
             atomic_replace=client.atomic_replace,
             conditional_create=conditional,
             ordered_writes=client.takes_streams,
-            part_bytes_min=PART_BYTES_MIN if in_parts else 0,
-            part_bytes_max=PART_BYTES_MAX if in_parts else 0,
+            part_bytes_min=PART_BYTES_MIN if client.takes_parts else 0,
             max_parallel=client.max_parallel,
         )
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> Writer:
         kind: type[BufferedWriter | MultipartWriter | OrderedWriter] = BufferedWriter
         if self._client.takes_parts:
             kind = MultipartWriter
@@ -158,7 +146,7 @@ class ObjectStoreBackend(BackendBase):
             if unfinished not in self._active and self._is_ours(full):
                 self._client.abort(full, unfinished, what)
                 count += 1
-        return count + (0 if prefix else self._discard_probes(what))
+        return count
 
     def close(self) -> None:
         """Close the connections. Open writers may still abort."""
@@ -177,15 +165,6 @@ class ObjectStoreBackend(BackendBase):
         folder, _, leaf = name.rpartition("/")
         return is_key(name) or (is_unfinished(leaf) and (not folder or is_key(folder)))
 
-    def _discard_probes(self, what: str) -> int:
-        """Delete probe objects of opens that were killed."""
-        count = 0
-        for row in list(self._rows(RESERVED_PREFIX, what)):
-            if is_unfinished(row.key.removeprefix(self._client.prefix)):
-                self._remove(row.key, what)
-                count += 1
-        return count
-
     def _probed(self) -> bool:
         """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
@@ -194,7 +173,7 @@ class ObjectStoreBackend(BackendBase):
             if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:
-            # The object may exist, whatever the answer was. discard_unfinished deletes what cannot be deleted now.
+            # The object may exist, whatever the answer was. What cannot be deleted now stays: it is empty.
             with suppress(BackendError):
                 self._remove(full, what)
             raise

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from tierfall.backends.object.client import BareAbsenceError, ConflictError, UploadGoneError
 from tierfall.core.types.backend import Publish
@@ -25,7 +24,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 
-T = TypeVar("T")
 _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 
 KEYS_HINT = "check the key, the secret, the token and what they may do there"
@@ -114,42 +112,10 @@ def translating(
         raise make_error(error, what) from None
 
 
-def head_or_get(head: Callable[[], T], get: Callable[[], object]) -> T:
-    """Return what ``head`` returns. The answer to HEAD has no body, so that a missing bucket looks like a missing
-    object: if it fails, ``get`` is called for the error that the answer to GET has."""
-    try:
-        return head()
-    except BackendError as error:
-        if error.retryable and not isinstance(error, BareAbsenceError):
-            raise
-    get()
-    return head()
-
-
 def unknown_argument(error: Exception) -> str | None:
     """Return the name of the option that a library's function does not have, from its TypeError."""
     found = _UNKNOWN_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
     return found.group(1) if found else None
-
-
-def keys_not_deleted(
-    keys: Sequence[str],
-    deleted: Iterable[Mapping[str, str]],
-    failed: Iterable[Mapping[str, str]],
-    what: str,
-) -> list[str]:
-    """Return the keys that S3's answer to a batch deletion does not report as deleted or missing. If that is all of
-    them, raise the error of the first."""
-    absent = {row.get("Key") for row in deleted}
-    codes = {row.get("Key"): row.get("Code", "") for row in failed}
-    absent |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
-    left = [key for key in keys if key not in absent]
-    if len(left) < len(keys):
-        return left
-    first = next((key for key in left if key in codes), None)
-    if first is None:
-        raise BackendError(f"{what}: the store does not report what it deleted")
-    raise answer_error(200, codes[first], f"{what}, {first!r}")
 
 
 @contextmanager

@@ -17,9 +17,8 @@ from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
 from tierfall.core.types.errors import BackendError
 
-# Amazon S3's bounds for an upload in parts.
+# Amazon S3's bound for a part of an upload.
 PART_BYTES_MIN = 5 * 1024 * 1024
-PART_BYTES_MAX = 5 * 1024**3
 # Up to this length one put is faster than the three requests of a multipart upload.
 SINGLE_BYTES_MAX = 8 * 1024 * 1024
 # A longer object cannot be created conditionally: only a single put was probed at open.
@@ -189,7 +188,10 @@ class MultipartWriter(ObjectWriterBase):
         try:
             upload = self._begun()
             etag, size_bytes = self._there.get(number, ("", -1))
-            if size_bytes == data.nbytes and etag.strip('"') == _md5(data):
+            if (
+                size_bytes == data.nbytes
+                and etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
+            ):
                 part.etag = etag
             else:
                 part.etag = self._client.put_part(self._full_key, upload, number, data, what)
@@ -362,10 +364,6 @@ class BufferedWriter(ObjectWriterBase):
         if fault:
             raise BackendError(f"{what}: {fault}; write every byte first")
         self._put_whole(what)
-
-
-def _md5(data: memoryview) -> str:
-    return md5(data, usedforsecurity=False).hexdigest()
 
 
 @contextmanager

@@ -80,15 +80,7 @@ class PeerBackend(BackendBase):
 
     # Objects ---------------------------------------------------------------------------------------
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> PeerWriter:
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> PeerWriter:
         return PeerWriter(self, next(self._numbers), key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
@@ -115,7 +107,7 @@ class PeerBackend(BackendBase):
             after = page["last"]
 
     def delete(self, key: str) -> None:
-        self.request(self._what("delete", check_key(key)), {"do": "delete", "key": key})
+        self.delete_some([key])
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         checked = [check_key(key) for key in keys]
@@ -166,7 +158,8 @@ class PeerBackend(BackendBase):
         deadline_s = min(time.monotonic() + self._timeout_s, self._until_s)
         if time.monotonic() >= self._until_s:
             raise UnreachableError(f"{what}: it is too late")
-        connection = self._take_idle()
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
         answer = None
         if connection is not None:
             answer = self._try(connection, deadline_s, head, payload, into)
@@ -206,10 +199,6 @@ class PeerBackend(BackendBase):
             raise
         self._put_idle(connection)
         return answer
-
-    def _take_idle(self) -> Connection | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
 
     def _put_idle(self, connection: Connection) -> None:
         with self._lock:

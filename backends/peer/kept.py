@@ -109,17 +109,9 @@ class KeptFiles(PosixBackend):
             spare = self._release_deleted()
             return 0 if spare is None else os.fstat(spare.file).st_size
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> PosixWriter:
-        if length is None or length < MAPPED_BYTES_MIN:
-            return super().create(key, length=length, length_max=length_max, publish=publish)
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> PosixWriter:
+        if (extent.length or 0) < MAPPED_BYTES_MIN:
+            return super()._create(key, extent, publish)
         self._folders.verify()
         spare = self._take_spare()
         try:

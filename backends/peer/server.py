@@ -67,10 +67,8 @@ class PeerServer:
         idle_s: float = 60.0,
     ) -> None:
         self._storage = storage
-        self._folders = folders
-        self._adopt = adopt
-        self._idle_s = idle_s
-        self._lock = threading.Lock()
+        self.folders, self.adopt, self.idle_s = folders, adopt, idle_s
+        self.lock = threading.Lock()
         self._stores: dict[str, Backend] = {}
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._server = Server(
@@ -95,20 +93,12 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            talk = _RequestHandler(
-                connection,
-                own,
-                self._lock,
-                folders=self._folders,
-                adopt=partial(self._adopt, sender),
-                idle_s=self._idle_s,
-            )
-            talk.run()
+            _RequestHandler(self, connection, own, sender).run()
         finally:
             self._leave(sender, session)
 
     def _join(self, sender: str, session: str) -> _Session:
-        with self._lock:
+        with self.lock:
             if sender not in self._stores:
                 self._stores[sender] = self._storage(sender)
             own = self._sessions.setdefault((sender, session), _Session(self._stores[sender]))
@@ -116,7 +106,7 @@ class PeerServer:
             return own
 
     def _leave(self, sender: str, session: str) -> None:
-        with self._lock:
+        with self.lock:
             own = self._sessions[sender, session]
             own.connections -= 1
             if own.connections:
@@ -131,31 +121,24 @@ class _RequestHandler:
     """The requests of one connection."""
 
     def __init__(
-        self,
-        connection: Connection,
-        session: _Session,
-        lock: threading.Lock,
-        *,
-        folders: Callable[[], Sequence[str]],
-        adopt: Callable[[Head], bool],
-        idle_s: float,
+        self, server: PeerServer, connection: Connection, session: _Session, sender: str
     ) -> None:
         self._connection = connection
         self._session = session
-        self._lock = lock
-        self._idle_s = idle_s
+        self._lock = server.lock
+        self._idle_s = server.idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        storage = session.storage
         self._operations: dict[str, Callable[[Head], Any]] = {
             "create": self._create,
             "publish": self._publish,
             "abort": self._abort,
             "stat": self._stat,
             "scan": self._scan,
-            "delete": self._delete,
-            "delete_some": self._delete_some,
-            "discard": self._discard,
-            "folders": lambda head: list(folders()),
-            "adopt": adopt,
+            "delete_some": lambda head: list(storage.delete_some(head["keys"])),
+            "discard": lambda head: storage.discard_unfinished(head["prefix"]),
+            "folders": lambda head: list(server.folders()),
+            "adopt": partial(server.adopt, sender),
         }
 
     def run(self) -> None:
@@ -259,15 +242,6 @@ class _RequestHandler:
         page = list(islice((each for each in found if each.key > head["after"]), SCAN_PAGE))
         last = page[-1].key if len(page) == SCAN_PAGE else None
         return {"rows": [[each.key, each.bytes, each.version] for each in page], "last": last}
-
-    def _delete(self, head: Head) -> None:
-        self._session.storage.delete(head["key"])
-
-    def _delete_some(self, head: Head) -> list[str]:
-        return list(self._session.storage.delete_some(head["keys"]))
-
-    def _discard(self, head: Head) -> int:
-        return self._session.storage.discard_unfinished(head["prefix"])
 
 
 def _kind(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from tierfall.backends.posix.system import (
     translated,
 )
 from tierfall.backends.posix.writer import PosixWriter, PosixWriterContext
-from tierfall.backends.toolkit.base import BackendBase
+from tierfall.backends.toolkit.base import BackendBase, Extent
 from tierfall.backends.toolkit.keys import (
     check_key,
     check_prefix,
@@ -101,15 +101,7 @@ class PosixBackend(BackendBase):
             cache_never_waits=self._medium.cache_never_waits,
         )
 
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> PosixWriter:
-        extent = self._check_create(key, length, length_max, publish)
+    def _create(self, key: str, extent: Extent, publish: Publish) -> PosixWriter:
         self._folders.verify()
         with translated(self._what("create", key)):
             return PosixWriter(self._context, key, extent=extent, publish=publish)

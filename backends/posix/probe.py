@@ -11,12 +11,11 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
 from tierfall.backends.posix import system
-from tierfall.backends.posix.folders import is_missing
 from tierfall.backends.posix.system import translated
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import aligned_block
@@ -79,15 +78,8 @@ def _probe_file(folder: int) -> Iterator[tuple[str, int]]:
         yield name, descriptor
     finally:
         os.close(descriptor)
-        _remove(name, folder)
-
-
-def _remove(name: str, folder: int) -> None:
-    try:
-        os.unlink(name, dir_fd=folder)
-    except OSError as error:
-        if not is_missing(error):
-            raise
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
@@ -130,5 +122,6 @@ def _exclusive(folder: int, name: str) -> Exclusive:
         if not system.rename_if_absent(folder, name, other):
             return Exclusive.NONE
         found = Exclusive.RENAME
-    _remove(other, folder)
+    with suppress(FileNotFoundError):
+        os.unlink(other, dir_fd=folder)
     return found

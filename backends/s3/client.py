@@ -17,19 +17,17 @@ from typing import Any
 from botocore import exceptions  # type: ignore[import-untyped]
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import ObjectClient, UploadGoneError
+from tierfall.backends.object.client import BareAbsenceError, ObjectClient, UploadGoneError
 from tierfall.backends.object.responses import (
     KEYS_HINT,
     answer_error,
     creating,
-    head_or_get,
-    keys_not_deleted,
     silence_error,
     translating,
 )
 from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
 from tierfall.core.types.backend import Publish, StoredObject
-from tierfall.core.types.errors import AccessDeniedError, BackendError
+from tierfall.core.types.errors import AccessDeniedError, BackendError, KeyNotFoundError
 
 # The root element of each answer in which missing rows mean something.
 _ROOTS = {
@@ -116,11 +114,14 @@ class S3Client(ObjectClient):
             self._request("put_object", what, Key=key, Body=ViewReader(data), **condition)
 
     def head(self, key: str, what: str) -> int:
-        found = head_or_get(
-            lambda: self._request("head_object", what, Key=key),
-            lambda: self._request("get_object", what, Key=key)["Body"].close(),
-        )
-        return int(found["ContentLength"])
+        try:
+            return int(self._request("head_object", what, Key=key)["ContentLength"])
+        except BackendError as error:
+            if error.retryable and not isinstance(error, BareAbsenceError):
+                raise
+        # The answer to HEAD has no body, so that a missing bucket looks like a missing object. That to GET tells.
+        self._request("get_object", what, Key=key)["Body"].close()
+        return int(self._request("head_object", what, Key=key)["ContentLength"])
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         span = f"bytes={offset}-{offset + view.nbytes - 1}"
@@ -150,7 +151,17 @@ class S3Client(ObjectClient):
     def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
         rows = [{"Key": key} for key in keys]
         answer = self._request("delete_objects", what, Delete={"Objects": rows})
-        return keys_not_deleted(keys, answer.get("Deleted", ()), answer.get("Errors", ()), what)
+        errors = {
+            row.get("Key"): answer_error(200, row.get("Code", ""), f"{what}, {row.get('Key')!r}")
+            for row in answer.get("Errors", ())
+        }
+        gone = {row.get("Key") for row in answer.get("Deleted", ())}
+        gone |= {key for key, error in errors.items() if isinstance(error, KeyNotFoundError)}
+        left = [key for key in keys if key not in gone]
+        if len(left) < len(keys):
+            return left
+        unknown = BackendError(f"{what}: the store does not report what it deleted")
+        raise next((errors[key] for key in left if key in errors), unknown)
 
     def begin(self, key: str, what: str) -> str:
         upload = self._request("create_multipart_upload", what, Key=key).get("UploadId")

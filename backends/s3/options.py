@@ -34,7 +34,7 @@ from botocore.session import Session  # type: ignore[import-untyped]
 from tierfall.backends.object.responses import hide_requests, unknown_argument
 from tierfall.backends.s3.client import S3Client, translated
 from tierfall.backends.s3.connections import Connections, tls_context
-from tierfall.backends.toolkit.keys import place_below
+from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.text import hint_at
 
@@ -98,7 +98,9 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> S3Client:
     bucket, _, path = url.partition("://")[2].partition("/")
     if not url.startswith("s3://") or not bucket or "@" in bucket or ":" in bucket:
         raise ConfigError("the address names no bucket; expected s3://bucket/prefix")
-    place, prefix = place_below(f"s3://{bucket}", path)
+    path = path.strip("/")
+    prefix = f"{check_key(path)}/" if path else ""
+    place = f"s3://{bucket}/{path}".rstrip("/")
     what = f"open {place}"
     given = dict(options or {})
     extra = _pop_mapping(given, "s3_additional_kwargs", what)

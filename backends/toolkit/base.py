@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import ClassVar, Self
 
 from tierfall.backends.toolkit.keys import check_key
-from tierfall.core.types.backend import Publish, Traits
+from tierfall.core.types.backend import Publish, Traits, Writer
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -185,7 +185,7 @@ class WriterBase(AbortOnExit):
         return describe(operation, self._key, self._place)
 
 
-class BackendBase:
+class BackendBase(ABC):
     """The traits and the place of a backend, and the checks that begin its methods. A subclass sets ``_traits``."""
 
     _traits: Traits
@@ -212,17 +212,26 @@ class BackendBase:
         check_key(key)
         return False
 
-    def _check_create(
-        self, key: str, length: int | None, length_max: int | None, publish: Publish
-    ) -> Extent:
-        """Check the arguments of ``create``, and that it is allowed here."""
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        """See ``Backend``."""
         what = self._what("create", check_key(key))
         extent = Extent(length=length, length_max=length_max)
         extent.check(what)
         if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
             raise BackendError(f"{what}: {self._not_conditional}")
         self._check_writable(what)
-        return extent
+        return self._create(key, extent, publish)
+
+    @abstractmethod
+    def _create(self, key: str, extent: Extent, publish: Publish) -> Writer:
+        """Begin an object; the arguments are valid, and allowed here."""
 
     def _check_writable(self, what: str) -> None:
         if self._read_only:

@@ -42,15 +42,6 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def place_below(bucket: str, path: str) -> tuple[str, str]:
-    """Return the address of a place below ``bucket``, for messages, and the prefix of its full keys ('' or '.../')."""
-    prefix = path.strip("/")
-    if not prefix:
-        return bucket, ""
-    check_key(prefix)
-    return f"{bucket}/{prefix}", f"{prefix}/"
-
-
 def is_key(key: str) -> bool:
     """Whether a name in a listing is a valid key."""
     return _key_fault(key) is None

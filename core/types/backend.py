@@ -39,8 +39,8 @@ class Traits:
     object, never a mixture. ``conditional_create``: of several writers with ``Publish.IF_ABSENT`` exactly one
     succeeds; without this trait, ``create`` raises BackendError for IF_ABSENT. ``ordered_writes``: a writer accepts
     only ascending offsets. ``alignment_bytes``: multiple of address, offset and length at which the backend makes no
-    copy of its own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min`` and ``part_bytes_max``
-    bound one ``write`` (0: no bound). ``max_parallel``: number of concurrent calls beyond which nothing is gained.
+    copy of its own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min``: the least length of one
+    ``write`` but the last. ``max_parallel``: number of concurrent calls beyond which nothing is gained.
     ``needs_sync``: an object may be visible without being durable, if its writer failed or died during ``publish``;
     such a backend is a ``SyncedBackend``. ``cache_never_waits``: once ``read_cached`` has asked for the first view, it
     fills all of them, or raises, without waiting for the medium.
@@ -53,7 +53,6 @@ class Traits:
     alignment_bytes: int = 1
     direct_io: bool = False
     part_bytes_min: int = 0
-    part_bytes_max: int = 0
     max_parallel: int = 4
     needs_sync: bool = False
     cache_never_waits: bool = False

@@ -1,19 +1,18 @@
-"""Opening a store: where credentials come from, what is tried again, and that no probe is left behind."""
+"""Opening a store: where credentials come from, what is tried again, and that an opening leaves no probe behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import pytest
-from backend_places import get, no_sleep, put
+from backend_places import no_sleep
 from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.backends.wrappers.retry import RetryPolicy
+from tierfall.core.types.errors import UnreachableError
 
 
 @pytest.fixture
@@ -45,9 +44,12 @@ def replying(stub: Stub, statuses: list[int], code: str = "") -> None:
         ([409, 200, 412], "ConditionalRequestConflict"),
     ],
 )
-def test_what_passes_at_open_is_tried_again(stub: Stub, statuses: list[int], code: str) -> None:
+def test_what_passes_at_open_is_tried_again(
+    stub: Stub, statuses: list[int], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replying(stub, statuses, code)
-    made = open_backend("s3://bucket/run", options=stub.options, sleep=no_sleep)
+    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", partial(RetryPolicy, sleep=no_sleep))
+    made = open_backend("s3://bucket/run", options=stub.options)
     assert made.traits.conditional_create
     made.close()
     put_, deleted = (
@@ -59,7 +61,9 @@ def test_what_passes_at_open_is_tried_again(stub: Stub, statuses: list[int], cod
 
 
 @pytest.mark.parametrize(("answer_s", "waited"), [(0.0, 3), (3.5, 1), (20.0, 0)])
-def test_patience_at_open_ends(stub: Stub, answer_s: float, waited: int) -> None:
+def test_patience_at_open_ends(
+    stub: Stub, answer_s: float, waited: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a number of tries, or where the store takes long over its refusals, after some seconds."""
     waits: list[float] = []
     now_s = 0.0
@@ -75,39 +79,20 @@ def test_patience_at_open_ends(stub: Stub, answer_s: float, waited: int) -> None
         now_s += seconds
 
     stub.reply = busy
-    error = refused(
-        lambda: open_backend(
-            "s3://bucket/run",
-            options=stub.options,
-            sleep=sleep,
-            clock=lambda: now_s,
-        )
-    )
+    policy = partial(RetryPolicy, sleep=sleep, clock=lambda: now_s)
+    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", policy)
+    error = refused(lambda: open_backend("s3://bucket/run", options=stub.options))
     assert type(error) is UnreachableError
     assert len(waits) == waited
     assert sum(waits) < 3
 
 
-def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub) -> None:
+def test_a_definite_refusal_at_open_is_not_tried_again(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stub.reply = lambda method, query: (403, error_body("AccessDenied"))
     waits: list[float] = []
-    refused(lambda: open_backend("s3://bucket/run", options=stub.options, sleep=waits.append))
+    policy = partial(RetryPolicy, sleep=waits.append)
+    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", policy)
+    refused(lambda: open_backend("s3://bucket/run", options=stub.options))
     assert waits == []
-
-
-@pytest.mark.parametrize("url", ["memory://", "s3://{}/run"])
-def test_a_probe_in_a_place_is_collected(url: str, bucket: str, s3_server: Any) -> None:
-    place = url.format(bucket)
-    options = s3_server.options() if url.startswith("s3") else {}
-    backend = open_backend(place, options=options)
-    assert isinstance(backend, ObjectStoreBackend)
-    put(backend, "run/key", b"bytes")
-    client = backend._client
-    name = f"{client.prefix}.tierfall-1-0123456789abcdef.part"
-    client.put(name, memoryview(b""), Publish.REPLACE, "leave a probe")
-    assert backend.discard_unfinished("") == 1
-    assert backend.discard_unfinished("") == 0
-    assert get(backend, "run/key") == b"bytes"
-    with suppress(BackendError):
-        backend.delete("run/key")
-    backend.close()

@@ -310,7 +310,7 @@ def test_a_forked_child_does_not_keep_connections(
     sender = client(server)
     writer = sender.create("a/b", length=4)
     writer.write(0, memoryview(b"half"))
-    connection = sender._take_idle() if is_in_use else sender._idle[0]
+    connection = sender._idle.pop() if is_in_use else sender._idle[0]
     assert connection is not None
     reader, end = os.pipe()
     child = os.fork()

@@ -82,7 +82,9 @@ def place() -> Place:
 
 
 def packing(codec: Codec, parallel: int = 2) -> Packing:
-    return Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel, part_bytes=4096)
+    made = Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel)
+    made.part_bytes = 4096
+    return made
 
 
 def writer_to(

@@ -252,22 +252,14 @@ def check_folders(config: Config) -> None:
     """
     folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
     answers = BoundedCalls().call_all(
-        {name: partial(_is_missing, folder) for name, folder in folders.items()},
+        {name: partial(os.stat, folder) for name, folder in folders.items()},
         bounds_s(config),
         doing="open",
     )
-    if missing := {name: folder for name, folder in folders.items() if answers[name].value}:
+    # Any other error is reported when the tier is opened.
+    missing = {n: x for n, x in folders.items() if isinstance(answers[n].error, FileNotFoundError)}
+    if missing:
         raise UnreachableError(f"nothing was changed, since {missing_folders(missing)}")
-
-
-def _is_missing(path: Path) -> bool:
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        return True
-    except OSError:  # reported where the tier is opened, as is one that does not answer
-        return False
-    return False
 
 
 # What is decided -------------------------------------------------------------------------------------
@@ -350,16 +342,19 @@ def _check_left(checkpoint: KnownCheckpoint, stores: Iterable[StoredTier]) -> No
     read a tier's list before relies on it for FENCE_VALID_S at most."""
     time.sleep(FENCE_VALID_S + 0.2)
     holding = [store for store in stores if store.name in checkpoint.copies]
-    for store in holding:
-        try:
-            store.read_commit(checkpoint.id)
-        except KeyNotFoundError:
-            continue
-        except TierfallError:
-            return  # it may be there
-        return
-    if holding:
+    if holding and not any(may_have(store, checkpoint.id) for store in holding):
         raise StepError(f"pin: {checkpoint.id} was deleted just now")
+
+
+def may_have(store: StoredTier, id: CheckpointId) -> bool:
+    """Return False only if a tier has answered that it has no commit record of a checkpoint."""
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError:
+        return False
+    except TierfallError:
+        return True
+    return True
 
 
 # Without a trainer -----------------------------------------------------------------------------------
@@ -428,7 +423,7 @@ def _run_command(
         for name in [tier for tier in stores if tier in chosen and tier in checkpoint.copies]:
             if not stores[name].read_only:
                 failed.pop(name, None)
-                newest = max((c.id for c in _good_on(name, known.values())), default=None)
+                newest = max((c.id for c in good_on(name, known.values())), default=None)
                 error = _delete_on(stores[name], checkpoint, decided, newest, note=name in full)
                 if error is not None:
                     failed[name] = error
@@ -468,7 +463,7 @@ def _delete_on(
     return StepError(f"{checkpoint.id} was pinned or tagged there just now: it is not deleted")
 
 
-def _good_on(tier: str, known: Iterable[KnownCheckpoint]) -> list[KnownCheckpoint]:
+def good_on(tier: str, known: Iterable[KnownCheckpoint]) -> list[KnownCheckpoint]:
     """Return the checkpoints of the live lineage whose copy on a tier is good, oldest first."""
     there = (c for c in known if c.live and tier in c.copies and c.copies[tier].damage is None)
     return sorted(there, key=lambda c: c.id)
@@ -490,7 +485,7 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResul
         gone = {(drop.tier, drop.checkpoint) for drop in left}
         progress = Progress(watch, sum(drop.bytes for drop in left))
         stay = {
-            name: [c.id for c in _good_on(name, known.values()) if (name, c.id) not in gone]
+            name: [c.id for c in good_on(name, known.values()) if (name, c.id) not in gone]
             for name in tiers.stores
         }
         if left and all(_are_whole(tiers.stores[name], ids[-STAY:]) for name, ids in stay.items()):

@@ -40,6 +40,7 @@ from tierfall.ops.commands import (
     Progress,
     Watch,
     check_room,
+    good_on,
     unread,
     view_of,
     without_copy,
@@ -513,18 +514,14 @@ class _Drain:
     def _newest_is_good(self, store: StoredTier) -> bool:
         """Read the newest copy of the live lineage on a tier; return whether it is good, and was not known to be."""
         with self._guard:
-            there = [
-                c.id
-                for c in self._known.values()
-                if c.live and store.name in c.copies and c.copies[store.name].damage is None
-            ]
-        if not there or (max(there), store.name) in self._good:
+            there = good_on(store.name, self._known.values())
+        if not there or (there[-1].id, store.name) in self._good:
             return False
         with CopyVerifier() as verifier:
-            good = verifier.check_stored(store, max(there)).good
+            good = verifier.check_stored(store, there[-1].id).good
         if good:
             with self._guard:
-                self._good.add((max(there), store.name))
+                self._good.add((there[-1].id, store.name))
         return good
 
     # The end -----------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
-    KeyNotFoundError,
     NotSupportedError,
     TierfallError,
 )
 from tierfall.core.types.values import CheckpointId
+from tierfall.ops.commands import may_have
 from tierfall.ops.reader import RunReader
 from tierfall.ops.sync import NEWER, Repairer, open_writable
 from tierfall.tiers.attempts import StrayAttemptError
@@ -265,7 +265,7 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
 
 def _check_latest(store: StoredTier) -> list[Finding]:
     latest = store.latest.read()
-    if latest is None or _is_there(store, latest) or store.latest.read() != latest:
+    if latest is None or may_have(store, latest) or store.latest.read() != latest:
         return []
     problem = IntegrityError(f"it names {latest}, which does not exist")
     advice = (
@@ -273,16 +273,6 @@ def _check_latest(store: StoredTier) -> list[Finding]:
         f"another step, and so does tierfall verify --tier {store.name} --repair"
     )
     return [_tier_finding(store, keys.LATEST_NAME, problem, advice)]
-
-
-def _is_there(store: StoredTier, id: CheckpointId) -> bool:
-    try:
-        store.read_commit(id)
-    except KeyNotFoundError:
-        return False
-    except TierfallError:
-        return True  # reported with its copy
-    return True
 
 
 def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: str) -> Finding:

@@ -130,7 +130,8 @@ def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
             blocks.setdefault(write.index.fqn, []).append(_block(write, planner))
     leaves: dict[str, object] = {}
     for name, held in planner.state_dict.items():
-        is_value = name in values or not is_tensor(held)
+        is_planned = isinstance(held, torch.Tensor) or hasattr(held, "__create_write_items__")
+        is_value = name in values or not is_planned
         leaves[name] = value_of(name, held) if is_value else _as_leaf(blocks.pop(name, []))
     leaves |= {name: _as_leaf(held) for name, held in blocks.items()}
     leaves |= {name: value_of(name, v) for name, v in values.items() if name not in leaves}
@@ -173,11 +174,6 @@ def refuse_wrapper(name: str, tensor: object) -> None:
             f"dcp.save: {name}: tensors of {kind.__module__}.{kind.__qualname__} are not saved by dcp.save; save the "
             "state with Checkpointer.save, which saves their inner tensors"
         )
-
-
-def is_tensor(held: object) -> bool:
-    """Return whether DCP plans an entry as a tensor."""
-    return isinstance(held, torch.Tensor) or hasattr(held, "__create_write_items__")
 
 
 def value_of(name: str, value: object) -> object:

@@ -313,7 +313,7 @@ class _Reads:
         self._planner = planner
         self._builder = Builder(opened.entries.merged.header)
         self._targets: list[BlockTarget] = []
-        self._after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], object]] = []
 
     def execute(self, plan: LoadPlan) -> None:
         """Read everything into its targets, then pass tensors and values to the planner."""
@@ -347,7 +347,7 @@ class _Reads:
             count = target.numel() * stored.dtype.itemsize
             flat = torch.empty(count, dtype=torch.uint8)
             source = flat.view(stored.dtype).view(lengths)
-            self._after.append(lambda: _copy(target, source))
+            self._after.append(lambda: target.copy_(source))
         self._targets.append(
             BlockTarget(position=node.position, target=flat, offset=offset, lengths=lengths)
         )
@@ -368,11 +368,6 @@ class _Reads:
         torch.save(value, pickled)
         pickled.seek(0)
         return pickled
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(source)
 
 
 # Entries under DCP's names -------------------------------------------------------------------------
