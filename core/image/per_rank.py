@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
@@ -175,15 +175,20 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
     )
 
 
-def _reindexed(node: Node, positions: Mapping[int, int]) -> Node:
-    """The node with its tensors at other positions."""
-    match node:
+def _reindexed(part: Any, positions: Mapping[int, int]) -> Any:
+    """A part of a tree with its tensors at other positions."""
+    match part:
         case TensorNode():
-            return TensorNode(positions[node.position])
+            return TensorNode(positions[part.position])
         case ValueNode():
-            return replace(node, blobs=tuple(positions[blob] for blob in node.blobs))
+            return replace(part, blobs=tuple(positions[blob] for blob in part.blobs))
         case PiecesNode():
-            return PiecesNode(tuple(positions[position] for position in node.positions))
+            return PiecesNode(tuple(positions[position] for position in part.positions))
         case QuantizedNode():
-            node = replace(node, position=positions[node.position])
-    return node.map_children(lambda child: _reindexed(child, positions))
+            part = replace(part, position=positions[part.position])
+    if type(part) is tuple:
+        return tuple(_reindexed(each, positions) for each in part)
+    if not isinstance(part, Node):
+        return part
+    inside = {each.name: getattr(part, each.name) for each in fields(part)}
+    return replace(part, **{name: _reindexed(each, positions) for name, each in inside.items()})
