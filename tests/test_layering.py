@@ -66,7 +66,7 @@ LINES = {
     ("core/types",): 1_945,
     ("core/format",): 1_299,
     ("core/state", "core/tensors"): 3_697,
-    ("core/image",): 2_502,
+    ("core/image",): 2_491,
     ("core/runtime",): 2_257,
     ("core/ranks",): 2_308,
     ("core/capture", "core/sampling"): 3_940,
