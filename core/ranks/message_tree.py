@@ -74,8 +74,7 @@ class _FlushRequest(Message):
     topic: Topic
 
 
-_Envelope = _Contributions | RankReported | DecisionAnnounced | _FlushRequest | _Withdrawal
-_ENVELOPES: tuple[type[_Envelope], ...] = (
+_ENVELOPES: tuple[type[Message], ...] = (
     _Contributions,
     RankReported,
     DecisionAnnounced,
@@ -194,7 +193,9 @@ class MessageTree:
                 return
             gathering = self._gatherings.get(topic)
             if gathering is None:
-                awaited = self._awaited(leaders_only)
+                awaited = self.topology.below
+                if leaders_only:
+                    awaited = awaited.intersection(self.topology.leaders)
                 gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
             gathering.bodies.update(bodies)
             complete = gathering.complete
@@ -213,15 +214,10 @@ class MessageTree:
             if gathering is not None:
                 gathering.bodies.pop(message.rank, None)
                 gathering.forwarded.discard(message.rank)
-            self._flushed.add(
-                message.topic
-            )  # else later ones would wait for those that were forwarded
+            # Else later ones would wait for those that were forwarded.
+            self._flushed.add(message.topic)
             if self.topology.parent is not None:
                 self._send_to([self.topology.parent], message)
-
-    def _awaited(self, leaders_only: bool) -> frozenset[int]:
-        below = self.topology.below
-        return below.intersection(self.topology.leaders) if leaders_only else below
 
     def _forward(self, topic: Topic, gathering: _Gathering) -> None:
         """Send the bodies that were not sent yet to the parent; rank 0 has none."""
@@ -244,7 +240,7 @@ class MessageTree:
             self._send_to(self.topology.children, message)
             self.on_message(message)
 
-    def _send_to(self, ranks: Collection[int], message: _Envelope) -> None:
+    def _send_to(self, ranks: Collection[int], message: Message) -> None:
         if not ranks:
             return
         envelope = [_ENVELOPES.index(type(message)), to_json(message)]

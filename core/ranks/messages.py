@@ -53,7 +53,6 @@ class ErrorMessage(Message):
 
     kind: str
     text: str
-    retryable: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorMessage:
@@ -63,7 +62,7 @@ class ErrorMessage(Message):
         kind = next(k for k in known if issubclass(k, TierfallError))
         if kind.retryable != error.retryable:  # a class of a plug-in
             kind = UnreachableError if error.retryable else BackendError
-        return cls(kind=kind.__name__, text=str(error), retryable=error.retryable)
+        return cls(kind=kind.__name__, text=str(error))
 
     def error(self) -> TierfallError:
         """Return a new error of the same kind and text."""
