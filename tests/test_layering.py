@@ -68,7 +68,7 @@ LINES = {
     ("core/state", "core/tensors"): 3_697,
     ("core/image",): 2_491,
     ("core/runtime",): 2_227,
-    ("core/ranks",): 2_289,
+    ("core/ranks",): 2_277,
     ("core/capture", "core/sampling"): 3_939,
     ("core/restore", "core/load", "core/copies"): 7_418,
     ("core/compression",): 373,

@@ -97,19 +97,11 @@ class _Gathering:
         return len(self.bodies) == len(self.awaited)
 
 
-class _RecentTopics:
-    """The topics that were added last. Messages about older ones do not come any more."""
-
-    def __init__(self) -> None:
-        self._topics: dict[Topic, None] = {}
-
-    def add(self, topic: Topic) -> None:
-        self._topics[topic] = None
-        if len(self._topics) > _RECENT_MAX:
-            del self._topics[next(iter(self._topics))]
-
-    def __contains__(self, topic: Topic) -> bool:
-        return topic in self._topics
+def _remember(topics: dict[Topic, None], topic: Topic) -> None:
+    """Add a topic. Messages about those that were added long before do not come any more."""
+    topics[topic] = None
+    if len(topics) > _RECENT_MAX:
+        del topics[next(iter(topics))]
 
 
 class MessageTree:
@@ -121,8 +113,8 @@ class MessageTree:
         self._send = send
         self._lock = threading.RLock()
         self._gatherings: dict[Topic, _Gathering] = {}
-        self._forgotten = _RecentTopics()
-        self._flushed = _RecentTopics()
+        self._forgotten: dict[Topic, None] = {}
+        self._flushed: dict[Topic, None] = {}
         self.on_message: Callable[[RankMessage], None] = lambda message: None
 
     def contribute(self, topic: Topic, body: object, *, leaders_only: bool = False) -> None:
@@ -173,7 +165,7 @@ class MessageTree:
         """Discard the contributions to a topic, and ignore later ones."""
         with self._lock:
             self._gatherings.pop(topic, None)
-            self._forgotten.add(topic)
+            _remember(self._forgotten, topic)
 
     def flush_partial(self, topic: Topic) -> None:
         """Have every leader from here down forward what it has of a topic, although contributions are missing; later
@@ -182,7 +174,7 @@ class MessageTree:
             local = self.topology.local_ranks
             leaders = [rank for rank in self.topology.children if rank not in local]
             self._send_to(leaders, _FlushRequest(topic=topic))
-            self._flushed.add(topic)
+            _remember(self._flushed, topic)
             gathering = self._gatherings.get(topic)
             if gathering is not None:
                 self._forward(topic, gathering)
@@ -215,7 +207,7 @@ class MessageTree:
                 gathering.bodies.pop(message.rank, None)
                 gathering.forwarded.discard(message.rank)
             # Else later ones would wait for those that were forwarded.
-            self._flushed.add(message.topic)
+            _remember(self._flushed, message.topic)
             if self.topology.parent is not None:
                 self._send_to([self.topology.parent], message)
 
