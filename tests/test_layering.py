@@ -67,7 +67,7 @@ LINES = {
     ("core/format",): 1_299,
     ("core/state", "core/tensors"): 3_697,
     ("core/image",): 2_491,
-    ("core/runtime",): 2_227,
+    ("core/runtime",): 2_211,
     ("core/ranks",): 2_277,
     ("core/capture", "core/sampling"): 3_939,
     ("core/restore", "core/load", "core/copies"): 7_418,

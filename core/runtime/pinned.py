@@ -99,7 +99,9 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
         with _changing:
             _ends[address] = address + length_bytes
         return PageLock(address=address, length_bytes=length_bytes, locked=True, on=on)
-    reason = f"{error}; {_memlock_hint()}"
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    reason = f"{error}; the limit on locked memory (ulimit -l) is {limit}"
     return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
 
 
@@ -154,12 +156,6 @@ def _clear_last_error() -> None:
         torch.empty(1, device="cuda").fill_(0)
     except RuntimeError as error:
         logger.debug("cleared the CUDA runtime's last error: %s", error)
-
-
-def _memlock_hint() -> str:
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
-    return f"the limit on locked memory (ulimit -l) is {limit}"
 
 
 def _cudart() -> Any:

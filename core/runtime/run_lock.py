@@ -119,7 +119,9 @@ class RunLock:
     def _acquire_now(cls, path: Path, run: str, command: str) -> RunLock:
         with _registry_guard:
             for _ in range(_MAX_TRIES):
-                _refuse_second(path, run)
+                identity = _identity_at(path)
+                if identity is not None and _held_by(identity) is not None:
+                    raise _second_error(path, run)
                 lock = cls._take_once(path, run, command)
                 if lock is not None:
                     return lock
@@ -217,12 +219,6 @@ class RunLock:
             os.close(self._fd)
 
 
-def _refuse_second(path: Path, run: str) -> None:
-    identity = _identity_at(path)
-    if identity is not None and _held_by(identity) is not None:
-        raise _second_error(path, run)
-
-
 def _second_error(path: Path, run: str) -> ConfigError:
     return ConfigError(
         f"a second Checkpointer of run {run!r} in this process (lock {path}): use the first one, close it before "
@@ -297,7 +293,8 @@ def _lock(fd: int, path: Path, run: str) -> None:
 
 def _owner_of(fd: int, path: Path) -> LockOwner | None:
     """The lock's owner according to the kernel, with the file's details if they are of the same process."""
-    kind, pid = _query(fd)
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
     if kind == fcntl.F_UNLCK:
         return None
     recorded = _read_owner(fd, path)
@@ -305,12 +302,6 @@ def _owner_of(fd: int, path: Path) -> LockOwner | None:
     if pid <= 0:
         return replace(recorded or LockOwner(pid=pid), elsewhere=True)
     return recorded if recorded is not None and recorded.pid == pid else LockOwner(pid=pid)
-
-
-def _query(fd: int) -> tuple[int, int]:
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _whence, _start, _length, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
-    return kind, pid
 
 
 def _write_owner(fd: int, run: str, command: str) -> LockOwner:
