@@ -67,25 +67,17 @@ class LockOwner:
         return f"{what}{self.process}{node}, since {since}"
 
 
-@dataclass(slots=True)
-class _HeldLock:
-    """One lock of this process."""
-
-    pid: int
-    run: str
-    owner: LockOwner
-
-
 # Per process, as the kernel's record locks are; keyed by (st_dev, st_ino).
-_registry: dict[tuple[int, int], _HeldLock] = {}
+_registry: dict[tuple[int, int], LockOwner] = {}
 _registry_guard = threading.Lock()
 
 
 class RunLock:
     """Ownership of one slot of a run on this machine, from ``acquire`` to ``release`` or the process's death."""
 
-    def __init__(self, path: Path, fd: int, identity: tuple[int, int]) -> None:
+    def __init__(self, path: Path, run: str, fd: int, identity: tuple[int, int]) -> None:
         self.path = path
+        self._run = run
         self._fd = fd
         self._identity = identity
         self._pid = os.getpid()
@@ -154,8 +146,8 @@ class RunLock:
         except BaseException:
             os.close(fd)
             raise
-        _registry[identity] = _HeldLock(pid=os.getpid(), run=run, owner=owner)
-        return cls(path, fd, identity)
+        _registry[identity] = owner
+        return cls(path, run, fd, identity)
 
     @staticmethod
     def owner(path: Path) -> LockOwner | None:
@@ -166,11 +158,11 @@ class RunLock:
                 return None
             held = _held_by(identity)
             if held is not None:
-                return held.owner
+                return held
             fd = _open(path, os.O_RDONLY, "?")
             held = _held_by(_identity(os.fstat(fd)))
             if held is not None:
-                return held.owner  # the descriptor stays open, too
+                return held  # the descriptor stays open, too
             try:
                 return _owner_of(fd, path)
             finally:
@@ -199,7 +191,7 @@ class RunLock:
         held = None if self.is_file_intact() else _registry.get(self._identity)
         if held is None:
             return
-        other = RunLock.acquire(self.path, run=held.run, command=held.owner.command)
+        other = RunLock.acquire(self.path, run=self._run, command=held.command)
         with _registry_guard:
             if not self._released:
                 self._fd, other._fd = other._fd, self._fd
@@ -226,7 +218,7 @@ def _second_error(path: Path, run: str) -> ConfigError:
     )
 
 
-def _held_by(identity: tuple[int, int]) -> _HeldLock | None:
+def _held_by(identity: tuple[int, int]) -> LockOwner | None:
     """This process's lock on a file; an entry inherited by a fork is the parent's."""
     held = _registry.get(identity)
     return held if held is not None and held.pid == os.getpid() else None
