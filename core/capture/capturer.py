@@ -283,7 +283,6 @@ class Capturer:
                 self._settle()
                 continue
             if snapshot is None:
-                self.helpers.close()
                 return
             try:
                 self._capture(snapshot)

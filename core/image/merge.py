@@ -4,8 +4,7 @@ The ranks' trees are merged by keys and names of mappings, modules and optimizer
 tree. A value or an unsharded tensor should be equal on all ranks that have it. Otherwise the rank ``own`` has
 precedence; without ``own`` the entry becomes a conflict, which is reported when the entry is requested.
 
-A header with several blocks of one tensor is split into headers with one block each first: first blocks remain in the
-header of their rank, further blocks go into additional headers with nothing else, under virtual rank numbers.
+A rank's image may have several blocks of one tensor. They count as those of other ranks do, by the name of the first.
 """
 
 from __future__ import annotations
@@ -44,67 +43,6 @@ NOBODY = -1
 _INSIDE = "%"  # the name of nodes that no ``item`` can wrap
 
 
-def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
-    """Split headers so that each has at most one block of a tensor. A virtual rank is a real one plus a multiple of one
-    more than the highest."""
-    found = dict(headers)
-    if all(header.complete for header in headers.values()):
-        return found
-    count = max(headers) + 1
-    for rank, header in headers.items():
-        pieces = [node for node in walk(header.tree) if isinstance(node, PiecesNode)]
-        names = {
-            position: header.tensors[node.positions[0]].name
-            for node in pieces
-            for position in node.positions[1:]
-        }
-        tensors = tuple(
-            replace(stored, name=names.get(position, stored.name))
-            for position, stored in enumerate(header.tensors)
-        )
-        for number in range(1, max((len(node.positions) for node in pieces), default=0)):
-            tree = _further(header.tree, number)
-            assert isinstance(tree, MapNode), "a tree that is no mapping"
-            found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
-        found[rank] = replace(header, tree=header.tree.map_children(_first))
-    return found
-
-
-def present_tensors(header: ImageHeader) -> Sequence[StoredTensor]:
-    """The tensors of the tree of a header that ``split_blocks`` returned."""
-    if header.complete:
-        return header.tensors
-    return [header.tensors[position] for position in sorted(set(positions_of(header.tree)))]
-
-
-def _first(node: Node) -> Node:
-    """The node with the first block of each tensor."""
-    if isinstance(node, PiecesNode) and node.positions:
-        return TensorNode(node.positions[0])
-    return node.map_children(_first)
-
-
-def _further(node: Node, number: int) -> Node | None:
-    """The part of the tree that has a block of this ``number``, or None. Sequences keep their length."""
-    match node:
-        case PiecesNode():
-            return TensorNode(node.positions[number]) if number < len(node.positions) else None
-        case MapNode():
-            entries = [(k, _further(n, number)) for k, n in node.entries]
-            kept = tuple((k, n) for k, n in entries if n is not None)
-            return replace(node, entries=kept) if kept else None
-        case ModuleNode():
-            named = [(k, b, _further(n, number)) for k, b, n in node.entries]
-            remaining = tuple((k, b, n) for k, b, n in named if n is not None)
-            return replace(node, entries=remaining) if remaining else None
-        case SequenceNode():
-            nodes = [_further(n, number) for n in node.nodes]
-            if all(n is None for n in nodes):
-                return None
-            return replace(node, nodes=tuple(PiecesNode(()) if n is None else n for n in nodes))
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBlock:
     """A block of a tensor in one rank's image: bytes ``start`` to ``end`` of that image's data, with the block's offset
@@ -137,8 +75,24 @@ def merge_headers(
 ) -> MergedHeader:
     """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
     are the ``on_resize`` rules by name, applied for ``rank``."""
-    merging = _Merger(split_blocks(headers), own, rank, (rules or {}) if own is None else {})
-    return merging.merge(what, max(headers) + 1)
+    return _Merger(headers, own, rank, (rules or {}) if own is None else {}).merge(what)
+
+
+def _tensors_of(header: ImageHeader) -> Sequence[StoredTensor]:
+    """The tensors of a header. All blocks of one tensor have the name of the first."""
+    if header.complete:
+        return header.tensors
+    found = [*header.tensors]
+    for node in walk(header.tree):
+        if isinstance(node, PiecesNode):
+            for position in node.positions[1:]:
+                found[position] = replace(found[position], name=found[node.positions[0]].name)
+    return found
+
+
+def _blocks_of(holders: Mapping[int, Sequence[StoredTensor]]) -> list[tuple[int, StoredTensor]]:
+    """Every block, with its rank."""
+    return [(rank, stored) for rank, blocks in holders.items() for stored in blocks]
 
 
 class _Conflict(Exception):
@@ -159,17 +113,18 @@ class _Merger:
         self._source_rank: dict[int, int] = {}
         self._own = NOBODY if own is None else own
         self._positions: dict[str, int] = {}
-        self._holders: list[dict[int, StoredTensor]] = []
+        self._tensors = {rank: _tensors_of(header) for rank, header in headers.items()}
+        self._holders: list[dict[int, list[StoredTensor]]] = []
+        """By position, each rank's blocks of a tensor."""
         self._values: list[Coded] = []
 
-    def merge(self, what: str, count: int) -> MergedHeader:
-        """``count`` is what virtual ranks are taken modulo."""
-        for rank, header in self._headers.items():
-            for stored in present_tensors(header):
+    def merge(self, what: str) -> MergedHeader:
+        for rank, tensors in self._tensors.items():
+            for stored in tensors:
                 position = self._positions.setdefault(stored.name, len(self._positions))
                 if position == len(self._holders):
                     self._holders.append({})
-                self._holders[position][rank] = stored
+                self._holders[position].setdefault(rank, []).append(stored)
         roots = {rank: header.tree for rank, header in self._headers.items()}
         tree = self._node(roots, "", top=True)
         assert isinstance(tree, MapNode), "a tree that is no mapping"
@@ -178,7 +133,7 @@ class _Merger:
             whole, parts, others = self._whole(self._holders_of(position), end)
             end = whole.end
             wholes.append(whole)
-            blocks.append(tuple(replace(block, rank=block.rank % count) for block in parts))
+            blocks.append(parts)
             if others:
                 replicas[position] = others
         types: dict[str, str] = {}
@@ -199,10 +154,11 @@ class _Merger:
     # ---- tensors
 
     def _whole(
-        self, holders: Mapping[int, StoredTensor], start: int
+        self, holders: Mapping[int, Sequence[StoredTensor]], start: int
     ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[TensorBlock, ...]]:
         """A whole tensor, the blocks to read, and further blocks that must equal one of those."""
-        first = holders[self._own] if self._own in holders else next(iter(holders.values()))
+        own = holders.get(self._own, ())
+        first = own[0] if own else next(iter(holders.values()))[0]
         shape = first.whole_shape
         whole = StoredTensor(
             first.name,
@@ -213,7 +169,7 @@ class _Merger:
             strides=first.strides if first.piece is None else None,
         )
         found: dict[tuple[Any, Any], list[TensorBlock]] = {}
-        for rank, stored in holders.items():
+        for rank, stored in _blocks_of(holders):
             offset = (0,) * len(shape) if stored.piece is None else stored.piece.offset
             if stored.written_by is None and (stored.length or not whole.length):
                 block = TensorBlock(
@@ -224,47 +180,45 @@ class _Merger:
                     lengths=stored.shape,
                 )
                 found.setdefault((offset, stored.shape), []).append(block)
-        own = holders.get(self._own)
-        chosen = tuple(self._choose(copies, own) for copies in found.values())
+        # The copy of the rank with precedence, or of the rank that writes it for that one; else any.
+        preferred = (self._own, *(stored.written_by for stored in own))
+        chosen = tuple(
+            next((block for block in copies if block.rank in preferred), copies[0])
+            for copies in found.values()
+        )
         # No comparison: torch guarantees a DTensor's replicas, ``own`` has precedence, other shapes are a conflict.
         if first.piece is not None or self._own in holders or len(found) != 1:
             return whole, chosen, ()
         (copies,) = found.values()
         return whole, chosen, tuple(block for block in copies if block not in chosen)
 
-    def _holders_of(self, position: int) -> Mapping[int, StoredTensor]:
+    def _holders_of(self, position: int) -> Mapping[int, Sequence[StoredTensor]]:
         """The ranks that have a tensor. Of an unsharded one, only the rank with precedence, and its writer."""
         holders = self._holders[position]
         source = self._source_rank.get(position)
-        is_whole = all(stored.piece is None for stored in holders.values())
+        is_whole = all(stored.piece is None for _, stored in _blocks_of(holders))
         if source is None and self._own in holders and is_whole:
             source = self._own
         if source is None:
             return holders
-        return {r: holders[r] for r in (source, holders[source].written_by) if r in holders}
-
-    def _choose(self, copies: Sequence[TensorBlock], own: StoredTensor | None) -> TensorBlock:
-        """The copy of the rank with precedence, or of the rank that writes it for that one; else any."""
-        rank = self._own if own is None or own.written_by is None else own.written_by
-        return next((block for block in copies if block.rank == rank), copies[0])
+        ranks = (source, *(stored.written_by for stored in holders[source]))
+        return {rank: holders[rank] for rank in ranks if rank in holders}
 
     def _position(self, positions: Mapping[int, int]) -> int:
         """The merged position of one tensor, from its position on each rank."""
-        stored = {
-            rank: self._headers[rank].tensors[position] for rank, position in positions.items()
-        }
-        names = {tensor.name for tensor in stored.values()}
+        names = {self._tensors[rank][position].name for rank, position in positions.items()}
         if len(names) > 1:
             raise _Conflict(f"is tied to other tensors on some ranks: {', '.join(sorted(names))}")
         position = self._positions[names.pop()]
         self._check_same_whole(self._holders_of(position))
         return position
 
-    def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
-        first_rank, first = next(iter(holders.items()))
+    def _check_same_whole(self, holders: Mapping[int, Sequence[StoredTensor]]) -> None:
+        found = _blocks_of(holders)
+        first_rank, first = found[0]
         whole = first.whole_shape
-        written = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
-        for rank, stored in holders.items():
+        written = {(s.piece, s.shape, s.dtype) for _, s in found if s.written_by is None}
+        for rank, stored in found:
             if (
                 stored.written_by is not None
                 and (stored.piece, stored.shape, stored.dtype) not in written
@@ -278,7 +232,7 @@ class _Merger:
                 raise _Conflict(
                     f"is {first.dtype} {whole} on rank {first_rank} and {stored.dtype} {shape} on rank {rank}"
                 )
-        blocks = {(s.piece, s.shape): math.prod(s.shape) for s in holders.values() if s.piece}
+        blocks = {(s.piece, s.shape): math.prod(s.shape) for _, s in found if s.piece}
         if first.piece is not None and sum(blocks.values()) != math.prod(whole):
             raise _Conflict(
                 "is incomplete: the blocks of the ranks do not add up to the whole tensor"
@@ -289,6 +243,10 @@ class _Merger:
     def _node(self, nodes: Mapping[int, Node], name: str, *, top: bool = False) -> Node:
         if name in self._rules:
             return self._by_rule(nodes, self._rules[name])
+        nodes = {
+            r: TensorNode(n.positions[0]) if isinstance(n, PiecesNode) and n.positions else n
+            for r, n in nodes.items()
+        }
         # A rank without a block of a tensor does not know its kind; others do.
         nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
         kinds = {type(node) for node in nodes.values()}
@@ -310,7 +268,7 @@ class _Merger:
         if rule is OnResize.DROP or rank not in nodes:
             return KeptNode()
         for position in positions_of(nodes[rank]):
-            self._source_rank[self._positions[self._headers[rank].tensors[position].name]] = rank
+            self._source_rank[self._positions[self._tensors[rank][position].name]] = rank
         rules, self._rules = self._rules, {}
         try:
             return self._node({rank: nodes[rank]}, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
@@ -88,11 +88,16 @@ class _FirstRank:
             return None if is_covered else []  # a name that rank 0 lacks is merged as it is
         if _form(header, node) != _form(self._header, counterpart):
             return None
-        positions = zip(positions_of(node), positions_of(counterpart), strict=True)
-        pairs = [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in positions]
-        if any(map(_is_of_another_shape, pairs)):
-            return None
-        return [pair for pair in pairs if _must_compare(pair)]
+        found = []
+        for a, b in zip(positions_of(node), positions_of(counterpart), strict=True):
+            own, first = header.tensors[a], self._header.tensors[b]
+            if own.piece is not None or first.piece is not None:
+                continue  # blocks of one tensor differ by design
+            if (own.dtype, own.shape) != (first.dtype, first.shape):
+                return None
+            if own.length > 0 and own.written_by is None and first.written_by is None:
+                found.append(TensorPair(own, first))
+        return found
 
 
 def _form(header: ImageHeader, node: Node) -> list[Any]:
@@ -112,22 +117,6 @@ def _form(header: ImageHeader, node: Node) -> list[Any]:
         names = [name for name, _ in each.named("")]
         form.append((type(each), own, names, len(each.own_positions())))
     return form
-
-
-def _must_compare(pair: TensorPair) -> bool:
-    """False for blocks of one tensor, which differ by design, and for tensors that another rank writes."""
-    written_by_others = pair.own.written_by is not None or pair.first.written_by is not None
-    return not _is_sharded(pair) and pair.own.length > 0 and not written_by_others
-
-
-def _is_sharded(pair: TensorPair) -> bool:
-    return pair.own.piece is not None or pair.first.piece is not None
-
-
-def _is_of_another_shape(pair: TensorPair) -> bool:
-    """Whether two whole tensors differ in dtype or shape."""
-    own, first = pair
-    return not _is_sharded(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
 
 
 # Moving entries --------------------------------------------------------------------------------------
@@ -175,15 +164,20 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
     )
 
 
-def _reindexed(node: Node, positions: Mapping[int, int]) -> Node:
-    """The node with its tensors at other positions."""
-    match node:
+def _reindexed(part: Any, positions: Mapping[int, int]) -> Any:
+    """A part of a tree with its tensors at other positions."""
+    match part:
         case TensorNode():
-            return TensorNode(positions[node.position])
+            return TensorNode(positions[part.position])
         case ValueNode():
-            return replace(node, blobs=tuple(positions[blob] for blob in node.blobs))
+            return replace(part, blobs=tuple(positions[blob] for blob in part.blobs))
         case PiecesNode():
-            return PiecesNode(tuple(positions[position] for position in node.positions))
+            return PiecesNode(tuple(positions[position] for position in part.positions))
         case QuantizedNode():
-            node = replace(node, position=positions[node.position])
-    return node.map_children(lambda child: _reindexed(child, positions))
+            part = replace(part, position=positions[part.position])
+    if type(part) is tuple:
+        return tuple(_reindexed(each, positions) for each in part)
+    if not isinstance(part, Node):
+        return part
+    inside = {each.name: getattr(part, each.name) for each in fields(part)}
+    return replace(part, **{name: _reindexed(each, positions) for name, each in inside.items()})

@@ -6,8 +6,8 @@ validates every reference; any defect is a ValueError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tierfall.core.tensors import names as naming
@@ -25,10 +25,9 @@ SCHEMES = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Node:
     """A node of the tree."""
-
-    __slots__ = ()
 
     def own_positions(self) -> Sequence[int]:
         """The positions of the node's own tensors, without those of its children."""
@@ -41,10 +40,6 @@ class Node:
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
         """The children with their names. ``name`` is this node's own, which the only child of an object shares."""
         return [(name, child) for child in self.children()]
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        """The node with each child replaced by ``change(child)``."""
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +70,6 @@ class MapNode(Node):
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
         return [(naming.join(name, naming.component(key)), child) for key, child in self.entries]
 
-    def map_children(self, change: Callable[[Node], Node]) -> MapNode:
-        return MapNode(self.kind, tuple((key, change(child)) for key, child in self.entries))
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceNode(Node):
@@ -89,9 +81,6 @@ class SequenceNode(Node):
 
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
         return [(naming.join(name, str(index)), child) for index, child in enumerate(self.nodes)]
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        return SequenceNode(self.is_tuple, tuple(map(change, self.nodes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +94,6 @@ class ModuleNode(Node):
 
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
         return [(f"{name}.{below}", child) for _, below, child in self.entries]
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        return ModuleNode(tuple((key, below, change(child)) for key, below, child in self.entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +119,6 @@ class OptimizerNode(Node):
         for key, child in self.state:
             yield f"{name}.state.{self.entry_name(key)}", child
 
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        groups = tuple((numbers, change(child)) for numbers, child in self.groups)
-        return OptimizerNode(self.names, groups, tuple((k, change(n)) for k, n in self.state))
-
 
 @dataclass(frozen=True, slots=True)
 class _StateNode(Node):
@@ -144,9 +126,6 @@ class _StateNode(Node):
 
     def children(self) -> Sequence[Node]:
         return (self.state,)
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        return replace(self, state=change(self.state))
 
 
 class ObjectNode(_StateNode):
@@ -174,9 +153,6 @@ class QuantizedNode(Node):
     def children(self) -> Sequence[Node]:
         return (self.parameters,)
 
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        return replace(self, parameters=change(self.parameters))
-
 
 @dataclass(frozen=True, slots=True)
 class WrapperNode(Node):
@@ -194,11 +170,6 @@ class WrapperNode(Node):
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
         names = [f"{name}%{attribute}" for attribute in (*self.attributes, "")]
         return zip(names, self.children(), strict=True)
-
-    def map_children(self, change: Callable[[Node], Node]) -> Node:
-        *changed, shape = map(change, self.children())
-        assert isinstance(shape, ValueNode), "a shape that is no value"
-        return replace(self, tensors=tuple(changed), shape=shape)
 
 
 TENSORS = TensorNode | QuantizedNode | WrapperNode

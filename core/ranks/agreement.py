@@ -134,12 +134,9 @@ class Agreement:
             self._message_tree.contribute(topic, part)
             yield topic, event
         finally:
-            self._forget(topic)
-
-    def _forget(self, topic: Topic) -> None:
-        self._events.pop(topic, None)
-        self._gathered.pop(topic, None)
-        self._answers.pop(topic, None)
+            self._events.pop(topic, None)
+            self._gathered.pop(topic, None)
+            self._answers.pop(topic, None)
 
     def _ask(
         self,

@@ -74,8 +74,7 @@ class _FlushRequest(Message):
     topic: Topic
 
 
-_Envelope = _Contributions | RankReported | DecisionAnnounced | _FlushRequest | _Withdrawal
-_ENVELOPES: tuple[type[_Envelope], ...] = (
+_ENVELOPES: tuple[type[Message], ...] = (
     _Contributions,
     RankReported,
     DecisionAnnounced,
@@ -98,19 +97,11 @@ class _Gathering:
         return len(self.bodies) == len(self.awaited)
 
 
-class _RecentTopics:
-    """The topics that were added last. Messages about older ones do not come any more."""
-
-    def __init__(self) -> None:
-        self._topics: dict[Topic, None] = {}
-
-    def add(self, topic: Topic) -> None:
-        self._topics[topic] = None
-        if len(self._topics) > _RECENT_MAX:
-            del self._topics[next(iter(self._topics))]
-
-    def __contains__(self, topic: Topic) -> bool:
-        return topic in self._topics
+def _remember(topics: dict[Topic, None], topic: Topic) -> None:
+    """Add a topic. Messages about those that were added long before do not come any more."""
+    topics[topic] = None
+    if len(topics) > _RECENT_MAX:
+        del topics[next(iter(topics))]
 
 
 class MessageTree:
@@ -122,8 +113,8 @@ class MessageTree:
         self._send = send
         self._lock = threading.RLock()
         self._gatherings: dict[Topic, _Gathering] = {}
-        self._forgotten = _RecentTopics()
-        self._flushed = _RecentTopics()
+        self._forgotten: dict[Topic, None] = {}
+        self._flushed: dict[Topic, None] = {}
         self.on_message: Callable[[RankMessage], None] = lambda message: None
 
     def contribute(self, topic: Topic, body: object, *, leaders_only: bool = False) -> None:
@@ -174,7 +165,7 @@ class MessageTree:
         """Discard the contributions to a topic, and ignore later ones."""
         with self._lock:
             self._gatherings.pop(topic, None)
-            self._forgotten.add(topic)
+            _remember(self._forgotten, topic)
 
     def flush_partial(self, topic: Topic) -> None:
         """Have every leader from here down forward what it has of a topic, although contributions are missing; later
@@ -183,7 +174,7 @@ class MessageTree:
             local = self.topology.local_ranks
             leaders = [rank for rank in self.topology.children if rank not in local]
             self._send_to(leaders, _FlushRequest(topic=topic))
-            self._flushed.add(topic)
+            _remember(self._flushed, topic)
             gathering = self._gatherings.get(topic)
             if gathering is not None:
                 self._forward(topic, gathering)
@@ -194,7 +185,9 @@ class MessageTree:
                 return
             gathering = self._gatherings.get(topic)
             if gathering is None:
-                awaited = self._awaited(leaders_only)
+                awaited = self.topology.below
+                if leaders_only:
+                    awaited = awaited.intersection(self.topology.leaders)
                 gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
             gathering.bodies.update(bodies)
             complete = gathering.complete
@@ -213,15 +206,10 @@ class MessageTree:
             if gathering is not None:
                 gathering.bodies.pop(message.rank, None)
                 gathering.forwarded.discard(message.rank)
-            self._flushed.add(
-                message.topic
-            )  # else later ones would wait for those that were forwarded
+            # Else later ones would wait for those that were forwarded.
+            _remember(self._flushed, message.topic)
             if self.topology.parent is not None:
                 self._send_to([self.topology.parent], message)
-
-    def _awaited(self, leaders_only: bool) -> frozenset[int]:
-        below = self.topology.below
-        return below.intersection(self.topology.leaders) if leaders_only else below
 
     def _forward(self, topic: Topic, gathering: _Gathering) -> None:
         """Send the bodies that were not sent yet to the parent; rank 0 has none."""
@@ -244,7 +232,7 @@ class MessageTree:
             self._send_to(self.topology.children, message)
             self.on_message(message)
 
-    def _send_to(self, ranks: Collection[int], message: _Envelope) -> None:
+    def _send_to(self, ranks: Collection[int], message: Message) -> None:
         if not ranks:
             return
         envelope = [_ENVELOPES.index(type(message)), to_json(message)]

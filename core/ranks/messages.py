@@ -53,7 +53,6 @@ class ErrorMessage(Message):
 
     kind: str
     text: str
-    retryable: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorMessage:
@@ -63,7 +62,7 @@ class ErrorMessage(Message):
         kind = next(k for k in known if issubclass(k, TierfallError))
         if kind.retryable != error.retryable:  # a class of a plug-in
             kind = UnreachableError if error.retryable else BackendError
-        return cls(kind=kind.__name__, text=str(error), retryable=error.retryable)
+        return cls(kind=kind.__name__, text=str(error))
 
     def error(self) -> TierfallError:
         """Return a new error of the same kind and text."""
@@ -203,7 +202,8 @@ def _reader(hint: Any) -> _Reader:
         return partial(_enum, hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
-        return partial(_dataclass, hint, {f.name: _reader(hints[f.name]) for f in fields(hint)})
+        names = [each.name for each in fields(hint)]
+        return partial(_dataclass, hint, names, [_reader(hints[name]) for name in names])
     raise TypeError(f"a message between ranks cannot hold a {hint}")
 
 
@@ -251,13 +251,16 @@ def _fixed_tuple(readers: Sequence[_Reader], body: object) -> object:
     return tuple(_items(_list(body, len(readers)), readers))
 
 
-def _items(values: Sequence[object], readers: Iterable[_Reader]) -> list[object]:
+def _items(
+    values: Sequence[object], readers: Iterable[_Reader], names: Sequence[str] = ()
+) -> list[object]:
     found: list[object] = []
     try:
         for value, read in zip(values, readers, strict=False):
             found.append(read(value))
     except _MalformedError as error:
-        error.place = f"[{len(found)}]{error.place}"
+        place = f".{names[len(found)]}" if names else f"[{len(found)}]"
+        error.place = f"{place}{error.place}"
         raise
     return found
 
@@ -298,13 +301,8 @@ def _enum(kind: type[StrEnum], body: object) -> object:
     return kind(cast("str", body))
 
 
-def _dataclass(kind: type, readers: Mapping[str, _Reader], body: object) -> object:
-    values = _list(body, len(readers))
-    found: dict[str, object] = {}
-    try:
-        for value, (name, read) in zip(values, readers.items(), strict=True):
-            found[name] = read(value)
-    except _MalformedError as error:
-        error.place = f".{[*readers][len(found)]}{error.place}"
-        raise
-    return kind(**found)
+def _dataclass(
+    kind: type, names: Sequence[str], readers: Sequence[_Reader], body: object
+) -> object:
+    found = _items(_list(body, len(names)), readers, names)
+    return kind(**dict(zip(names, found, strict=True)))

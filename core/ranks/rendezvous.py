@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -99,12 +99,8 @@ def _encode(message: Message) -> str:
     return json.dumps(message.to_json())
 
 
-class Joined(NamedTuple):
-    """The topology of this start, the transport of this rank, and what only the ranks of this start know."""
-
-    topology: Topology
-    transport: StoreTransport
-    secret: bytes
+Joined = tuple[Topology, StoreTransport, bytes]
+"""The topology of this start, the transport of this rank, and what only the ranks of this start know."""
 
 
 def join(place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Joined:
@@ -188,7 +184,7 @@ def _accept_ranks(place: RankPlacement, bootstrap: Store, key: str, timeout_s: f
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
     receiving = connect(_LOCALHOST, server.port)
     mailbox = Mailbox(server, receiving, name, ranks, server=0, clients=guests)
-    return Joined(topology, StoreTransport(0, (mailbox,)), secret)
+    return topology, StoreTransport(0, (mailbox,)), secret
 
 
 def _wait_for_ranks(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
@@ -280,7 +276,7 @@ class _JoiningRank:
             raise RanksError(answer.error)
         topology = Topology.of(self._place.rank, answer.nodes, cores_of=answer.cores)
         transport = StoreTransport(topology.rank, self._mailboxes(topology, store))
-        return Joined(topology, transport, bytes.fromhex(answer.secret))
+        return topology, transport, bytes.fromhex(answer.secret)
 
     def _wait_for(self, store: TCPStore, key: str) -> bool:
         """Wait until rank 0 has accepted all ranks; return False if ``try_join`` has given this address up."""

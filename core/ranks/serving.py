@@ -6,15 +6,13 @@ One thread accepts, and one for each connection serves it.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from tierfall.core.ranks.wire import HANDSHAKE_S, Connection, WireError, admit
+from tierfall.core.ranks.wire import HANDSHAKE_S, Connection, WireError, admit, close_in_child
 from tierfall.core.types.errors import AccessDeniedError
 
 logger = logging.getLogger("tierfall")
@@ -22,8 +20,6 @@ logger = logging.getLogger("tierfall")
 UNAUTHENTICATED_MAX = 64
 """Connections that may be in the handshake at once; one more is closed."""
 ACCEPT_PAUSE_S = 0.5
-
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 class Server:
@@ -54,7 +50,7 @@ class Server:
         self._closed = False
         at = listener.getsockname()
         self.port: int = at[1] if isinstance(at, tuple) else 0
-        _servers.add(self)
+        close_in_child(listener)
         self._thread = threading.Thread(target=self._accept, name=f"tierfall-{name}", daemon=True)
         self._thread.start()
 
@@ -133,17 +129,3 @@ class Server:
         finally:
             with self._lock:
                 self._unauthenticated -= 1
-
-    def close_inherited(self) -> None:
-        """In a forked child: close its copy of the listening socket."""
-        with suppress(OSError):
-            os.close(self._socket.detach())
-
-
-def _close_inherited() -> None:
-    for server in list(_servers):
-        server.close_inherited()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

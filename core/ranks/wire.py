@@ -49,7 +49,7 @@ Head = dict[str, Any]
 Address = tuple[str, int] | str
 """Host and port; on this node, the name of a Unix socket without a file."""
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class WireError(UnreachableError):
@@ -77,7 +77,7 @@ class Connection:
             for option, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = sock
-        _connections.add(self)
+        close_in_child(sock)
 
     def set_timeout(self, seconds: float | None) -> None:
         """Bound how long the other side may be silent; None: not at all."""
@@ -299,12 +299,16 @@ def listen_on_node(name: str) -> socket.socket:
     return sock
 
 
+def close_in_child(sock: socket.socket) -> None:
+    """Have forked children close their copies of a socket: they must not hold those of their parent open."""
+    _sockets.add(sock)
+
+
 def _close_inherited() -> None:
-    """A forked child must not hold the connections of its parent open."""
-    for connection in list(_connections):
+    for sock in list(_sockets):
         with suppress(OSError):
-            os.close(connection.socket.detach())
-    _connections.clear()
+            os.close(sock.detach())
+    _sockets.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

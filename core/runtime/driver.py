@@ -51,16 +51,13 @@ def let_others_record() -> None:
     A recording in mode global, as by ``torch.cuda.graph``, is broken by a query of an event on any thread whose own
     mode is global, too, which is the default. A user's thread keeps its mode.
     """
-    if getattr(_thread, "is_local", False) or not _is_own_thread():
+    is_own = threading.current_thread().name.startswith("tierfall-")
+    if getattr(_thread, "is_local", False) or not is_own:
         return
     call = driver_call("cuThreadExchangeStreamCaptureMode")
     mode = ctypes.c_int(_THREAD_LOCAL)
     # An error: the driver is not initialised yet, and nothing can be recorded.
     _thread.is_local = call is None or call(ctypes.byref(mode)) == 0
-
-
-def _is_own_thread() -> bool:
-    return threading.current_thread().name.startswith("tierfall-")
 
 
 def make_stream(device: torch.device) -> torch.cuda.Stream:

@@ -14,6 +14,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -49,28 +50,18 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class PageLock:
-    """A range of host memory, page-locked or not; ``reason`` is why not.
+    """A range of host memory, page-locked or not; ``reason`` is why not. ``on`` is as in ``lock_pages``.
 
     The range must remain mapped until ``release``: if it is unmapped while registered, the driver keeps it locked.
     """
 
-    __slots__ = ("_address", "_on", "length_bytes", "locked", "reason")
-
-    def __init__(
-        self,
-        *,
-        address: int,
-        length_bytes: int,
-        locked: bool,
-        reason: str = "",
-        on: torch.device | None = None,
-    ) -> None:
-        self._address = address
-        self._on = on
-        self.length_bytes = length_bytes
-        self.locked = locked
-        self.reason = reason
+    address: int
+    length_bytes: int
+    locked: bool
+    reason: str = ""
+    on: torch.device | None = None
 
     def release(self) -> None:
         """Unlock the range; a failure is logged. May be called twice."""
@@ -79,15 +70,15 @@ class PageLock:
         self.locked = False
         self.reason = "released"
         with _changing:
-            _ends.pop(self._address, None)
-        with _current(self._on):
-            error = _unregister(self._address)
+            _ends.pop(self.address, None)
+        with _current(self.on):
+            error = _unregister(self.address)
         if error:
             logger.warning(
                 "page-locked memory: unlocking %d bytes at %#x failed: %s; the pages remain locked until this process "
                 "ends",
                 self.length_bytes,
-                self._address,
+                self.address,
                 error,
             )
 
@@ -108,7 +99,9 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
         with _changing:
             _ends[address] = address + length_bytes
         return PageLock(address=address, length_bytes=length_bytes, locked=True, on=on)
-    reason = f"{error}; {_memlock_hint()}"
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    reason = f"{error}; the limit on locked memory (ulimit -l) is {limit}"
     return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
 
 
@@ -163,12 +156,6 @@ def _clear_last_error() -> None:
         torch.empty(1, device="cuda").fill_(0)
     except RuntimeError as error:
         logger.debug("cleared the CUDA runtime's last error: %s", error)
-
-
-def _memlock_hint() -> str:
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
-    return f"the limit on locked memory (ulimit -l) is {limit}"
 
 
 def _cudart() -> Any:

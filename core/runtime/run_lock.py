@@ -67,25 +67,17 @@ class LockOwner:
         return f"{what}{self.process}{node}, since {since}"
 
 
-@dataclass(slots=True)
-class _HeldLock:
-    """One lock of this process."""
-
-    pid: int
-    run: str
-    owner: LockOwner
-
-
 # Per process, as the kernel's record locks are; keyed by (st_dev, st_ino).
-_registry: dict[tuple[int, int], _HeldLock] = {}
+_registry: dict[tuple[int, int], LockOwner] = {}
 _registry_guard = threading.Lock()
 
 
 class RunLock:
     """Ownership of one slot of a run on this machine, from ``acquire`` to ``release`` or the process's death."""
 
-    def __init__(self, path: Path, fd: int, identity: tuple[int, int]) -> None:
+    def __init__(self, path: Path, run: str, fd: int, identity: tuple[int, int]) -> None:
         self.path = path
+        self._run = run
         self._fd = fd
         self._identity = identity
         self._pid = os.getpid()
@@ -119,7 +111,9 @@ class RunLock:
     def _acquire_now(cls, path: Path, run: str, command: str) -> RunLock:
         with _registry_guard:
             for _ in range(_MAX_TRIES):
-                _refuse_second(path, run)
+                identity = _identity_at(path)
+                if identity is not None and _held_by(identity) is not None:
+                    raise _second_error(path, run)
                 lock = cls._take_once(path, run, command)
                 if lock is not None:
                     return lock
@@ -152,8 +146,8 @@ class RunLock:
         except BaseException:
             os.close(fd)
             raise
-        _registry[identity] = _HeldLock(pid=os.getpid(), run=run, owner=owner)
-        return cls(path, fd, identity)
+        _registry[identity] = owner
+        return cls(path, run, fd, identity)
 
     @staticmethod
     def owner(path: Path) -> LockOwner | None:
@@ -164,11 +158,11 @@ class RunLock:
                 return None
             held = _held_by(identity)
             if held is not None:
-                return held.owner
+                return held
             fd = _open(path, os.O_RDONLY, "?")
             held = _held_by(_identity(os.fstat(fd)))
             if held is not None:
-                return held.owner  # the descriptor stays open, too
+                return held  # the descriptor stays open, too
             try:
                 return _owner_of(fd, path)
             finally:
@@ -197,7 +191,7 @@ class RunLock:
         held = None if self.is_file_intact() else _registry.get(self._identity)
         if held is None:
             return
-        other = RunLock.acquire(self.path, run=held.run, command=held.owner.command)
+        other = RunLock.acquire(self.path, run=self._run, command=held.command)
         with _registry_guard:
             if not self._released:
                 self._fd, other._fd = other._fd, self._fd
@@ -217,12 +211,6 @@ class RunLock:
             os.close(self._fd)
 
 
-def _refuse_second(path: Path, run: str) -> None:
-    identity = _identity_at(path)
-    if identity is not None and _held_by(identity) is not None:
-        raise _second_error(path, run)
-
-
 def _second_error(path: Path, run: str) -> ConfigError:
     return ConfigError(
         f"a second Checkpointer of run {run!r} in this process (lock {path}): use the first one, close it before "
@@ -230,7 +218,7 @@ def _second_error(path: Path, run: str) -> ConfigError:
     )
 
 
-def _held_by(identity: tuple[int, int]) -> _HeldLock | None:
+def _held_by(identity: tuple[int, int]) -> LockOwner | None:
     """This process's lock on a file; an entry inherited by a fork is the parent's."""
     held = _registry.get(identity)
     return held if held is not None and held.pid == os.getpid() else None
@@ -297,7 +285,8 @@ def _lock(fd: int, path: Path, run: str) -> None:
 
 def _owner_of(fd: int, path: Path) -> LockOwner | None:
     """The lock's owner according to the kernel, with the file's details if they are of the same process."""
-    kind, pid = _query(fd)
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
     if kind == fcntl.F_UNLCK:
         return None
     recorded = _read_owner(fd, path)
@@ -305,12 +294,6 @@ def _owner_of(fd: int, path: Path) -> LockOwner | None:
     if pid <= 0:
         return replace(recorded or LockOwner(pid=pid), elsewhere=True)
     return recorded if recorded is not None and recorded.pid == pid else LockOwner(pid=pid)
-
-
-def _query(fd: int) -> tuple[int, int]:
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _whence, _start, _length, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
-    return kind, pid
 
 
 def _write_owner(fd: int, run: str, command: str) -> LockOwner:

@@ -94,7 +94,7 @@ def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
     assert not arena.is_prepared
     start = region.tensor().data_ptr()
     assert not any(
-        lock._address < start + MIB and start < lock._address + lock.length_bytes
+        lock.address < start + MIB and start < lock.address + lock.length_bytes
         for lock in locks.made
     )
     region.seal(manifest=b"", commit=b"")
@@ -139,7 +139,7 @@ def test_what_is_locked_stays_mapped(path: Path, monkeypatch: pytest.MonkeyPatch
         if line.endswith(str(path)):
             mapped.append([int(each, 16) for each in line.split()[0].split("-")])
     for lock in locks.made:
-        low, high = lock._address, lock._address + lock.length_bytes
+        low, high = lock.address, lock.address + lock.length_bytes
         assert any(start <= low and high <= end for start, end in mapped)
     arena.close(keep=False)
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import socketserver
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tierfall.core.ranks.wire import close_in_child
 from tierfall.core.types.errors import ConfigError
 from tierfall.telemetry.metrics import METRICS, PREFIX, Metric, MetricKind, grown, split_key
 from tierfall.telemetry.status import Status, broken_promises
@@ -28,7 +27,6 @@ ReadStatuses = Callable[[], Sequence[Status]]
 REQUEST_S = 10.0
 """How long a client may take to send its request, in seconds."""
 POLL_S = 0.1
-_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
 
 
 class StatusCollector:
@@ -120,7 +118,7 @@ class MetricsServer(ThreadingHTTPServer):
             target=self.serve_forever, args=(POLL_S,), name=f"tierfall-{run}-metrics", daemon=True
         )
         self._thread.start()
-        _servers.add(self)
+        close_in_child(self.socket)
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # that of HTTPServer asks the DNS for a name
@@ -167,12 +165,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("metrics: " + format, *args)
-
-
-def _forget_all() -> None:
-    """Close this process's handles of the sockets: after a fork, the child has them too."""
-    for server in list(_servers):
-        server.socket.close()
-
-
-os.register_at_fork(after_in_child=_forget_all)
