@@ -283,6 +283,7 @@ class Capturer:
                 self._settle()
                 continue
             if snapshot is None:
+                self.helpers.close()
                 return
             try:
                 self._capture(snapshot)
