@@ -238,8 +238,7 @@ def plan_fill(
     shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
     return ReadPlan(
-        fills=work.builder.fills(),
-        targets=work.builder.targets(),
+        targets=tuple(work.builder.targets),
         shared=shared,
         in_place=work.matcher.in_place,
         replaced_names=tuple(work.replaced_names),

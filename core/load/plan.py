@@ -26,7 +26,7 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.load.build import BlockTarget, Builder, Fill
+from tierfall.core.load.build import BlockTarget, Builder
 from tierfall.core.load.choices import Choices, check_names, key_names
 from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
@@ -50,12 +50,11 @@ _NEVER_REPORTED = (RandomNode, KeptNode)
 class ReadPlan:
     """The reads of a restore or a load; ``finish`` is called once all are done.
 
-    ``fills`` are the reads of one image, ``targets`` those of merged images. ``shared`` are read ahead and checked.
-    ``in_place`` returns the names of the state's tensors that are read into directly, by their memory. Below
-    ``replaced_names`` nothing is left in the state that the checkpoint does not have.
+    ``targets`` are what is read. ``shared`` are read ahead and checked. ``in_place`` returns the names of the state's
+    tensors that are read into directly, by their memory. Below ``replaced_names`` nothing is left in the state that the
+    checkpoint does not have.
     """
 
-    fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
     actions: tuple[Action, ...]
     shared: tuple[SharedMemory, ...] = ()
