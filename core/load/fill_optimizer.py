@@ -141,7 +141,10 @@ class OptimizerFiller:
             return own
         known = {alias: key for key in stored_keys for alias in self._work.stored_aliases(key)}
         found = [
-            next((known[name] for name in (n, *self._work.names_of(p)) if name in known), n)
+            next(
+                (known[name] for name in (n, *self._work.names_of.get(id(p), ())) if name in known),
+                n,
+            )
             for n, p in zip(own, live.parameters, strict=True)
         ]
         return found if len(set(found)) == len(set(own)) else own
@@ -346,7 +349,7 @@ class OptimizerFiller:
         if not isinstance(parameter, torch.Tensor):
             return ""
         first = self._numbering.names[self._numbering.numbers[id(parameter)]] or ""
-        names = [first, *self._work.names_of(parameter)]
+        names = [first, *self._work.names_of.get(id(parameter), ())]
         return next((name for name in names if self._work.choices.resizes(name)), first)
 
     def _resized_shape(

@@ -6,6 +6,7 @@ import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,8 +98,6 @@ class RestoreWork:
         self.assignments: list[Action] = []
         self.state_loads: list[Action] = []
         self.final_actions: list[Action] = []
-        self._aliases: dict[int, list[str]] | None = None
-        self._parameter_names: dict[int, list[str]] | None = None
         self._objects: dict[int, tuple[object, str, object]] = {}
         self._absent: list[tuple[str, list[tuple[str, Node]]]] = []
         self._extra: list[tuple[str, list[tuple[str, Any]]]] = []
@@ -141,21 +140,24 @@ class RestoreWork:
 
     def stored_aliases(self, name: str) -> list[str]:
         """Return all names of a tensor in the checkpoint, by one of them."""
-        if self._aliases is None:
-            self._aliases = {}
-            for each, position in self.positions.items():
-                self._aliases.setdefault(position, []).append(each)
         at = self.positions.get(name)
         return [name] if at is None else self._aliases[at]
 
-    def names_of(self, parameter: torch.Tensor) -> list[str]:
-        """Return all names of a parameter in the modules of the state."""
-        if self._parameter_names is None:
-            self._parameter_names = {}
-            for scan in self.scans.by_module.values():
-                for name, each in scan.named_parameters():
-                    self._parameter_names.setdefault(id(each), []).append(name)
-        return self._parameter_names.get(id(parameter), [])
+    @cached_property
+    def _aliases(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for each, position in self.positions.items():
+            found.setdefault(position, []).append(each)
+        return found
+
+    @cached_property
+    def names_of(self) -> dict[int, list[str]]:
+        """All names of a parameter in the modules of the state, by its id."""
+        found: dict[int, list[str]] = {}
+        for scan in self.scans.by_module.values():
+            for name, each in scan.named_parameters():
+                found.setdefault(id(each), []).append(name)
+        return found
 
     def note_object(self, live: object, name: str, content: object) -> None:
         """Report an object that is set to other content under another name already."""
