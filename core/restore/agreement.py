@@ -62,13 +62,11 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes. ``images`` has, for each checkpoint and tier, the ranks whose image that tier has on some node, and no faster
-    tier has. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are
-    skipped because they could not be read."""
+    nodes. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
+    could not be read."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
-    images: tuple[Mapping[str, NumberRanges], ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     unread: tuple[CheckpointId, ...] = ()
 
@@ -105,24 +103,12 @@ def agree_to_restore(
     agreed = dict(zip(decision.order, commits, strict=True))
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in listings)}
-    rank = ranks.shard.rank
-    return [
-        replace(
-            _describe_known(here.get(commit.lineage.checkpoint), commit),
-            fastest_tier=next((tier for tier, having in images.items() if rank in having), None),
-        )
-        for commit, images in zip(commits, decision.images, strict=True)
-    ]
-
-
-def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
-    """Return what this rank has found of a checkpoint; its lineage and world size come from the agreed record where
-    nothing, or only damage, was found."""
-    if here is None:
-        return KnownCheckpoint(
-            id=commit.lineage.checkpoint, commit=commit, copies={}, abandoned=False
-        )
-    return here if here.commit is not None else replace(here, commit=commit)
+    found = []
+    for id, commit in agreed.items():
+        known = here.get(id) or KnownCheckpoint(id=id, commit=commit, copies={}, abandoned=False)
+        # What was not found here, or only damaged, has the lineage and world size of the agreed record.
+        found.append(replace(known, commit=known.commit or commit))
+    return found
 
 
 # One candidate ---------------------------------------------------------------------------------------
@@ -351,23 +337,9 @@ def choose_candidates(
     return Candidates(
         order=tuple(known.id for known in taken),
         commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
-        images=tuple(_by_fastest_tier(known, request.tier) for known in taken),
         fallbacks=tuple(tally.fallbacks),
         unread=tuple(unread),
     )
-
-
-def _by_fastest_tier(known: KnownCheckpoint, tier: str | None) -> dict[str, NumberRanges]:
-    """Return the images of a checkpoint by the fastest tier that has them; only those on ``tier``, if it is given."""
-    found: dict[str, NumberRanges] = {}
-    on_faster: set[int] = set()
-    for name, copy in known.copies.items():
-        if copy.commit is not None and tier in (None, name):
-            images = ranks_with_image(copy.commit, copy.commit.world_size) - on_faster
-            on_faster |= images
-            if images:
-                found[name] = NumberRanges.of(images)
-    return found
 
 
 def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
