@@ -396,6 +396,4 @@ def _element_number(at: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def _cut(tensor: torch.Tensor, at: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    for dimension, (start, length) in enumerate(zip(at, size, strict=True)):
-        tensor = tensor.narrow(dimension, start, length)
-    return tensor
+    return tensor[tuple(slice(start, start + n) for start, n in zip(at, size, strict=True))]
