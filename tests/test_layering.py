@@ -64,20 +64,20 @@ FOLDERS = (
 
 LINES = {
     ("core/types",): 1_945,
-    ("core/format",): 1_299,
-    ("core/state", "core/tensors"): 3_697,
+    ("core/format",): 1_297,
+    ("core/state", "core/tensors"): 3_560,
     ("core/image",): 2_568,
     ("core/runtime",): 2_257,
     ("core/ranks",): 2_308,
     ("core/capture", "core/sampling"): 3_940,
-    ("core/restore", "core/load", "core/copies"): 7_418,
+    ("core/restore", "core/load", "core/copies"): 7_173,
     ("core/compression",): 373,
     ("core/flush",): 8_133,
     ("policies",): 2_178,
     ("backends",): 6_988,
     ("tiers",): 4_244,
     ("tierfall/config",): 2_665,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_592,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_589,
     ("tierfall/ops",): 3_346,
     ("tierfall/telemetry",): 1_762,
     ("tierfall/cli",): 4_175,
@@ -85,7 +85,7 @@ LINES = {
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
-    ("tierfall", "core"): 381,
+    ("tierfall", "core"): 380,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 
