@@ -19,7 +19,7 @@ from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import Listing
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.load import check_device, plan_load
-from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
+from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.reshard import MakePlan, ResizeRules
 from tierfall.core.restore.restore import Choice, fill_first
 from tierfall.core.runtime.public_calls import public_call
@@ -200,21 +200,20 @@ def _load(
     def choose_now(request: RestoreRequest) -> Choice:
         listings, open_image = look()
         candidates = choose(listings, request, tally)
-        return Choice(candidates=candidates, listings=listings, open_image=open_image)
+        return Choice(candidates=candidates, open_image=open_image)
 
     chosen = choose_now(request)
     if not chosen.candidates:
         raise RestoreError(f"load: {what} holds no checkpoint")
-    with naming_deletion(request, chosen.listings, lambda: look()[0]):
-        restored = fill_first(
-            chosen,
-            request,
-            tally,
-            make_plan=plan,
-            shard=shard,
-            make_reader=partial(CheckpointReader, chunks_max=LOAD_CHUNKS),
-            resize=ResizeRules(values_of=0),
-            choose_again=choose_now,
-        )
+    restored = fill_first(
+        chosen,
+        request,
+        tally,
+        make_plan=plan,
+        shard=shard,
+        make_reader=partial(CheckpointReader, chunks_max=LOAD_CHUNKS),
+        resize=ResizeRules(values_of=0),
+        choose_again=choose_now,
+    )
     restored.plan.finish()
     return restored.plan.loaded

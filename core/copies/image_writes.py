@@ -106,14 +106,13 @@ def write_view(
     cut = layout.geometry(chunk_bytes)
     writer = store.create_shard(id, shard, cut, layout.pieces)
     with aborted_on_failure(writer):
-        source = _ImageBytes(layout, view, header, load)
         manifest = Manifest(
             lineage=commit.lineage,
             shard=shard,
             image_bytes=cut.image_bytes,
             data_start=cut.data_start,
             chunk_bytes=cut.chunk_bytes,
-            digests=_write_chunks(writer, cut, source, on_bytes),
+            digests=_write_chunks(writer, cut, _bytes_of(layout, view, header, load), on_bytes),
             structure=layout.structure,
             pieces=layout.pieces,
         )
@@ -124,14 +123,25 @@ def write_view(
 
 
 def _write_chunks(
-    writer: ImageUpload, cut: Geometry, source: _ImageBytes, on_bytes: Callable[[int], None]
+    writer: ImageUpload,
+    cut: Geometry,
+    parts: Iterator[torch.Tensor],
+    on_bytes: Callable[[int], None],
 ) -> tuple[str, ...]:
+    """Write the bytes of ``parts``, one after the other, chunk by chunk; return the digests of the chunks."""
     buffer = allocate(max(cut.data_start, cut.chunk_bytes))
+    part = torch.empty(0, dtype=torch.uint8)
     digests = []
     for index in range(cut.chunk_count):
         start, end = cut.chunk_range(index)
         chunk = buffer[: end - start]
-        source.read(start, torch.frombuffer(chunk, dtype=torch.uint8))
+        target = torch.frombuffer(chunk, dtype=torch.uint8)
+        while len(target):
+            if not len(part):
+                part = next(parts)
+            count = min(len(target), len(part))
+            target[:count].copy_(part[:count])
+            target, part = target[count:], part[count:]
         digests.append(chunk_digest(chunk))
         writer.write_chunks(index, start, chunk)
         on_bytes(end - start)
@@ -139,32 +149,9 @@ def _write_chunks(
     return tuple(digests)
 
 
-class _ImageBytes:
-    """The bytes of an image in ascending order: the header, then each tensor."""
-
-    def __init__(self, layout: Layout, view: StateView, header: bytes, load: Load) -> None:
-        self._sources = view.sources
-        self._load = load
-        self._placements = [
-            placement for placement in layout.placements if placement.end > placement.start
-        ]
-        self._data_start = layout.data_start
-        self._parts = iter(self._placements)
-        self._start, self._flat = 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-    def read(self, start: int, target: torch.Tensor) -> None:
-        """Fill ``target``, flat, with the bytes from ``start`` on."""
-        done = 0
-        while done < len(target):
-            at = start + done - self._start
-            if at >= len(self._flat):
-                self._next()
-                continue
-            count = min(len(target) - done, len(self._flat) - at)
-            target[done : done + count].copy_(self._flat[at : at + count])
-            done += count
-
-    def _next(self) -> None:
-        placement = next(self._parts)
-        source = self._load(self._sources[placement.index])
-        self._start, self._flat = self._data_start + placement.start, to_bytes(source)
+def _bytes_of(layout: Layout, view: StateView, header: bytes, load: Load) -> Iterator[torch.Tensor]:
+    """Yield the bytes of an image in ascending order, flat: the header, then each tensor."""
+    yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for placement in layout.placements:
+        if placement.end > placement.start:
+            yield to_bytes(load(view.sources[placement.index]))

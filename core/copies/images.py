@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,7 +154,6 @@ class PackedImage:
         self._raw = raw
         self._packed = packed
         self._scratch = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=READ_THREADS)
-        self._local = threading.local()
 
     @property
     def tier(self) -> str:
@@ -186,14 +184,9 @@ class PackedImage:
     ) -> memoryview:
         self._raw.read_into(start, frame, codec=self._packed.codec, again=again)
         what = f"{self.tier}: chunk {index} of {self._raw.id}"
-        self._unpacker().unpack(frame, view, width=self._packed.widths[index], what=what)
+        unpacker = Unpacker(self._packed.codec, scratch=self._scratch)
+        unpacker.unpack(frame, view, width=self._packed.widths[index], what=what)
         return view
-
-    def _unpacker(self) -> Unpacker:
-        if not hasattr(self._local, "unpacker"):
-            self._local.unpacker = Unpacker(self._packed.codec, scratch=self._scratch)
-        unpacker: Unpacker = self._local.unpacker
-        return unpacker
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,17 +225,13 @@ class CheckpointReader:
 
     def header(self, shard: Shard) -> ImageHeader:
         """Read the header of one rank's image; raises one of PASSABLE if it cannot be read."""
-        return self.header_here(shard)
-
-    def header_here(self, shard: Shard) -> ImageHeader:
-        """Read a header on this rank only, without the other ranks; raises as ``header`` does."""
         with self.open(shard) as reader:
             return reader.read_header()
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         shards = [Shard(rank, world_size) for rank in range(world_size)]
-        return dict(enumerate(run_in_parallel(self.header_here, shards, parallel=READ_THREADS)))
+        return dict(enumerate(run_in_parallel(self.header, shards, parallel=READ_THREADS)))
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``

@@ -118,8 +118,7 @@ class Listing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:
     """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed. ``tags``
-    are those of its save, and those that were added and not removed since. ``deleted``: by a person.
-    ``fastest_tier``, where all ranks agreed to restore it: the fastest tier that any node has this rank's image on."""
+    are those of its save, and those that were added and not removed since. ``deleted``: by a person."""
 
     id: CheckpointId
     commit: Commit | None
@@ -128,7 +127,6 @@ class KnownCheckpoint:
     pinned: bool = False
     deleted: bool = False
     tags: frozenset[str] = frozenset()
-    fastest_tier: str | None = None
 
     @property
     def bytes(self) -> int:

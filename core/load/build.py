@@ -53,8 +53,7 @@ class BlockTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """One stored tensor to read: bytes ``start`` to ``end`` of the image's data are copied to each of the flat
-    targets."""
+    """A read: bytes ``start`` to ``end`` of an image's data are copied to each of the flat targets."""
 
     start: int
     end: int
@@ -66,8 +65,8 @@ class Builder:
 
     def __init__(self, header: ImageHeader) -> None:
         self.header = header
-        self._targets: dict[int, list[torch.Tensor]] = {}
-        self._blocks: list[BlockTarget] = []
+        self.targets: list[BlockTarget] = []
+        """Of whole tensors and of blocks."""
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._laid_out: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -76,24 +75,15 @@ class Builder:
     # ---- before the bytes
 
     def add_target(self, position: int, flat: torch.Tensor) -> None:
-        self._targets.setdefault(position, []).append(flat)
+        self.targets.append(BlockTarget(position=position, target=flat))
 
     def add_block(
         self, position: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
     ) -> None:
         """Add a target for one block of a tensor; only for a merged header."""
-        self._blocks.append(
+        self.targets.append(
             BlockTarget(position=position, target=flat, offset=offset, lengths=lengths)
         )
-
-    def targets(self) -> tuple[BlockTarget, ...]:
-        """Return all targets, of whole tensors and of blocks."""
-        wholes = (
-            BlockTarget(position=position, target=flat)
-            for position, flats in self._targets.items()
-            for flat in flats
-        )
-        return (*wholes, *self._blocks)
 
     def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the flat uint8 memory of a tensor, which is a target of it."""
@@ -167,15 +157,6 @@ class Builder:
         if name.startswith(builtin_codecs.CLASSES) or self.codec(name) is None:
             return self.registered(name, value)
         return None
-
-    def fills(self) -> tuple[Fill, ...]:
-        """Return the tensors to read, in image order, without those of no bytes."""
-        wanted = [(self.header.tensors[at], self._targets[at]) for at in sorted(self._targets)]
-        return tuple(
-            Fill(start=stored.start, end=stored.end, targets=tuple(targets))
-            for stored, targets in wanted
-            if stored.length
-        )
 
     # ---- after the bytes
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tierfall.core.image.header import ImageHeader
@@ -27,15 +30,17 @@ from tierfall.core.image.tree import (
     Node,
     ObjectNode,
     OptimizerNode,
+    QuantizedNode,
     RandomNode,
     SequenceNode,
+    TensorNode,
     ValueNode,
+    WrapperNode,
     positions_of,
     walk,
 )
 from tierfall.core.load.build import CPU
 from tierfall.core.load.choices import Blob, Choices, plain_value, renamed, value_blobs
-from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
 from tierfall.core.load.plan import ReadPlan, RestoreWork, Setter, assigned, live_parts
 from tierfall.core.state import optimizers
@@ -46,11 +51,12 @@ from tierfall.core.state.state_dicts import (
     state_dict_of,
     type_name,
 )
-from tierfall.core.tensors import names, rng, value_codec
+from tierfall.core.tensors import names, rng, value_codec, wrappers
 from tierfall.core.tensors.builtin_codecs import UnknownValue
-from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.dtensor import as_dtensor_like, is_sharded, local_tensor
+from tierfall.core.tensors.tensors import refusal, to_bytes
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.text import with_article
+from tierfall.core.types.text import format_some, with_article
 
 logger = logging.getLogger("tierfall")
 _COMPARED_MAPPINGS = (dict, OrderedDict)
@@ -217,6 +223,212 @@ def holds_tensors(live: Any) -> bool:
     return any(True for _ in live_parts(live, ""))
 
 
+class ModuleFiller:
+    """Plans one module as part of a restore: its own tensors in place, other entries of its state_dict by
+    ``load_state_dict``.
+
+    A state_dict hook may return keys that are copies or combinations of parameters. Values written into these would not
+    change the module. If one entry is such a copy, the module's ``load_state_dict`` is called with all entries, as its
+    hooks expect, and the result is compared with the stored values.
+    """
+
+    def __init__(self, work: RestoreWork, node: ModuleNode, live: nn.Module, name: str) -> None:
+        self._work = work
+        self._node = node
+        self._live = live
+        self._name = name
+        self._scan = work.scans.of(live, name)
+        self._in_place: list[str] = []
+        self._rest: dict[str, Callable[[], object]] = {}
+
+    def plan(self) -> None:
+        work, scan = self._work, self._scan
+        if scan.refused is not None:
+            work.report.refuses(self._name, scan.refused)
+            return
+        state = self._state_dict()
+        keys = {scan.key_name(key): key for key in state}
+        if work.report.strict and self._differs_by_prefix(keys):
+            return
+        for _, below, child in self._node.entries:
+            full = f"{self._name}.{below}"
+            key = keys.pop(below, None)
+            if not work.choices.has(full):
+                continue
+            if key is None:
+                work.absent(child, full)
+            else:
+                self._entry(key, state[key], child, full)
+        for below, key in keys.items():
+            full = f"{self._name}.{below}"
+            if work.choices.has(full):
+                work.extra(state[key], full, is_object=key in scan.by_extra_state_key)
+        if self._rest or self._has_own_load():
+            work.state_loads.append(lambda: self._load(tuple(state)))
+        else:
+            work.state_loads.append(self._after_load)
+
+    def _differs_by_prefix(self, keys: Collection[str]) -> bool:
+        """Return whether all names of one side, and of that alone, begin with one prefix; report it where they do."""
+        name, stored, live = self._name, sorted(n for _, n, _ in self._node.entries), sorted(keys)
+        if len(stored) != len(live) or not set(stored).isdisjoint(live):
+            return False
+        if not all(self._work.choices.has(f"{name}.{each}") for each in stored):
+            return False
+        for what, longer, shorter, before, after in (
+            ("in the state, and not in the checkpoint", live, stored, name, f"{name}.{{}}"),
+            ("in the checkpoint, and not in the state", stored, live, f"{name}.{{}}", name),
+        ):
+            prefix = longer[0].removesuffix(shorter[0]) if longer else ""
+            if prefix.endswith(".") and longer == [prefix + each for each in shorter]:
+                rename = {before.format(prefix[:-1]): after.format(prefix[:-1])}
+                stripped = (
+                    " (tierfall import removes it, as a wrapper's)" if "module." in prefix else ""
+                )
+                self._work.report.refuses(
+                    name, f"all names have the prefix {prefix!r} {what}{stripped}: rename={rename}"
+                )
+                return True
+        return False
+
+    def _state_dict(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._live.state_dict()
+        except Exception as error:
+            raise RestoreError(
+                f"restore: state_dict() of {self._name} raised {type(error).__name__}: {error}"
+            ) from error
+        return found
+
+    def _has_own_load(self) -> bool:
+        """Return whether the module, or one in it, overrides how torch loads modules."""
+        if _is_own(type(self._live), "load_state_dict"):
+            return True
+        kinds = {type(module) for _, _, module in self._scan.module_prefixes}
+        return any(_is_own(kind, "_load_from_state_dict") for kind in kinds)
+
+    def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
+        """Restore one entry in place, or plan how its value is built for load_state_dict."""
+        work = self._work
+        if key in self._scan.by_extra_state_key:
+            self._extra_state(key, self._scan.by_extra_state_key[key], node, live)
+            return
+        if not isinstance(node, TENSORS) or not isinstance(live, torch.Tensor):
+            device = live.device if isinstance(live, torch.Tensor) else CPU
+            self._through_load(key, node, device)
+            return
+        if is_lazy(live):
+            work.report.refuses(name, f"cannot be restored into: {refusal(live)}")
+            return
+        owner = self._scan.owner_of(key, live)
+        if owner is not None and owner.numel() != live.numel():
+            owner = None  # a hook's view of a part of it: load_state_dict restores it
+        if owner is None and live.layout is torch.strided and live.numel():
+            if isinstance(node, WrapperNode):
+                self._through_load(key, node, live.device)
+            elif work.matcher.compare(node.position, live, name):
+                self._copy(key, live, node, name)
+            return
+        self._in_place.append(key)
+        if isinstance(owner, nn.Parameter):
+            work.filled_parameters.append(owner)
+        if isinstance(node, QuantizedNode) and owner is not None:
+            live = owner
+        work.matcher.fill(node, live, name)
+
+    def _copy(
+        self, key: str, live: torch.Tensor, node: TensorNode | QuantizedNode, name: str
+    ) -> None:
+        """Restore a tensor that is not the module's memory: a copy that a hook made."""
+        if not is_sharded(live):
+            self._through_load(key, node, live.device)
+            return
+        builder = self._work.builder
+        if not builder.header.merged or isinstance(node, QuantizedNode):
+            builder.prepare(node, live.device)
+            self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
+            return
+        made = self._work.block_like(node.position, live, live.device, name)
+        if made is not None:
+            self._rest[key] = lambda: made
+
+    def _through_load(self, key: str, node: Node, device: torch.device) -> None:
+        builder = self._work.builder
+        builder.prepare(node, device)
+        self._rest[key] = lambda: builder.build(node, device)
+
+    def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
+        """Restore what ``get_extra_state`` returned. A tensor in it may have another shape than the saved one."""
+        device = live.device if isinstance(live, torch.Tensor) else CPU
+        if type(owner).set_extra_state is nn.Module.set_extra_state:
+            self._through_load(key, node, device)
+            return
+        builder = self._work.builder
+        builder.prepare(node, device)
+        self._work.assignments.append(lambda: owner.set_extra_state(builder.build(node, device)))
+
+    # ---- after the bytes
+
+    def _after_load(self) -> None:
+        """Call the post hooks of load_state_dict; all entries were filled in place."""
+        for _, _, module in reversed(self._scan.module_prefixes):
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys([], []))
+
+    def _load(self, keys: tuple[str, ...]) -> None:
+        live, what = self._live, self._name
+        whole = self._state_dict()
+        if tuple(whole) != keys:
+            raise RestoreError(
+                f"restore: two calls of state_dict() of {what} returned different keys; its hooks must return the same "
+                "keys at each call"
+            )
+        expected = {key: _digest(whole[key]) for key in self._in_place}
+        built = {key: make() for key, make in self._rest.items()}
+        expected |= {key: _digest(v) for key, v in built.items() if isinstance(v, torch.Tensor)}
+        whole.update(built)
+        self._work.filled_parameters += live.parameters()
+        load_state_dict(live, whole, what)
+        self._compare(expected, what)
+
+    def _compare(self, expected: Mapping[str, bytes], what: str) -> None:
+        after = self._state_dict()
+        wrong = [
+            key
+            for key, digest in expected.items()
+            if not isinstance(after.get(key), torch.Tensor) or _digest(after[key]) != digest
+        ]
+        if not wrong:
+            return
+        text = (
+            f"restore: after load_state_dict of {what} its state_dict() differs from what was loaded: "
+            f"{format_some([*map(repr, wrong)])}"
+        )
+        if not self._work.report.strict:
+            logger.warning("%s", text)
+            return
+        name = f"{self._name}.{self._scan.key_name(wrong[0])}"
+        raise RestoreError(
+            f"{text}; its load hooks must reverse its state_dict hooks. skip=[{name!r}] leaves out an entry that does "
+            "not matter, strict=False only logs a warning"
+        )
+
+
+def _is_own(kind: type[nn.Module], method: str) -> bool:
+    """Return whether a class, or a base of it, overrides a method of torch."""
+    definer = next(base for base in kind.__mro__ if method in base.__dict__)
+    return definer.__module__.partition(".")[0] != "torch"
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Digest dtype, shape and bytes of a tensor; of a sharded one, this rank's part; of a wrapper, its inner
+    tensors."""
+    found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for local in map(local_tensor, wrappers.inner_tensors(tensor)):
+        found.update(memoryview(to_bytes(local).cpu().numpy()))  # type: ignore[arg-type]
+    return found.digest()
+
+
 def plan_fill(
     state: Mapping[Any, object], header: ImageHeader, choices: Choices | None = None
 ) -> ReadPlan:
@@ -238,8 +450,7 @@ def plan_fill(
     shared = tuple(work.matcher.shared_memory())
     work.report.raise_if_any(header.what)
     return ReadPlan(
-        fills=work.builder.fills(),
-        targets=work.builder.targets(),
+        targets=tuple(work.builder.targets),
         shared=shared,
         in_place=work.matcher.in_place,
         replaced_names=tuple(work.replaced_names),
@@ -262,9 +473,9 @@ class _Filler:
         if random and rng.ENTRY not in state and self.choices.has(rng.ENTRY):
             self.builder.prepare(random[0], CPU)
             self.work.final_actions.append(lambda: rng.apply(self.builder.build(random[0], CPU)))
-        self._mapping(tree, state, "", None)
+        self._mapping(tree, state, "")
 
-    def visit(self, node: Node, live: Any, set_value: Setter, name: str, trail: Trail) -> None:
+    def visit(self, node: Node, live: Any, set_value: Setter, name: str) -> None:
         """Restore ``node`` into ``live``, the state's object under ``name``; ``set_value`` replaces the object."""
         if not self.choices.selects_at_or_below(name):
             return
@@ -275,13 +486,13 @@ class _Filler:
             case ValueNode() | CodecNode():
                 self._value(node, live, set_value, name)
             case MapNode() if _is_of_kind(live, node):
-                self._mapping(node, live, name, trail)
+                self._mapping(node, live, name)
             case SequenceNode() if _is_of_kind(live, node):
-                self._sequence(node, live, set_value, name, trail)
+                self._sequence(node, live, set_value, name)
             case ModuleNode() if isinstance(live, nn.Module):
-                ModuleFiller(self.work, node, live, name, trail).plan()
+                ModuleFiller(self.work, node, live, name).plan()
             case ObjectNode() | OptimizerNode() if is_stateful(live):
-                self._stateful(node, live, name, trail)
+                self._stateful(node, live, name)
             case _:
                 self._mismatch(node, live, name)
 
@@ -299,9 +510,7 @@ class _Filler:
         self.work.assignments.append(lambda: set_value(made))
         return made, set_value
 
-    def _stateful(
-        self, node: ObjectNode | OptimizerNode, live: Any, name: str, trail: Trail
-    ) -> None:
+    def _stateful(self, node: ObjectNode | OptimizerNode, live: Any, name: str) -> None:
         if not self._is_of_type(live, name):
             return
         self.work.note_object(live, name, self._content(node))
@@ -309,7 +518,7 @@ class _Filler:
             case OptimizerNode(), Optimizer() if optimizers.is_stock(live):
                 OptimizerFiller(self.work, node, live, name).plan()
             case _:
-                self._object(node, live, name, trail)
+                self._object(node, live, name)
 
     def _content(self, node: Node) -> list[object]:
         """Return what tells the stored states of two objects apart, without their bytes: an optimizer has its tensors
@@ -368,7 +577,7 @@ class _Filler:
         else:
             self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
 
-    def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str, trail: Trail) -> None:
+    def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str) -> None:
         if self._is_state_dict(live, name):
             return
         stored = dict(node.entries)
@@ -383,7 +592,7 @@ class _Filler:
                 )
             elif key in stored:
                 set_item = self._item_setter(live, key, below)
-                self.visit(stored[key], value, set_item, below, (trail, key))
+                self.visit(stored[key], value, set_item, below)
             else:
                 self.work.extra(value, below)
         missing = [(key, child) for key, child in node.entries if key not in live]
@@ -394,7 +603,7 @@ class _Filler:
             if type(key) is UnknownValue:
                 self.report.refuses(below, f"the checkpoint has a key of {key.name}: {key.reason}")
             elif takes:
-                self.visit(child, None, self._item_setter(live, key, below), below, (trail, key))
+                self.visit(child, None, self._item_setter(live, key, below), below)
             else:
                 self.work.absent(child, below)
 
@@ -410,9 +619,7 @@ class _Filler:
 
         return set_item
 
-    def _sequence(
-        self, node: SequenceNode, live: Any, set_value: Setter, name: str, trail: Trail
-    ) -> None:
+    def _sequence(self, node: SequenceNode, live: Any, set_value: Setter, name: str) -> None:
         items = list(live) if node.is_tuple else live
         missing = len(node.nodes) - len(live)
         values = [*live]
@@ -424,7 +631,7 @@ class _Filler:
             def set_element(value: object, index: int = index) -> None:
                 items[index] = value
 
-            self.visit(child, value, set_element, f"{name}.{index}", (trail, index))
+            self.visit(child, value, set_element, f"{name}.{index}")
         for index in range(len(values), len(node.nodes)):
             self.work.absent(node.nodes[index], f"{name}.{index}")
         for index in range(len(node.nodes), len(live)):
@@ -468,7 +675,7 @@ class _Filler:
 
     # ---- objects with a state_dict
 
-    def _object(self, node: Node, live: Any, name: str, trail: Trail) -> None:
+    def _object(self, node: Node, live: Any, name: str) -> None:
         if not self.choices.has(name):
             self.report.differs(
                 name, "a part that was selected", "an object that is only restored as a whole"
@@ -481,7 +688,9 @@ class _Filler:
             )
             return
         self.builder.prepare(node, CPU)
-        self.work.state_loads.append(lambda: _load(live, self.builder.build(node, CPU), trail))
+        self.work.state_loads.append(
+            lambda: load_state_dict(live, self.builder.build(node, CPU), name)
+        )
         if type(live).__module__.startswith("torchdata.stateful_dataloader"):
             # state_dict creates its iterator now. In the training loop that would draw from the random state, which is
             # set after this.
@@ -516,13 +725,11 @@ def _open_item(holder: Item) -> tuple[Any, Setter]:
     return holder.value, set_item
 
 
-def _load(live: Any, built: Any, trail: Trail) -> None:
+def load_state_dict(live: Any, built: Any, name: str) -> None:
     try:
         live.load_state_dict(built)
     except Exception as error:
-        raise RestoreError(
-            f"restore: load_state_dict of {names.path(trail)} failed: {error}"
-        ) from error
+        raise RestoreError(f"restore: load_state_dict of {name} failed: {error}") from error
 
 
 def _same(items: Sequence[object], live: Sequence[object]) -> bool:

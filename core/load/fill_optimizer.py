@@ -7,8 +7,8 @@ where device, dtype and shape are equal, and replaced otherwise. State that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from tierfall.core.load.plan import RestoreWork, assigned
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
-    TensorPiece,
     as_dtensor_like,
     is_block,
     is_sharded,
@@ -45,17 +44,6 @@ from tierfall.core.types.text import format_some
 _STEP = "step"
 _NAMES = "param_names"
 _ON_DEVICE = ("capturable", "fused")
-
-
-@dataclass(frozen=True, slots=True)
-class _StateEntry:
-    """One entry of a parameter's state: the node that it is built from, None if the existing tensor is filled;
-    ``as_parameter`` if it gets the strides of its parameter."""
-
-    entry: Any
-    node: Node | torch.Tensor | None
-    device: torch.device
-    as_parameter: bool = False
 
 
 class OptimizerFiller:
@@ -141,7 +129,10 @@ class OptimizerFiller:
             return own
         known = {alias: key for key in stored_keys for alias in self._work.stored_aliases(key)}
         found = [
-            next((known[name] for name in (n, *self._work.names_of(p)) if name in known), n)
+            next(
+                (known[name] for name in (n, *self._work.names_of.get(id(p), ())) if name in known),
+                n,
+            )
             for n, p in zip(own, live.parameters, strict=True)
         ]
         return found if len(set(found)) == len(set(own)) else own
@@ -245,10 +236,12 @@ class OptimizerFiller:
                 continue
             device = value.device if isinstance(value, torch.Tensor) else CPU
             self._builder.prepare(child, device)
-            work.assignments.append(self._group_put(live, key, child, device))
+            work.assignments.append(partial(self._set_in_group, live, key, child, device))
 
-    def _group_put(self, live: dict[str, Any], key: Any, node: Node, device: torch.device) -> Any:
-        return lambda: _update(live, {key: self._builder.build(node, device)})
+    def _set_in_group(
+        self, live: dict[str, Any], key: Any, node: Node, device: torch.device
+    ) -> None:
+        live[key] = assigned(live.get(key), self._builder.build(node, device))
 
     # ---- state
 
@@ -275,43 +268,63 @@ class OptimizerFiller:
                 lambda: self._replace(key, self._builder.build(node, device))
             )
             return
-        made: list[_StateEntry] = []
+        made: dict[Any, Callable[[], Any] | None] = {}
         for entry, child in node.entries:
             below = f"{name}.{names.component(entry)}"
-            if not choices.selects_at_or_below(below):
-                continue
-            target = step_device if entry == _STEP else device
-            value = None if live is None else live.get(entry)
-            shape = self._resized_shape(entry, child, key, parameter)
-            if shape is not None:
-                made.append(_StateEntry(entry, self._resized(child, key, shape, target), target))
-            elif self._fill_in_place(child, key, value, target, below):
-                made.append(_StateEntry(entry, None, target))
-            else:
-                self._check_piece(child, key, below)
-                self._check_shape(entry, child, key, parameter, below)
-                if self._is_cut(child, key):
-                    assert isinstance(child, TensorNode)
-                    block = self._work.block_like(child.position, key, target, below)
-                    made.append(_StateEntry(entry, block, target))
-                    continue
-                self._builder.prepare(child, target)
-                as_parameter = self._has_layout_of(parameter, child)
-                made.append(_StateEntry(entry, child, target, as_parameter=as_parameter))
+            if choices.selects_at_or_below(below):
+                target = step_device if entry == _STEP else device
+                value = None if live is None else live.get(entry)
+                made[entry] = self._entry(entry, child, key, parameter, value, target, below)
         whole = choices.has(name)
         self._work.assignments.append(lambda: self._renew(key, made, whole))
 
-    def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
-        """Report a saved block whose parameter is another block on this rank."""
-        stored = self._stored_piece(node)
-        if stored is None or is_block(parameter, stored):
-            return
-        part = "another block, or none" if is_sharded(parameter) else "the whole"
-        self._work.report.differs(
-            name,
-            f"{stored.lengths} at {stored.offset} of {stored.shape}",
-            f"a parameter of which this rank has {part}",
-        )
+    def _entry(
+        self,
+        entry: Any,
+        node: Node,
+        parameter: Any,
+        saved: StoredTensor | None,
+        live: Any,
+        device: torch.device,
+        name: str,
+    ) -> Callable[[], Any] | None:
+        """Plan one entry of the state of ``parameter``, which is ``saved`` in the image. Return what makes it once the
+        bytes are read; None if the existing tensor ``live`` is filled."""
+        builder = self._builder
+        if isinstance(node, TensorNode):
+            resized = self._resized(entry, node, parameter, saved, device)
+            if resized is not None:
+                return lambda: resized
+        if self._fill_in_place(node, parameter, live, device, name):
+            return None
+        if not isinstance(node, TensorNode):
+            self._check_shape(entry, node, parameter, saved, name)
+            builder.prepare(node, device)
+            return lambda: builder.build(node, device)
+        stored = builder.header.tensors[node.position]
+        if stored.piece is not None and not is_block(parameter, stored.piece):
+            part = "another block, or none" if is_sharded(parameter) else "the whole"
+            self._work.report.differs(
+                name,
+                f"{stored.piece.lengths} at {stored.piece.offset} of {stored.piece.shape}",
+                f"a parameter of which this rank has {part}",
+            )
+        self._check_shape(entry, node, parameter, saved, name)
+        if (
+            builder.header.merged
+            and is_sharded(parameter)
+            and stored.shape == tuple(parameter.shape)
+        ):
+            block = self._work.block_like(node.position, parameter, device, name)
+            return lambda: block
+        builder.prepare(node, device)
+        if stored.piece is not None:
+            return lambda: as_dtensor_like(parameter, builder.build(node, device))
+        if saved is None or (stored.shape, stored.strides) == (saved.shape, saved.strides):
+            # Optimizers create state with the strides of its parameter, and fused ones iterate over both in memory
+            # order: state that was saved so gets the strides of the parameter now.
+            return lambda: laid_out_as(parameter, builder.tensor(node.position, device))
+        return lambda: builder.build(node, device)
 
     def _check_shape(
         self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
@@ -346,75 +359,39 @@ class OptimizerFiller:
         if not isinstance(parameter, torch.Tensor):
             return ""
         first = self._numbering.names[self._numbering.numbers[id(parameter)]] or ""
-        names = [first, *self._work.names_of(parameter)]
+        names = [first, *self._work.names_of.get(id(parameter), ())]
         return next((name for name in names if self._work.choices.resizes(name)), first)
 
-    def _resized_shape(
-        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None
-    ) -> tuple[int, ...] | None:
-        """Return the shape of state of a parameter that has another shape now, and may; None if it is not resized."""
-        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+    def _resized(
+        self,
+        entry: Any,
+        node: TensorNode,
+        parameter: Any,
+        saved: StoredTensor | None,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """Return new state of a parameter that has another shape now, and may: zeros, where the stored state has no
+        value. None if it is not resized."""
+        if not isinstance(parameter, torch.Tensor):
             return None
         if not self._work.choices.resizes(self._resize_name(parameter)):
             return None
-        tensor, now = self._builder.header.tensors[node.position], tuple(parameter.shape)
-        shape = shape_of_state(self._live, entry, tensor.whole_shape, stored, now)
-        if shape in (None, tensor.whole_shape):
+        stored, now = self._builder.header.tensors[node.position], tuple(parameter.shape)
+        shape = shape_of_state(self._live, entry, stored.whole_shape, saved, now)
+        if shape is None or shape == stored.whole_shape:
             return None
-        if shape != now:  # a factor
-            return None if is_sharded(parameter) or tensor.piece is not None else shape
-        return shape if can_resize(tensor, parameter) else None
-
-    def _resized(
-        self, node: Node, parameter: Any, shape: tuple[int, ...], device: torch.device
-    ) -> torch.Tensor:
-        """Return new state of a parameter: zeros, where the stored state has no value."""
-        assert isinstance(node, TensorNode)
-        dtype = self._builder.header.tensors[node.position].dtype
-        if shape == tuple(parameter.shape):
+        if shape == now:
+            if not can_resize(stored, parameter):
+                return None
             local, offset = part_of(parameter)
-            made = torch.zeros_like(local.detach(), dtype=dtype, device=device)
-        else:
-            made, offset = torch.zeros(shape, dtype=dtype, device=device), (0,) * len(shape)
+            made = torch.zeros_like(local.detach(), dtype=stored.dtype, device=device)
+        elif is_sharded(parameter) or stored.piece is not None:
+            return None
+        else:  # a factor
+            made = torch.zeros(shape, dtype=stored.dtype, device=device)
+            offset = (0,) * len(shape)
         self._work.matcher.copies.append(plan_common(self._builder, node.position, made, offset))
         return as_dtensor_like(parameter, made) if is_sharded(parameter) else made
-
-    def _is_cut(self, node: Node, parameter: Any) -> bool:
-        """Return whether a whole stored tensor becomes state of a sharded parameter, and is sharded like it."""
-        return (
-            self._builder.header.merged
-            and isinstance(node, TensorNode)
-            and is_sharded(parameter)
-            and self._builder.header.tensors[node.position].shape == tuple(parameter.shape)
-        )
-
-    def _stored_piece(self, node: Node) -> TensorPiece | None:
-        if not isinstance(node, TensorNode):
-            return None
-        return self._builder.header.tensors[node.position].piece
-
-    def _has_layout_of(self, parameter: StoredTensor | None, node: Node) -> bool:
-        """Return whether state was saved with the strides of its parameter, as optimizers create it.
-
-        Fused optimizers iterate over both in memory order, so that such state gets the strides of the live parameter.
-        True also if the image lacks the parameter.
-        """
-        if not isinstance(node, TensorNode):
-            return False
-        stored = self._builder.header.tensors[node.position]
-        if stored.piece is not None:
-            return False
-        if parameter is None:
-            return True
-        return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
-
-    def _build(self, made: _StateEntry, parameter: Any) -> Any:
-        if isinstance(made.node, torch.Tensor | None):
-            return made.node
-        if made.as_parameter and isinstance(made.node, TensorNode):
-            return laid_out_as(parameter, self._builder.tensor(made.node.position, made.device))
-        built = self._builder.build(made.node, made.device)
-        return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
     def _fill_in_place(
         self, node: Node, parameter: Any, live: Any, device: torch.device, name: str
@@ -448,12 +425,9 @@ class OptimizerFiller:
             and tuple(live.shape) == stored.shape
         )
 
-    def _renew(self, key: Any, made: Sequence[_StateEntry], whole: bool) -> None:
+    def _renew(self, key: Any, made: Mapping[Any, Callable[[], Any] | None], whole: bool) -> None:
         live = self._live.state[key]
-        renewed = {
-            each.entry: live[each.entry] if each.node is None else self._build(each, key)
-            for each in made
-        }
+        renewed = {entry: live[entry] if make is None else make() for entry, make in made.items()}
         if whole:
             name = self._state_name(key)
             skipped = self._work.choices.skipped

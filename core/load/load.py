@@ -73,9 +73,7 @@ def plan_load(
         for name, reason in builder.reasons.items():
             logger.warning("load: each value of %s is a tierfall.UnknownValue: %s", name, reason)
 
-    return ReadPlan(
-        fills=builder.fills(), targets=builder.targets(), actions=(build,), loaded=loaded
-    )
+    return ReadPlan(targets=tuple(builder.targets), actions=(build,), loaded=loaded)
 
 
 def _selected(node: Node, name: str, choices: Choices) -> Node:

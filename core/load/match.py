@@ -25,7 +25,7 @@ from tierfall.core.image.tree import (
     WrapperNode,
     positions_of,
 )
-from tierfall.core.load.build import Builder, Fill
+from tierfall.core.load.build import BlockTarget, Builder
 from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
@@ -56,11 +56,14 @@ class _Claim:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Targets of one device that overlap, with their stored bytes: ``copies``, by position, which ``fills`` read."""
+    """Targets of one device that overlap, with their stored bytes: ``copies``, by position."""
 
     claims: tuple[_Claim, ...]
     copies: Mapping[int, torch.Tensor]
-    fills: tuple[Fill, ...]
+
+    @property
+    def targets(self) -> list[BlockTarget]:
+        return [BlockTarget(position=at, target=copy) for at, copy in self.copies.items()]
 
     def __str__(self) -> str:
         return ", ".join(claim.name for claim in self.claims) + " share memory in the state"
@@ -320,13 +323,9 @@ class TensorMatcher:
             known = "has a tensor of its own for it, which cannot be compared"
             self._report.refuses(claims[0].name, _conflict(claims[0], claims, known))
             return None
-        stored = {claim.position: header.tensors[claim.position] for claim in claims}
-        copies = {at: torch.empty(s.length, dtype=torch.uint8) for at, s in stored.items()}
-        fills = (
-            Fill(start=s.start, end=s.end, targets=(copies[at],))
-            for at, s in sorted(stored.items())
-        )
-        return SharedMemory(tuple(claims), copies, tuple(fills))
+        lengths = {claim.position: header.tensors[claim.position].length for claim in claims}
+        copies = {at: torch.empty(length, dtype=torch.uint8) for at, length in lengths.items()}
+        return SharedMemory(tuple(claims), copies)
 
     def _is_comparable(self, claim: _Claim) -> bool:
         live = claim.live

@@ -6,6 +6,7 @@ import operator
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.load.build import BlockTarget, Builder, Fill
+from tierfall.core.load.build import BlockTarget, Builder
 from tierfall.core.load.choices import Choices, check_names, key_names
 from tierfall.core.load.match import SharedMemory, TensorMatcher, kept_by_skip
 from tierfall.core.load.mismatch import MismatchReport
@@ -50,12 +51,11 @@ _NEVER_REPORTED = (RandomNode, KeptNode)
 class ReadPlan:
     """The reads of a restore or a load; ``finish`` is called once all are done.
 
-    ``fills`` are the reads of one image, ``targets`` those of merged images. ``shared`` are read ahead and checked.
-    ``in_place`` returns the names of the state's tensors that are read into directly, by their memory. Below
-    ``replaced_names`` nothing is left in the state that the checkpoint does not have.
+    ``targets`` are what is read. ``shared`` are read ahead and checked. ``in_place`` returns the names of the state's
+    tensors that are read into directly, by their memory. Below ``replaced_names`` nothing is left in the state that the
+    checkpoint does not have.
     """
 
-    fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
     actions: tuple[Action, ...]
     shared: tuple[SharedMemory, ...] = ()
@@ -98,8 +98,6 @@ class RestoreWork:
         self.assignments: list[Action] = []
         self.state_loads: list[Action] = []
         self.final_actions: list[Action] = []
-        self._aliases: dict[int, list[str]] | None = None
-        self._parameter_names: dict[int, list[str]] | None = None
         self._objects: dict[int, tuple[object, str, object]] = {}
         self._absent: list[tuple[str, list[tuple[str, Node]]]] = []
         self._extra: list[tuple[str, list[tuple[str, Any]]]] = []
@@ -142,21 +140,24 @@ class RestoreWork:
 
     def stored_aliases(self, name: str) -> list[str]:
         """Return all names of a tensor in the checkpoint, by one of them."""
-        if self._aliases is None:
-            self._aliases = {}
-            for each, position in self.positions.items():
-                self._aliases.setdefault(position, []).append(each)
         at = self.positions.get(name)
         return [name] if at is None else self._aliases[at]
 
-    def names_of(self, parameter: torch.Tensor) -> list[str]:
-        """Return all names of a parameter in the modules of the state."""
-        if self._parameter_names is None:
-            self._parameter_names = {}
-            for scan in self.scans.by_module.values():
-                for name, each in scan.named_parameters():
-                    self._parameter_names.setdefault(id(each), []).append(name)
-        return self._parameter_names.get(id(parameter), [])
+    @cached_property
+    def _aliases(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for each, position in self.positions.items():
+            found.setdefault(position, []).append(each)
+        return found
+
+    @cached_property
+    def names_of(self) -> dict[int, list[str]]:
+        """All names of a parameter in the modules of the state, by its id."""
+        found: dict[int, list[str]] = {}
+        for scan in self.scans.by_module.values():
+            for name, each in scan.named_parameters():
+                found.setdefault(id(each), []).append(name)
+        return found
 
     def note_object(self, live: object, name: str, content: object) -> None:
         """Report an object that is set to other content under another name already."""

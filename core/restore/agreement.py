@@ -15,7 +15,7 @@ from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.agreement import check_same_arguments
@@ -62,13 +62,11 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes. ``images`` has, for each checkpoint and tier, the ranks whose image that tier has on some node, and no faster
-    tier has. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are
-    skipped because they could not be read."""
+    nodes. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
+    could not be read."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
-    images: tuple[Mapping[str, NumberRanges], ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     unread: tuple[CheckpointId, ...] = ()
 
@@ -105,24 +103,12 @@ def agree_to_restore(
     agreed = dict(zip(decision.order, commits, strict=True))
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in listings)}
-    rank = ranks.shard.rank
-    return [
-        replace(
-            _describe_known(here.get(commit.lineage.checkpoint), commit),
-            fastest_tier=next((tier for tier, having in images.items() if rank in having), None),
-        )
-        for commit, images in zip(commits, decision.images, strict=True)
-    ]
-
-
-def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
-    """Return what this rank has found of a checkpoint; its lineage and world size come from the agreed record where
-    nothing, or only damage, was found."""
-    if here is None:
-        return KnownCheckpoint(
-            id=commit.lineage.checkpoint, commit=commit, copies={}, abandoned=False
-        )
-    return here if here.commit is not None else replace(here, commit=commit)
+    found = []
+    for id, commit in agreed.items():
+        known = here.get(id) or KnownCheckpoint(id=id, commit=commit, copies={}, abandoned=False)
+        # What was not found here, or only damaged, has the lineage and world size of the agreed record.
+        found.append(replace(known, commit=known.commit or commit))
+    return found
 
 
 # One candidate ---------------------------------------------------------------------------------------
@@ -351,23 +337,9 @@ def choose_candidates(
     return Candidates(
         order=tuple(known.id for known in taken),
         commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
-        images=tuple(_by_fastest_tier(known, request.tier) for known in taken),
         fallbacks=tuple(tally.fallbacks),
         unread=tuple(unread),
     )
-
-
-def _by_fastest_tier(known: KnownCheckpoint, tier: str | None) -> dict[str, NumberRanges]:
-    """Return the images of a checkpoint by the fastest tier that has them; only those on ``tier``, if it is given."""
-    found: dict[str, NumberRanges] = {}
-    on_faster: set[int] = set()
-    for name, copy in known.copies.items():
-        if copy.commit is not None and tier in (None, name):
-            images = ranks_with_image(copy.commit, copy.commit.world_size) - on_faster
-            on_faster |= images
-            if images:
-                found[name] = NumberRanges.of(images)
-    return found
 
 
 def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
@@ -440,6 +412,67 @@ def not_on_all_nodes(
 def only_whole(listing: Listing) -> Listing:
     """Leave out what is not on all nodes: its record says nothing for those that lack it."""
     return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
+
+
+def on_few_nodes(
+    listings: Sequence[Listing],
+    inventories: Mapping[int, Inventory],
+    *,
+    copies: Mapping[str, int],
+    whole: Collection[CheckpointId],
+    host: str,
+) -> dict[str, dict[CheckpointId, bool]]:
+    """Return, per tier of ``copies``, the checkpoints of which a node has a commit record there, and too few nodes an
+    image: nodes are lost, or a start ended while it sent them.
+
+    ``copies`` says how many nodes are to have each image, beside host memory, which is the tier ``host``. Of ``whole``
+    checkpoints all images are on some tier; others are left out. ``listings`` are the ``inventories`` of all ranks,
+    merged. A checkpoint may have been reported as committed if an image of it in memory says so, or if memory has none.
+    Nobody counts on one that is abandoned, or was deleted by a person: the value is False.
+    """
+    if not copies:
+        return {}
+    starts = starts_in(listings, whole)  # what was never whole abandons nothing
+    known = merge(
+        replace(x, starts=starts, copies=tuple(c for c in x.copies if c.id in whole))
+        for x in listings
+    )
+    may_be_reported = {
+        one.id: one.live and (host not in one.copies or one.copies[host].on_peers) for one in known
+    }
+    return {
+        listing.tier: {
+            copy.id: may_be_reported[copy.id]
+            for copy in listing.copies
+            if copy.commit is not None
+            and copy.id in may_be_reported
+            and _fewest(inventories, listing.tier, copy.commit) < copies[listing.tier]
+        }
+        for listing in listings
+        if listing.tier in copies
+    }
+
+
+def _fewest(inventories: Mapping[int, Inventory], tier: str, commit: Commit) -> int:
+    """Return on how many nodes the rarest image of a checkpoint is."""
+    nodes: Counter[int] = Counter()
+    for rank, tiers in inventories.items():
+        for copy in tiers[tier].copies if tier in tiers else ():
+            if copy.id == commit.lineage.checkpoint and copy.damage is None:
+                found = copy.commit_of(rank, tier)
+                if found is not None and found.lineage == commit.lineage:
+                    nodes.update(ranks_with_image(found, commit.world_size))
+    return min(nodes[rank] for rank in range(commit.world_size))
+
+
+def whole_on_each(
+    listings: Sequence[Listing], few: Mapping[str, Collection[CheckpointId]], *, host: str
+) -> dict[str, frozenset[CheckpointId]]:
+    """Return, per tier, the checkpoints of which every shard is on it. One that is on too ``few`` nodes and whole in
+    memory does not count: memory makes again what is missing."""
+    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
+    in_memory = whole.get(host, frozenset())
+    return {tier: found - (in_memory & set(few.get(tier, ()))) for tier, found in whole.items()}
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:

@@ -6,8 +6,7 @@ That no tier holds a checkpoint is reported only when every tier answered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
@@ -155,36 +154,3 @@ def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: 
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
         + (f" ({reasons})" if reasons else "")
     )
-
-
-@contextmanager
-def naming_deletion(
-    request: RestoreRequest, before: Sequence[Listing], look: Callable[[], Sequence[Listing]]
-) -> Iterator[None]:
-    """Have the error of a restore of a named step say who deleted it, if that has happened since the listings
-    ``before``; ``look`` lists again."""
-    try:
-        yield
-    except RestoreError as error:
-        who = ""
-        with suppress(TierfallError):
-            who = "" if request.step is None else _deleted_by(request, before, look())
-        if not who:
-            raise
-        raise RestoreError(f"{error}; it was deleted meanwhile, by {who}") from error
-
-
-def _deleted_by(request: RestoreRequest, before: Sequence[Listing], now: Sequence[Listing]) -> str:
-    """Return who deleted the checkpoint that a request names, as far as that is known; empty if it is there, or may
-    be."""
-    if not any(_fits(each, request) and not each.deleted for each in merge(before)):
-        return ""
-    left = [checkpoint for checkpoint in merge(now) if _fits(checkpoint, request)]
-    if any(listing.error for listing in now) or not all(c.deleted for c in left):
-        return ""
-    if left:
-        return "a person ('tierfall rm', or delete in the trainer)"
-    was, there = ({c.id for listing in x for c in listing.copies} for x in (before, now))
-    if new := there - was:
-        return f"the rules of its trainer (retain, evict), which has committed {max(new)} since"
-    return "the rules of its trainer (retain, evict), or a person ('tierfall rm', 'tierfall prune')"

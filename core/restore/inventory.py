@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
 from tierfall.core.format.commit_files import unite_records
@@ -71,6 +72,17 @@ class TierMessage(Message):
     decided: tuple[str, ...]
     lags: bool
 
+    def listing_of(self, rank: int, tier: str) -> Listing:
+        return Listing(
+            tier=tier,
+            copies=tuple(copy.copy_of(rank, tier) for copy in self.copies),
+            starts=self.starts,
+            decided=DecidedList.parse(self.decided),
+            damaged=tuple(damage.error_of(rank) for damage in self.damaged),
+            lags=self.lags,
+            error=None if self.error is None else self.error.error_of(rank),
+        )
+
 
 Inventory = Mapping[str, TierMessage]
 """What one rank has found, by tier."""
@@ -98,42 +110,16 @@ def merge_ranks(inventories: Mapping[int, Inventory], order: Sequence[str]) -> t
     Records of one checkpoint, each of its own node, become one that names the shards of all. A tier that some rank
     could not read, or that no rank has read, has an error, beside what other ranks found there.
     """
-    return tuple(
-        _merge_tier(tier, {rank: one[tier] for rank, one in inventories.items() if tier in one})
-        for tier in order
-    )
-
-
-def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
-    if not by_rank:
-        return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
-    damaged: list[TierfallError] = []
-    errors: list[TierfallError] = []
-    starts: list[AttemptStart] = []
-    found: dict[CheckpointId, dict[int, FoundCopy]] = {}
-    for rank, found_here in sorted(by_rank.items()):
-        starts += found_here.starts
-        if found_here.error is not None:
-            errors.append(found_here.error.error_of(rank))
-        damaged += [damage.error_of(rank) for damage in found_here.damaged]
-        for message in found_here.copies:
-            found.setdefault(message.id, {})[rank] = message.copy_of(rank, tier)
-    copies = []
-    for _, copies_by_rank in sorted(found.items()):
-        copy, lost = unite_copies(
-            {f"{tier} of rank {rank}": copy for rank, copy in copies_by_rank.items()}
-        )
-        copies.append(copy)
-        damaged += lost
-    return Listing(
-        tier=tier,
-        copies=tuple(copies),
-        starts=tuple(merge_starts(starts).values()),
-        decided=DecidedList.parse(name for found in by_rank.values() for name in found.decided),
-        damaged=tuple(damaged),
-        lags=any(found_here.lags for found_here in by_rank.values()),
-        error=errors[0] if errors else None,
-    )
+    merged = []
+    for tier in order:
+        found = {
+            f"{tier} of rank {rank}": one[tier].listing_of(rank, tier)
+            for rank, one in sorted(inventories.items())
+            if tier in one
+        }
+        nobody = Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
+        merged.append(unite_listings(tier, found) if found else nobody)
+    return tuple(merged)
 
 
 def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
@@ -165,12 +151,16 @@ def unite_listings(tier: str, found: Mapping[str, Listing]) -> Listing:
         for copy in listing.copies:
             copies.setdefault(copy.id, {})[where] = copy
     united = [unite_copies(by_place) for _, by_place in sorted(copies.items())]
-    damaged = [error for listing in found.values() for error in listing.damaged]
+    listings = found.values()
+    damaged = [error for listing in listings for error in listing.damaged]
     return Listing(
         tier=tier,
         copies=tuple(copy for copy, _ in united),
+        starts=tuple(merge_starts(chain.from_iterable(x.starts for x in listings)).values()),
+        decided=DecidedList(entry for listing in listings for entry in listing.decided.entries),
         damaged=(*damaged, *(error for _, lost in united for error in lost)),
-        error=next((x.error for x in found.values() if x.error is not None), None),
+        lags=any(listing.lags for listing in listings),
+        error=next((x.error for x in listings if x.error is not None), None),
     )
 
 

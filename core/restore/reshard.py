@@ -9,11 +9,12 @@ needs are read of each (``BlockReads``).
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ def plan_reads_of_rank(
                 parts, make_plan, world_size, shard.rank, ResizeRules(values_of=shard.rank)
             )
         manifests = parts.manifests(header.writers, world_size)
-        elsewhere = find_written_elsewhere(header, manifests, shard.rank)
+        located = locate(header, manifests, shard.rank)
         try:
             plan = make_plan(header)
         except RestoreError as error:
@@ -70,17 +71,17 @@ def plan_reads_of_rank(
                 raise
             return _in_another_layout(parts, make_plan, shard, header, error)
         for memory in plan.shared:
-            _check_shared(parts, memory, elsewhere, shard)
-        return plan, lambda: parts.fill(elsewhere.divide(plan.fills, shard.rank), world_size)
+            _check_shared(parts, memory, located, shard)
+        return plan, plan_reads(parts, located, world_size, plan.targets)
     return _reshard(parts, make_plan, world_size, shard.rank, resize)
 
 
 def _check_shared(
-    parts: CheckpointReader, memory: SharedMemory, elsewhere: WrittenElsewhere, shard: Shard
+    parts: CheckpointReader, memory: SharedMemory, located: MergedHeader, shard: Shard
 ) -> None:
     """Raise RestoreError where the bytes of targets that share memory differ, or cannot be read here."""
     try:
-        parts.fill_here(elsewhere.divide(memory.fills, shard.rank), shard.world_size)
+        parts.fill_here(BlockReads(located, memory.targets).fills, shard.world_size)
     except PASSABLE as error:
         if shard.world_size == 1:
             raise
@@ -129,9 +130,11 @@ def merge_images(
 def plan_reads(
     parts: CheckpointReader, merged: MergedHeader, world_size: int, targets: Iterable[BlockTarget]
 ) -> Callable[[], None]:
-    """Return a function that reads what is wanted of whole tensors, once their headers are merged."""
+    """Return a function that reads the targets, by where the blocks of their tensors are."""
     compared = {
-        block.rank for position in merged.replicas for block in _find_replicas(merged, position)
+        block.rank
+        for position, others in merged.replicas.items()
+        for block in (*merged.blocks[position], *others)
     }
     manifests = parts.manifests(compared, world_size)
     reads = BlockReads(merged, targets, same=_known_equal(merged, manifests))
@@ -142,11 +145,6 @@ def plan_reads(
         reads.finish()
 
     return fill
-
-
-def _find_replicas(merged: MergedHeader, position: int) -> tuple[TensorBlock, ...]:
-    """Return the one block of a tensor, and its replicas."""
-    return (*merged.blocks[position], *merged.replicas[position])
 
 
 def _known_equal(
@@ -167,51 +165,31 @@ def bytes_identity(manifest: Manifest, block: TensorBlock | StoredTensor) -> tup
     return block.start, block.end, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenElsewhere:
-    """Where the tensors are that other ranks write: their ``starts`` in the header, ascending, and the ``ranks`` of the
-    images that hold them, with the ``offsets`` in those images' data."""
-
-    starts: tuple[int, ...]
-    ranks: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def divide(self, fills: Sequence[Fill], own: int) -> dict[int, list[Fill]]:
-        """Return fills by the rank whose image has their bytes, each in image order."""
-        found: dict[int, list[Fill]] = {}
-        for fill in fills:
-            at = bisect.bisect_right(self.starts, fill.start) - 1
-            if at < 0:
-                found.setdefault(own, []).append(fill)
-                continue
-            shift = self.offsets[at] - self.starts[at]
-            moved = replace(fill, start=fill.start + shift, end=fill.end + shift)
-            found.setdefault(self.ranks[at], []).append(moved)
-        for part in found.values():
-            part.sort(key=lambda fill: fill.start)
-        return found
-
-
-def find_written_elsewhere(
-    header: ImageHeader, manifests: Mapping[int, Manifest], rank: int
-) -> WrittenElsewhere:
-    """Find the tensors of ``header``, of ``rank``, that other ranks write, in their manifests. Raises IntegrityError
-    where one of them does not have it: no memory is allocated for a tensor that is only claimed."""
+def locate(header: ImageHeader, manifests: Mapping[int, Manifest], rank: int) -> MergedHeader:
+    """Return where the tensors of the image of ``rank`` are: in it, or in the images of other ranks, which write them,
+    by their manifests. Raises IntegrityError where one of these does not have it: no memory is allocated for a tensor
+    that is only claimed."""
     tables = {other: _table(manifest) for other, manifest in manifests.items()}
-    starts, ranks, offsets = [], [], []
-    for stored in header.written_by_others:
-        owner = stored.written_by
-        assert owner is not None
-        start = tables[owner].get(_described(stored)) if owner in tables else None
-        if start is None:
-            raise IntegrityError(
-                f"{header.what}: {stored.name} is not there: rank {owner} was to write it for rank {rank}"
-            )
-        if stored.length:
-            starts.append(stored.start)
-            ranks.append(owner)
-            offsets.append(start)
-    return WrittenElsewhere(tuple(starts), tuple(ranks), tuple(offsets))
+    blocks = []
+    for stored in header.tensors:
+        owner, start = rank, stored.start
+        if stored.written_by is not None:
+            owner = stored.written_by
+            found = tables[owner].get(_described(stored)) if owner in tables else None
+            if found is None:
+                raise IntegrityError(
+                    f"{header.what}: {stored.name} is not there: rank {owner} was to write it for rank {rank}"
+                )
+            start = found
+        block = TensorBlock(
+            rank=owner,
+            start=start,
+            end=start + stored.length,
+            offset=(0,) * len(stored.shape),
+            lengths=stored.shape,
+        )
+        blocks.append((block,))
+    return MergedHeader(header=header, blocks=blocks, replicas={})
 
 
 _Described = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -252,7 +230,7 @@ def _read(entry: Any, data_bytes: int, what: str) -> tuple[_Described, int] | No
     return (reader.get("name", str), dtypes.name_of(dtype), shape, offset, lengths), start
 
 
-# Reads of merged images ---------------------------------------------------------------------------
+# Reads of blocks ----------------------------------------------------------------------------------
 
 
 class _ReadRange(NamedTuple):
@@ -300,7 +278,6 @@ class BlockReads:
         self._same = frozenset(same)
         self._ranges: dict[_ReadRange, list[torch.Tensor]] = {}
         self._checked: set[int] = set()
-        self._copies_first: list[_RowCopy] = []
         self._copies: list[_RowCopy] = []
         self._checks: list[_ReplicaCheck] = []
         for each in targets:
@@ -309,9 +286,6 @@ class BlockReads:
 
     def finish(self) -> None:
         """Copy from buffers to targets. Raises RestoreError where replicas differ."""
-        with torch.no_grad():
-            for target, source in self._copies_first:
-                target.copy_(source)
         for check in self._checks:
             if not torch.equal(check.one, check.other):
                 raise RestoreError(
@@ -336,32 +310,22 @@ class BlockReads:
             self._check(stored, request.position)
 
     def _join_ranges(self) -> None:
-        """Read ranges that overlap together, into a buffer."""
-        cluster: list[_ReadRange] = []
-        for byte_range in sorted(self._ranges):
-            if cluster and (
-                byte_range.rank != cluster[0].rank or byte_range.start >= _end(cluster)
-            ):
-                self._close(cluster)
-                cluster = []
-            cluster.append(byte_range)
-        if cluster:
-            self._close(cluster)
-
-    def _close(self, cluster: Sequence[_ReadRange]) -> None:
-        first = cluster[0]
-        targets = tuple(self._ranges[first])
-        end = _end(cluster)
-        if len(cluster) > 1:
-            buffer = torch.empty(end - first.start, dtype=torch.uint8)
-            for byte_range in cluster:
-                part = buffer[byte_range.start - first.start : byte_range.end - first.start]
-                self._copies_first += [
-                    _RowCopy(target, part) for target in self._ranges[byte_range]
-                ]
-            targets = (buffer,)
-        fill = Fill(start=first.start, end=end, targets=targets)
-        self.fills.setdefault(first.rank, []).append(fill)
+        """Read bytes that several ranges have once, to the targets of all."""
+        edges: dict[int, set[int]] = {}
+        for rank, start, end in self._ranges:
+            edges.setdefault(rank, set()).update((start, end))
+        cuts = {rank: sorted(found) for rank, found in edges.items()}
+        parts: dict[_ReadRange, list[torch.Tensor]] = {}
+        for (rank, start, end), targets in self._ranges.items():
+            at = cuts[rank]
+            inside = at[bisect.bisect_left(at, start) : bisect.bisect_right(at, end)]
+            for low, high in itertools.pairwise(inside):
+                found = parts.setdefault(_ReadRange(rank, low, high), [])
+                is_whole = (low, high) == (start, end)
+                found += targets if is_whole else [t[low - start : high - start] for t in targets]
+        for rank, low, high in sorted(parts):
+            fill = Fill(start=low, end=high, targets=tuple(parts[_ReadRange(rank, low, high)]))
+            self.fills.setdefault(rank, []).append(fill)
 
     def _read(self, rank: int, start: int, end: int, target: torch.Tensor) -> None:
         if end > start:
@@ -376,6 +340,9 @@ class BlockReads:
         lengths: Sequence[int],
     ) -> None:
         """Read the intersection of a wanted and a stored block."""
+        if (*offset, *lengths) == (*block.offset, *block.lengths):
+            self._read(block.rank, block.start, block.end, target)
+            return
         low = [max(a, b) for a, b in zip(offset, block.offset, strict=True)]
         ends = zip(offset, lengths, block.offset, block.lengths, strict=True)
         size = [min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, low, strict=True)]
@@ -420,10 +387,6 @@ def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:
     return all(n == m for n, m in zip(size[first + 1 :], lengths[first + 1 :], strict=True))
 
 
-def _end(cluster: Sequence[_ReadRange]) -> int:
-    return max(byte_range.end for byte_range in cluster)
-
-
 def _element_number(at: Sequence[int], lengths: Sequence[int]) -> int:
     """Return the number of an element in a block, in row-major order."""
     number = 0
@@ -433,6 +396,4 @@ def _element_number(at: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def _cut(tensor: torch.Tensor, at: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    for dimension, (start, length) in enumerate(zip(at, size, strict=True)):
-        tensor = tensor.narrow(dimension, start, length)
-    return tensor
+    return tensor[tuple(slice(start, start + n) for start, n in zip(at, size, strict=True))]

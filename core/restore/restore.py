@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, CheckpointReader, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.load.plan import ReadPlan
 from tierfall.core.restore.candidates import RestoreRequest, unread_text
@@ -78,10 +78,9 @@ that all ranks follow, or None."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What may be restored, newest first, by the ``listings``, fastest first, and how its images are opened."""
+    """What may be restored, newest first, and how its images are opened."""
 
     candidates: Sequence[KnownCheckpoint]
-    listings: Sequence[Listing]
     open_image: OpenImage
 
 
@@ -125,7 +124,7 @@ def fill_first(
         fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
         error: BaseException | None = None
         is_cut_off = False
-        tiers = _tiers(checkpoint, request, chosen.listings)
+        tiers = _tiers(checkpoint, request)
         parts = make_reader(checkpoint, tiers, chosen.open_image, tally)
         try:
             plan, fill = plan_reads_of_rank(parts, make_plan, shard, resize)
@@ -278,10 +277,7 @@ def _with_cause(error: TierfallError, cause: BaseException) -> TierfallError:
     return error
 
 
-def _tiers(
-    checkpoint: KnownCheckpoint, request: RestoreRequest, listings: Sequence[Listing]
-) -> list[str]:
+def _tiers(checkpoint: KnownCheckpoint, request: RestoreRequest) -> list[str]:
     """Return the tiers that a checkpoint may be read from, fastest first; those whose copy lacks files come last."""
-    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    read = [tier for tier in held if request.tier in (None, tier)]
+    read = [tier for tier in checkpoint.copies if request.tier in (None, tier)]
     return sorted(read, key=lambda tier: checkpoint.copies[tier].damage is not None)

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ EXTRA_STATE = "_extra_state"
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
-@dataclass(slots=True)
+@dataclass
 class ModuleScan:
     """The keys of one module's state_dict: their parameters and buffers, and their names without wrappers.
     ``module_prefixes`` are the module and its descendants, each with the prefix of its keys, and that prefix without
@@ -42,11 +43,6 @@ class ModuleScan:
     has_wrappers: bool = False
     refused: str | None = None
     """Why the module, or a descendant, can be neither saved nor restored."""
-    _pointers: dict[int, str] | None = None
-    _bare: dict[str, str] | None = None
-    _raw: dict[str, str] | None = None
-    _owners: dict[str, nn.Module] | None = None
-    _extents: list[tuple[int, int, str]] | None = None
     _kinds: dict[type[nn.Module], str | None] = field(default_factory=dict)
 
     def visit(self, module: nn.Module, raw: str, bare: str) -> None:
@@ -89,20 +85,19 @@ class ModuleScan:
         names = map(prefix.__add__, naming.module_parts(names))
         return zip(names, self.parameters.values(), strict=True)
 
-    @property
+    @cached_property
     def by_extra_state_key(self) -> dict[str, nn.Module]:
         """The modules by the key of their extra state."""
-        if self._owners is None:
-            self._owners = {raw + EXTRA_STATE: module for raw, _, module in self.module_prefixes}
-        return self._owners
+        return {raw + EXTRA_STATE: module for raw, _, module in self.module_prefixes}
+
+    @cached_property
+    def _bare(self) -> dict[str, str]:
+        """The prefixes without wrappers, by those with them."""
+        # Activation checkpointing removes its own prefix from the keys, but not those of wrappers inside it.
+        bare = {raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.module_prefixes}
+        return bare | {raw: bare for raw, bare, _ in self.module_prefixes}
 
     def _strip(self, key: str) -> str:
-        if self._bare is None:
-            # Activation checkpointing removes its own prefix from the keys, but not those of wrappers inside it.
-            self._bare = {
-                raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.module_prefixes
-            }
-            self._bare.update({raw: bare for raw, bare, _ in self.module_prefixes})
         prefix, dot, leaf = key.rpartition(".")
         while dot and prefix + "." not in self._bare:
             # A key that a hook added: strip its longest known prefix.
@@ -127,17 +122,19 @@ class ModuleScan:
         """The parameter that contains a tensor's memory, as with views that hooks create."""
         if not _address(tensor):
             return None
-        if self._extents is None:
-            self._extents = sorted(
-                (*tensors.span(local), key)
-                for key, each in self.parameters.items()
-                if _address(each) and (local := local_tensor(each)).is_contiguous()
-            )
         start, end = tensors.span(local_tensor(tensor))
         at = bisect.bisect_right(self._extents, start, key=itemgetter(0)) - 1
         if at < 0 or end > self._extents[at][1]:
             return None
         return self.parameters[self._extents[at][2]]
+
+    @cached_property
+    def _extents(self) -> list[tuple[int, int, str]]:
+        return sorted(
+            (*tensors.span(local), key)
+            for key, each in self.parameters.items()
+            if _address(each) and (local := local_tensor(each)).is_contiguous()
+        )
 
     def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter or buffer that shares the memory of a state_dict's tensor; None if it is a copy."""
@@ -147,18 +144,17 @@ class ModuleScan:
             found = self.buffers.get(raw)
         if found is not None and _is_same_memory(found, tensor):
             return found
-        found_key = self._by_pointer(tensor)
-        if found_key is None:
-            return None
-        return self.parameters.get(found_key, self.buffers.get(found_key))
+        return self._by_pointer.get(_address(tensor))
 
     def _raw_key(self, key: str) -> str:
         """The key with the prefixes of wrappers, some of which, such as activation checkpointing, remove theirs."""
         if not self.has_wrappers or key in self.parameters or key in self.buffers:
             return key
-        if self._raw is None:
-            self._raw = {self._strip(raw): raw for raw in (*self.buffers, *self.parameters)}
         return self._raw.get(self._strip(key), key)
+
+    @cached_property
+    def _raw(self) -> dict[str, str]:
+        return {self._strip(raw): raw for raw in (*self.buffers, *self.parameters)}
 
     def signature(self) -> tuple[Any, ...]:
         """A value that changes whenever the parameters of keys, or the keys' names, change."""
@@ -169,15 +165,11 @@ class ModuleScan:
         bare = [(raw, bare) for raw, bare, _ in self.module_prefixes] if self.has_wrappers else []
         return (tuple(self.parameters), pointers, bare)
 
-    def _by_pointer(self, tensor: torch.Tensor) -> str | None:
-        if self._pointers is None:
-            self._pointers = {
-                address: key
-                for key, t in (*self.buffers.items(), *self.parameters.items())
-                if (address := _address(t))
-            }
-        address = _address(tensor)
-        return self._pointers.get(address) if address else None
+    @cached_property
+    def _by_pointer(self) -> dict[int, torch.Tensor]:
+        """The buffers and parameters that have memory, by its address."""
+        both = (*self.buffers.values(), *self.parameters.values())
+        return {address: each for each in both if (address := _address(each))}
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,11 +6,15 @@ Values are fixed at the time of the walk. What cannot be saved is refused with i
 
 from __future__ import annotations
 
+import io
+import json
+import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -18,21 +22,50 @@ from torch.optim import Optimizer
 
 from tierfall.core.state import modules, optimizers
 from tierfall.core.state.item import Item, OnResize
-from tierfall.core.state.leaves import Leaves, PlainValue, call_user_code, refuse
 from tierfall.core.state.modules import KnownModuleTree, ModuleTree, Scans
 from tierfall.core.state.state_dicts import is_stateful, object_state, type_name
-from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
-from tierfall.core.state.walk_cache import WalkCache, take_fingerprints
+from tierfall.core.state.view import DECLARED, NO_OWNER, UNSHARED, Node, StateView
+from tierfall.core.state.walk_cache import TensorTable, WalkCache, take_fingerprints
+from tierfall.core.tensors import builtin_codecs, numpy_values, rng, tensors, value_codec, wrappers
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors import numpy_values, rng, tensors, value_codec
-from tierfall.core.tensors.builtin_codecs import ValueCodec
-from tierfall.core.tensors.dtensor import Branch, LocalBlocks, any_sharded, is_sharded
+from tierfall.core.tensors.builtin_codecs import NotEncodableError, ValueCodec
+from tierfall.core.tensors.dtensor import (
+    Branch,
+    LocalBlocks,
+    NotOneBlockError,
+    TensorPiece,
+    any_sharded,
+    is_sharded,
+    local_part,
+)
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.wrappers import is_wrapper
+from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.text import with_article
+from tierfall.core.types.values import Changes
 
 T = TypeVar("T")
+_ADVICE = (
+    "save vars(it) or its parts, give it state_dict and load_state_dict, make it a dataclass, or register a codec with "
+    "register_codec"
+)
+_LEFT_OUT = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    io.IOBase,
+    type(threading.Lock()),
+    threading.Thread,
+)
+_ADVICE_BY_KIND = {
+    "builtins.generator": "save how many items were taken, and skip so many after restore: docs/exact-resume.md",
+    "random.Random": "save getstate(), and call setstate() after restore",
+    "numpy.random._generator.Generator": "save its bit_generator.state, and set that after restore",
+    "numpy.random.mtrand.RandomState": "save get_state(legacy=False), and call set_state() after restore",
+    "torch.utils.data.dataloader.DataLoader": "save where it is in the data: docs/exact-resume.md",
+}
 
 
 def walk_state(
@@ -53,7 +86,7 @@ def walk_state(
     tree = walk.state(state, with_random=with_random)
     walk.finish()
     table = walk.table
-    rows = table.finish()
+    rows = table.columns()
     kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.strides)
     return StateView(
         **rows._asdict(),
@@ -73,15 +106,66 @@ _SCALARS = frozenset({int, float, bool, type(None)})
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
+def _advice(value: object) -> str:
+    """Return what to do about a value that cannot be saved."""
+    if isinstance(value, _LEFT_OUT):
+        return "leave it out of the state: the program makes it anew (register_codec, if it must be saved)"
+    kind = type(value)
+    return _ADVICE_BY_KIND.get(f"{kind.__module__}.{kind.__qualname__}", _ADVICE)
+
+
+def refusal(trail: Trail, reason: str) -> CaptureError:
+    return CaptureError(f"save: {naming.path(trail)} {reason}")
+
+
+def refuse(trail: Trail, reason: str) -> NoReturn:
+    raise refusal(trail, reason)
+
+
+def call_user_code(call: Callable[[], T], what: str, trail: Trail) -> T:
+    """Call a method of the user's; a CaptureError names the path if it raises."""
+    try:
+        return call()
+    except NotEncodableError as error:
+        refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+    except Exception as error:
+        reason = f"cannot be saved: its {what} raised {type(error).__name__}: {error}"
+        raise refusal(trail, reason) from error
+
+
+class PlainValue:
+    """An encoded value without tensors, and its blobs: each blob's JSON members, and its tensor's number in the
+    table."""
+
+    __slots__ = ("blobs", "coded")
+
+    def __init__(self, coded: Coded, blobs: Sequence[tuple[dict[str, Any], int]] = ()) -> None:
+        self.coded = coded
+        self.blobs = blobs
+
+    @staticmethod
+    def are(found: list[Any]) -> bool:
+        return all(type(child) is PlainValue for child in found)
+
+    @classmethod
+    def join(cls, coded: Coded, found: list[PlainValue]) -> PlainValue:
+        """Return the plain value of a container, which has the blobs of its children."""
+        return cls(coded, [blob for child in found for blob in child.blobs])
+
+
 class _Walk:
+    """The walk of one state. Its context: ``_declared``, the ``changes`` of the innermost ``item()``, and ``_owner``,
+    inside an optimizer the id of the parameter whose state is walked (NO_OWNER elsewhere)."""
+
     def __init__(self, scans: Scans, cache: WalkCache) -> None:
         self.scans = scans
         self._cache = cache
         self._used_names: set[str] = set()
         self._numberings: dict[str, optimizers.Numbering] = {}
-        self.leaves = Leaves(cache)
-        self.table = self.leaves.table
-        self.values = self.leaves.values
+        self.table = TensorTable()
+        self.values: list[Coded] = []
+        self._declared: Changes | None = None
+        self._owner = NO_OWNER
         self.rules: dict[str, OnResize] = {}
         self.types: dict[str, str] = {}
         self.optimizers: list[Optimizer] = []
@@ -95,12 +179,12 @@ class _Walk:
         keys, nodes = [], []
         for key, value in state.items():
             trail = (None, key)
-            keys.append(self.leaves.key(key, trail))
-            nodes.append(self.leaves.to_node(self._walk(value, naming.component(key), trail, 0)))
+            keys.append(self._key(key, trail))
+            nodes.append(self._to_node(self._walk(value, naming.component(key), trail, 0)))
         if with_random and rng.ENTRY not in state:
             keys.append(rng.ENTRY)
             found = self._walk(rng.capture(), rng.ENTRY, (None, "rng"), 0)
-            nodes.append(("r", self.leaves.to_node(found)))
+            nodes.append(("r", self._to_node(found)))
         return ("d", "dict", tuple(keys), tuple(nodes))
 
     # ---- dispatch
@@ -108,11 +192,11 @@ class _Walk:
     def _walk(self, value: Any, name: str, trail: Trail, depth: int) -> Node | PlainValue:
         kind = type(value)
         if kind in _TENSORS:
-            return self.leaves.tensor(value, name, trail)
+            return self._tensor(value, name, trail)
         if kind in _SCALARS:
             return PlainValue(value_codec.encode_atom(value))
         if kind is str or kind is bytes:
-            return self.leaves.text(value, name, trail)
+            return self._text(value, name, trail)
         if depth > value_codec.DEPTH_MAX:
             refuse(trail, f"is nested deeper than {value_codec.DEPTH_MAX} levels")
         if kind in (tuple, list, Branch) or kind in value_codec.MAPPINGS:
@@ -126,7 +210,7 @@ class _Walk:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
         if isinstance(value, LocalBlocks):
-            return self.leaves.blocks(value, name, trail)
+            return self._blocks(value, name, trail)
         if isinstance(value, nn.Module):
             return self._guard_cycle(value, trail, lambda: self._module(value, name, trail, depth))
         if isinstance(value, Optimizer):
@@ -136,11 +220,11 @@ class _Walk:
                     value, trail, lambda: self._optimizer(value, name, trail, depth)
                 )
         if isinstance(value, torch.Tensor):
-            return self.leaves.tensor(value, name, trail)
+            return self._tensor(value, name, trail)
         if isinstance(value, torch.Generator):
-            return self.leaves.generator(value, name, trail)
+            return self._generator(value, name, trail)
         if numpy_values.is_array(value):
-            return self.leaves.array(value, name, trail)
+            return self._array(value, name, trail)
         if is_stateful(value):
             return self._guard_cycle(
                 value, trail, lambda: self._stateful(value, name, trail, depth)
@@ -148,9 +232,12 @@ class _Walk:
         return self._value(value, name, trail, depth)
 
     def _value(self, value: object, name: str, trail: Trail, depth: int) -> Node | PlainValue:
-        builtin = self.leaves.builtin_codec(value, trail)
-        if builtin is None:
-            return PlainValue(self.leaves.atom(value, trail))
+        try:
+            builtin = builtin_codecs.codec_of(value)
+            if builtin is None:
+                return PlainValue(value_codec.encode_atom(value))
+        except NotEncodableError as error:
+            refuse(trail, f"cannot be saved: {error}; {_advice(value)}")
         return self._registered(builtin, value, name, trail, depth)
 
     def _guard_cycle(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
@@ -198,9 +285,9 @@ class _Walk:
                 return PlainValue.join(
                     coded if type(value) is list else value_codec.tagged("tuple", coded), found
                 )
-            return ("l" if type(value) is list else "t", tuple(map(self.leaves.to_node, found)))
+            return ("l" if type(value) is list else "t", tuple(map(self._to_node, found)))
         kind = value_codec.MAPPINGS.get(type(value), "dict")  # a Branch
-        keys = [self.leaves.key(key, (trail, key)) for key in value]
+        keys = [self._key(key, (trail, key)) for key in value]
         found = [
             self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
@@ -209,11 +296,11 @@ class _Walk:
             return PlainValue.join(
                 value_codec.encode_items(kind, list(value), [c.coded for c in found]), found
             )
-        return ("d", kind, tuple(keys), tuple(map(self.leaves.to_node, found)))
+        return ("d", kind, tuple(keys), tuple(map(self._to_node, found)))
 
     def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | PlainValue:
-        outer = self.leaves.declared
-        self.leaves.declared = value.changes or outer
+        outer = self._declared
+        self._declared = value.changes or outer
         if value.on_resize is not OnResize.RESHARD:
             self.rules[name] = value.on_resize
         try:
@@ -221,7 +308,7 @@ class _Walk:
                 value, trail, lambda: self._walk(value.value, name, trail, depth + 1)
             )
         finally:
-            self.leaves.declared = outer
+            self._declared = outer
 
     # ---- objects with a state_dict
 
@@ -240,7 +327,7 @@ class _Walk:
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
-        cache_key = ("module", keys, scan.signature(), self.leaves.declared, self.leaves.owner)
+        cache_key = ("module", keys, scan.signature(), self._declared, self._owner)
         owners = scan.owners_of(state)
         made = [key for key, owner in zip(keys, owners, strict=True) if owner == NO_OWNER]
         if unshared := tensors.unshared(state, made):
@@ -249,7 +336,7 @@ class _Walk:
             ]
         entries = list(state.values())
         if any_sharded(entries):
-            entries, cache_key = self.leaves.local_parts(entries, cache_key, trail)
+            entries, cache_key = self._local_parts(entries, cache_key, trail)
         node = self._cached_or(
             name,
             cache_key,
@@ -258,7 +345,7 @@ class _Walk:
             lambda: self._walk_module(scan, state, owners, name, trail, depth),
         )
         if tree is not None and self._cache.find(name) is not None:
-            known = modules.describe_tree(scan, tree, keys, self.leaves.declared)
+            known = modules.describe_tree(scan, tree, keys, self._declared)
             if known is not None:
                 self._cache.trees[name] = known
         return node
@@ -267,7 +354,7 @@ class _Walk:
         """The node of the previous walk, if the tree has the same shape and the tensors the same fingerprints; spares
         the call of state_dict."""
         part = self._cache.find(name)
-        if part is None or known.declared is not self.leaves.declared:
+        if part is None or known.declared is not self._declared:
             return None
         sources = [tree.tensors[at] for at in known.entries_at]
         entries = [*map(torch.Tensor.detach, sources)]  # type: ignore[arg-type]
@@ -320,11 +407,11 @@ class _Walk:
         names = tuple(map(scan.key_name, keys))
         nodes = []
         for key, below, value, owner in zip(keys, names, state.values(), owners, strict=True):
-            if type(value) is torch.Tensor or is_sharded(value) or is_wrapper(value):
-                node = self.leaves.tensor(value, f"{name}.{below}", (trail, key), owner=owner)
+            if type(value) is torch.Tensor or is_sharded(value) or wrappers.is_wrapper(value):
+                node = self._tensor(value, f"{name}.{below}", (trail, key), owner=owner)
             else:
                 found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)
-                node = self.leaves.to_node(found)
+                node = self._to_node(found)
             nodes.append(node)
         return ("m", keys, () if names == keys else names, tuple(nodes))
 
@@ -338,7 +425,7 @@ class _Walk:
             place = ((trail, "param_groups"), index)
             values = {key: value for key, value in group.items() if key != "params"}
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
-            groups.append((numbering.groups[index], self.leaves.to_node(found)))
+            groups.append((numbering.groups[index], self._to_node(found)))
         state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
         return ("o", numbering.names, tuple(groups), state)
 
@@ -367,11 +454,11 @@ class _Walk:
         if not _all_str(keys) or None in numbers:
             return walk()
         lengths = [*map(len, states)]
-        cache_key = ("optimizer", numbering.names, numbers, lengths, keys, self.leaves.declared)
+        cache_key = ("optimizer", numbering.names, numbers, lengths, keys, self._declared)
         entries = [*chain.from_iterable(map(dict.values, states))]
         owners = [*chain.from_iterable(map(repeat, map(id, state), lengths))]
         if any_sharded(entries):
-            entries, cache_key = self.leaves.local_parts(entries, cache_key, trail)
+            entries, cache_key = self._local_parts(entries, cache_key, trail)
         return self._cached_or(name, cache_key, entries, owners, walk)
 
     def _optimizer_state(
@@ -383,34 +470,25 @@ class _Walk:
         trail: Trail,
         depth: int,
     ) -> tuple[Any, Node]:
-        if not isinstance(key, torch.Tensor):
-            place = (trail, key)
-            token = self.leaves.key(key, place)
+        """The key of an entry of an optimizer's state in its node, and the node of the entry."""
+        if isinstance(key, torch.Tensor):
+            number = numbering.numbers.get(id(key))
+            if number is None:
+                refuse(trail, "holds the state of a parameter that is in none of its groups")
+            entry: Any = number
+            owner, below = id(key), numbering.state_name(number)
+            place: Trail = (trail, number)
+        else:
             owner = id(numbering.parameters[0]) if numbering.parameters else NO_OWNER
-            found = self._parameter_state(
-                value, owner, f"{name}.{naming.component(key)}", place, depth
-            )
-            return ((token,), self.leaves.to_node(found))
-        number = numbering.numbers.get(id(key))
-        if number is None:
-            refuse(trail, "holds the state of a parameter that is in none of its groups")
-        below = f"{name}.{numbering.state_name(number)}"
-        return (
-            number,
-            self.leaves.to_node(
-                self._parameter_state(value, id(key), below, (trail, number), depth)
-            ),
-        )
-
-    def _parameter_state(
-        self, value: Any, owner: int, name: str, trail: Trail, depth: int
-    ) -> Node | PlainValue:
-        """Walk the optimizer state of one parameter."""
-        outer, self.leaves.owner = self.leaves.owner, owner
+            place = (trail, key)
+            entry = (self._key(key, place),)
+            below = naming.component(key)
+        outer, self._owner = self._owner, owner
         try:
-            return self._walk(value, name, trail, depth + 1)
+            found = self._walk(value, f"{name}.{below}", place, depth + 1)
         finally:
-            self.leaves.owner = outer
+            self._owner = outer
+        return entry, self._to_node(found)
 
     def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
         self.types[name] = type_name(value)
@@ -421,7 +499,176 @@ class _Walk:
                 "public record of which; shard by torch.distributed.fsdp.fully_shard (FSDP2)",
             )
         state = call_user_code(partial(object_state, value), "state_dict()", trail)
-        return ("s", self.leaves.to_node(self._walk(state, name, trail, depth + 1)))
+        return ("s", self._to_node(self._walk(state, name, trail, depth + 1)))
+
+    # ---- values
+
+    def _to_node(self, found: Node | PlainValue) -> Node:
+        """Turn a plain value into a node, because its container holds tensors and is not a plain value itself."""
+        if type(found) is not PlainValue:
+            return found
+        for number, (members, _) in enumerate(found.blobs):
+            members["t"] = number
+        self.values.append(found.coded)
+        return ("v", len(self.values) - 1, *[source for _, source in found.blobs])
+
+    def _key(self, key: object, trail: Trail) -> str | tuple[str]:
+        if type(key) is str:
+            return key
+        try:
+            coded = value_codec.encode_atom(key)
+        except NotEncodableError as error:
+            refuse(trail, f"cannot be saved: {error}; {_advice(key)}")
+        return (json.dumps(coded, separators=(",", ":")),)
+
+    def _text(self, value: str | bytes, name: str, trail: Trail) -> PlainValue:
+        if len(value) <= value_codec.BLOB_BYTES // 4:  # at most 4 bytes of UTF-8 per character
+            return PlainValue(value_codec.encode_atom(value))
+        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        if len(data) <= value_codec.BLOB_BYTES:
+            return PlainValue(value_codec.encode_atom(value))
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._blob(flat, "str" if isinstance(value, str) else "bytes", name, trail)
+
+    def _array(self, value: Any, name: str, trail: Trail) -> PlainValue:
+        reason = numpy_values.refusal(value)
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
+        source = numpy_values.to_tensor(value)
+        members = {"d": value.dtype.str, "s": list(value.shape)}
+        return self._blob(source, "array", name, trail, **members)
+
+    def _generator(self, value: torch.Generator, name: str, trail: Trail) -> PlainValue:
+        return self._blob(value.get_state(), "generator", name, trail, d=str(value.device))
+
+    def _blob(
+        self, flat: torch.Tensor, kind: str, name: str, trail: Trail, **members: Coded
+    ) -> PlainValue:
+        coded = {value_codec.TAG: "blob", "k": kind, "t": 0, **members}
+        return PlainValue(
+            coded, [(coded, self._add(flat, flat.dtype, tuple(flat.shape), name, trail))]
+        )
+
+    # ---- tensors
+
+    def _local_parts(
+        self, entries: list[Any], cache_key: tuple[Any, ...], trail: Trail
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Replace DTensors by this rank's parts, and append the parts' positions to the cache key."""
+        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in entries]
+        return [local for local, _ in parts], (*cache_key, [piece for _, piece in parts])
+
+    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, TensorPiece]:
+        try:
+            return local_part(tensor)
+        except NotOneBlockError as error:
+            refuse(trail, f"cannot be saved: {error}")
+
+    def _tensor(
+        self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int = NO_OWNER
+    ) -> Node:
+        """Add a tensor. ``owner`` is the id of the parameter whose memory it is."""
+        if is_sharded(tensor):
+            if isinstance(tensor, nn.Parameter):
+                owner = id(tensor)
+            local, piece = self._local_part(tensor, trail)
+            reason = tensors.refusal(local)
+            if reason is not None:
+                refuse(trail, f"cannot be saved: {reason}")
+            shape = tuple(local.shape)
+            return self._add(local, local.dtype, shape, name, trail, owner=owner, piece=piece)
+        if wrappers.is_wrapper(tensor):
+            return self._wrapper(tensor, name, trail, owner=owner)
+        reason = tensors.refusal(tensor)
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        if type(tensor) is nn.Parameter:
+            owner = id(tensor)
+        if tensor.is_quantized:
+            return self._quantized(tensor, name, trail, owner=owner)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return self._add(tensor, tensor.dtype, tensor.shape, name, trail, owner=owner)
+
+    def _blocks(self, blocks: LocalBlocks, name: str, trail: Trail) -> Node:
+        """Add this rank's blocks of a tensor that the caller sharded."""
+        parts = blocks.parts
+        if len(parts) == 1 and parts[0][1] is None and not wrappers.is_wrapper(parts[0][0]):
+            return self._tensor(parts[0][0], name, trail)
+        numbers = [
+            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail)
+            for number, (tensor, piece) in enumerate(parts)
+        ]
+        return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
+
+    def _block(
+        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail
+    ) -> int:
+        """Add a block, never as an alias: another rank may hold this block for only one of two tied tensors."""
+        reason = tensors.refusal(tensor)
+        if reason is None and tensor.is_quantized:
+            reason = "a quantized tensor in blocks"
+        if reason is None and (piece is None or piece.lengths != tuple(tensor.shape)):
+            reason = f"a block of shape {tuple(tensor.shape)} at the position {piece}"
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        tensor = tensor.detach()
+        kind = (tensor.dtype, tensor.shape)
+        return self._add(tensor, *kind, name, trail, piece=piece, alone=True)
+
+    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
+        try:
+            scheme = str(tensor.qscheme())
+        except RuntimeError as error:
+            raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
+        flat = tensors.as_bytes(tensor.detach().contiguous())
+        assert flat is not None, "a contiguous tensor without bytes"
+        number = self._add(flat, tensor.dtype, tensor.shape, name, trail, owner=owner)
+        if tensor.qscheme() == torch.per_tensor_affine:
+            self.values.append([value_codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
+            return ("q", number, scheme, 0, ("v", len(self.values) - 1))
+        parts = (
+            self._tensor(tensor.q_per_channel_scales().clone(), f"{name}%scales", trail),
+            self._tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
+        )
+        return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
+
+    def _wrapper(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
+        if isinstance(tensor, nn.Parameter):
+            owner = id(tensor)
+        if name.count("%") > value_codec.DEPTH_MAX:
+            refuse(trail, f"is nested deeper than {value_codec.DEPTH_MAX} levels")
+        parts = call_user_code(lambda: wrappers.take_apart(tensor), "__tensor_flatten__", trail)
+        nodes = tuple(
+            self._tensor(inner, f"{name}%{attribute}", trail, owner=owner)
+            for attribute, inner in parts.tensors.items()
+        )
+        self.values.append(parts.coded)
+        shape = ("v", len(self.values) - 1)
+        return ("w", parts.class_name, tuple(parts.tensors), (*nodes, shape))
+
+    def _add(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        name: str,
+        trail: Trail,
+        *,
+        owner: int = NO_OWNER,
+        piece: TensorPiece | None = None,
+        alone: bool = False,
+    ) -> int:
+        """Add a tensor that the caller has validated to the table; return its number. When it may change, and whose
+        step changes it, follows from its owner, unless the user's ``item(changes=...)`` says it."""
+        if self._declared is not None:
+            changes, owner = self._declared, DECLARED
+        else:
+            owner = self._owner if owner == NO_OWNER else owner
+            changes = Changes.ANYTIME if owner == NO_OWNER else Changes.ON_STEP
+        return self.table.add(
+            tensor, dtype, shape, name, changes, trail, piece, owner=owner, alone=alone
+        )
 
 
 def _all_str(keys: Iterable[object]) -> bool:

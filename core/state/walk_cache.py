@@ -1,4 +1,5 @@
-"""Results of a walk that the next walk reuses: the tensors of a module or an optimizer whose memory has not moved.
+"""The table of a walk's tensors, and the results of a walk that the next walk reuses: the tensors of a module or an
+optimizer whose memory has not moved.
 
 A part has only the addresses, shapes, strides and dtypes of its tensors, never a reference, so that memory which the
 training releases is freed. A part is reused only if everything that a walk examines is unchanged. If nothing but
@@ -11,12 +12,19 @@ import operator
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tierfall.core.state.modules import KnownModuleTree
 from tierfall.core.state.optimizers import Numbering
+from tierfall.core.state.view import DECLARED, NO_OWNER
+from tierfall.core.tensors import tensors
+from tierfall.core.tensors.dtensor import TensorPiece
+from tierfall.core.tensors.names import Trail
+from tierfall.core.types.values import Changes
+
+T = TypeVar("T")
 
 BLOCK = 256
 """Tensors per pass: few enough that their objects stay in a core's cache from one attribute to the next."""
@@ -102,16 +110,13 @@ class CachedPart:
 
 
 class WalkCache:
-    """Results of the previous walk: its parts and module trees by name, its table's ``columns`` (None if it had aliases
-    outside of parts), and its parts by the number of their first tensor."""
+    """Results of the previous walk: its parts and module trees by name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, CachedPart] = {}
         self.trees: dict[str, KnownModuleTree] = {}
         self.numberings: dict[str, Numbering] = {}
         """Of the previous walk's optimizers, without their parameters."""
-        self.columns: Columns | None = None
-        self.parts_at: dict[int, CachedPart] = {}
 
     def find(self, name: str) -> CachedPart | None:
         return self._parts.get(name)
@@ -128,3 +133,151 @@ class WalkCache:
         for known in (self._parts, self.trees):
             for name in known.keys() - set(names):
                 del known[name]
+
+
+class TensorTable:
+    """The table of a walk's tensors, in the order of the walk: each is stored once, under a unique name. Aliases (same
+    memory, dtype, shape and strides) share a row; views that overlap partially have a row each. Plain lists: this is
+    the inner loop of every save."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.pointers = array("Q")
+        self._columns = Columns([], [], [], [], [], [], [], [], [])
+        self._used_names: set[str] = set()
+        self._first_at: dict[int, int] = {}
+        self._more_at: dict[int, list[int]] = {}
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        name: str,
+        changes: Changes,
+        trail: Trail,
+        piece: TensorPiece | None = None,
+        *,
+        owner: int = NO_OWNER,
+        alone: bool = False,
+    ) -> int:
+        """Add a tensor and return its number; an alias gets that of the earlier tensor, unless ``alone``. ``piece`` is
+        its position in a sharded tensor, ``owner`` as in ``StateView.owners``."""
+        pointer = tensor.data_ptr()
+        number = len(self.tensors)
+        address = pointer if tensor.numel() and not alone else 0
+        plain = tensors.is_plain(tensor, dtype)
+        strides = None if plain else tensors.dense_strides(tensor)
+        row = (name, dtype, shape, changes, owner, trail, plain, strides, piece)
+        alias = self._alias(address, number, tensor, row) if address else None
+        if alias is not None:
+            self._apply_stricter(alias, changes, owner)
+            return alias
+        if name in self._used_names:
+            # Only keys that hooks add to a state_dict can collide. No encoded key has a bare %: the name is free.
+            row = (f"{name}%d{number}", *row[1:])
+        self._used_names.add(row[0])
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        self.tensors.append(tensor)
+        self.pointers.append(pointer)
+        return number
+
+    def _apply_stricter(self, number: int, changes: Changes, owner: int) -> None:
+        """Memory that occurs twice follows the stricter rule. A parameter stays its owner, unless the user declared
+        that it changes at any time."""
+        rows = self._columns
+        rules = (rows.changes[number], rows.owners[number]), (changes, owner)
+        if Changes.ANYTIME not in (changes, rows.changes[number]):
+            return
+        rows.changes[number] = Changes.ANYTIME
+        if (Changes.ANYTIME, DECLARED) in rules:
+            rows.owners[number] = DECLARED
+        else:
+            parameter = max(owner, rows.owners[number])
+            rows.owners[number] = parameter if parameter > DECLARED else NO_OWNER
+
+    def cache_part(
+        self,
+        first: int,
+        cache_key: tuple[Any, ...],
+        owners: list[int],
+        entries: Sequence[torch.Tensor],
+        node: Any,
+    ) -> CachedPart | None:
+        """Describe the rows from number ``first`` on, which were added from ``entries``, for reuse by the next walk.
+
+        None if the stored tensors are not among ``entries``, or one is an alias of an earlier row.
+        """
+        fingerprints = take_fingerprints(entries)
+        if fingerprints is None or any(dtype.is_complex for dtype in self._columns.dtypes[first:]):
+            return None  # fingerprints do not include lazy conjugation
+        places = {id(tensor): place for place, tensor in enumerate(entries)}
+        picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
+        first_at = {at: self._first_at[at] for at in fingerprints.pointers if at in self._first_at}
+        if None in picked or min(first_at.values(), default=first) < first:
+            return None
+        if not self._more_at.keys().isdisjoint(first_at):  # several tensors start at one address
+            return None
+        return CachedPart(
+            first=first,
+            cache_key=cache_key,
+            owners=owners,
+            fingerprints=fingerprints._replace(
+                shapes=_interned(fingerprints.shapes), strides=_interned(fingerprints.strides)
+            ),
+            node=node,
+            columns=Columns(*(tuple(column[first:]) for column in self._columns)),
+            pointers=self.pointers[first:],
+            picked=None if picked == [*range(len(entries))] else tuple(picked),  # type: ignore[arg-type]
+            first_at=first_at,
+        )
+
+    def reuse(self, part: CachedPart, entries: Sequence[torch.Tensor]) -> bool:
+        """Add the rows of a cached part, with tensors out of ``entries``; False if the table already has one of the
+        addresses or names."""
+        if not self._first_at.keys().isdisjoint(part.first_at):
+            return False
+        if not self._used_names.isdisjoint(part.columns.names):
+            return False
+        for column, rows in zip(self._columns, part.columns, strict=True):
+            column.extend(rows)
+        self._used_names.update(part.columns.names)
+        self._first_at.update(part.first_at)
+        self.pointers += part.pointers
+        self.tensors += (
+            entries if part.picked is None else [entries[place] for place in part.picked]
+        )
+        return True
+
+    def columns(self) -> Columns:
+        """The columns of all rows."""
+        return Columns(*map(tuple, self._columns))
+
+    def _alias(
+        self, address: int, number: int, tensor: torch.Tensor, row: tuple[Any, ...]
+    ) -> int | None:
+        """The number of an earlier alias of this tensor; None, after recording the address, if there is none."""
+        _, dtype, shape, _, _, _, _, _, piece = row
+        first = self._first_at.setdefault(address, number)
+        if first == number:
+            return None
+        columns = self._columns
+        other: int
+        for other in (first, *self._more_at.get(address, ())):
+            if (
+                columns.dtypes[other] is dtype
+                and columns.shapes[other] == shape
+                and tensors.same_memory(self.tensors[other], tensor)
+            ):
+                if columns.block_positions[other] == piece:
+                    return other
+                break
+        self._more_at.setdefault(address, []).append(number)
+        return None
+
+
+def _interned(values: Sequence[T]) -> list[T]:
+    """The same values with equal ones as one object, since comparing identical objects is fast."""
+    known: dict[T, T] = {}
+    return [known.setdefault(value, value) for value in values]

@@ -1,17 +1,12 @@
-"""NumPy scalars and arrays as a dtype string and bytes.
-
-tierfall does not depend on NumPy. A state can contain NumPy values only if the training script imported NumPy, so
-saving looks the module up and never imports it; restoring such values imports it.
-"""
+"""NumPy scalars and arrays as a dtype string and bytes."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 # Booleans, integers, floats, complex, datetimes, timedeltas, fixed-size str and bytes: fully described by the string.
@@ -19,20 +14,13 @@ _DTYPE = re.compile(r"[<>|=]?([biufcmMSUV])\d+(\[\d*[A-Za-z]+\])?\Z")
 _KINDS = frozenset("biufcmMSUV")
 
 
-def numpy() -> Any | None:
-    """The NumPy module if it is loaded, else None."""
-    return sys.modules.get("numpy")
-
-
 def is_array(value: object) -> bool:
-    np = numpy()
-    return np is not None and type(value) is np.ndarray
+    return type(value) is np.ndarray
 
 
 def encode_scalar(value: object) -> tuple[str, str] | None:
     """Dtype string and hexadecimal bytes of a NumPy scalar; None for other values and unsupported dtypes."""
-    np = numpy()
-    if np is None or not isinstance(value, np.generic):
+    if not isinstance(value, np.generic):
         return None
     if type(value) is not value.dtype.type or not _is_plain(value.dtype):
         return None
@@ -40,7 +28,7 @@ def encode_scalar(value: object) -> tuple[str, str] | None:
 
 
 def decode_scalar(dtype: str, data: bytes) -> Any:
-    np, kind = _numpy_for(dtype)
+    kind = _dtype_of(dtype)
     if kind.itemsize != len(data):
         raise ValueError(f"a NumPy scalar of {dtype} is not {len(data)} bytes")
     return np.frombuffer(data, dtype=kind)[0] if data else np.zeros((), dtype=kind)[()]
@@ -54,8 +42,6 @@ def refusal(array: Any) -> str | None:
 def to_tensor(array: Any) -> torch.Tensor:
     """A tensor with the array's elements, sharing its memory if possible: typed if torch has the dtype, else flat
     bytes."""
-    np = numpy()
-    assert np is not None, "an array without NumPy"
     if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
         # torch warns about read-only memory and has no negative strides.
         array = array.copy(order="C")
@@ -69,7 +55,7 @@ def to_tensor(array: Any) -> torch.Tensor:
 
 def from_bytes(flat: torch.Tensor, dtype: str, shape: list[int]) -> Any:
     """An array over the bytes of a CPU tensor, sharing its memory."""
-    np, kind = _numpy_for(dtype)
+    kind = _dtype_of(dtype)
     if flat.numel() == 0:
         return np.empty(tuple(shape), dtype=kind)
     return flat.numpy().view(kind).reshape(tuple(shape))
@@ -77,7 +63,7 @@ def from_bytes(flat: torch.Tensor, dtype: str, shape: list[int]) -> Any:
 
 def check_bytes(dtype: str, shape: list[int], length: int) -> None:
     """Raise ValueError unless an array of that dtype and shape has ``length`` bytes."""
-    _, kind = _numpy_for(dtype)
+    kind = _dtype_of(dtype)
     if math.prod(shape) * kind.itemsize != length:
         raise ValueError(f"an array of {dtype} and shape {shape} is not {length} bytes")
 
@@ -99,7 +85,7 @@ def memory_of(array: Any) -> torch.Tensor | None:
     if not _is_torch_dtype(array.dtype):
         if not array.flags.c_contiguous:
             return None
-        array = array.reshape(-1).view(numpy().uint8)  # type: ignore[union-attr]
+        array = array.reshape(-1).view(np.uint8)
     try:
         tensor: torch.Tensor = torch.from_numpy(array)
     except ValueError:  # a negative stride
@@ -107,14 +93,11 @@ def memory_of(array: Any) -> torch.Tensor | None:
     return tensor
 
 
-def _numpy_for(dtype: str) -> tuple[Any, Any]:
+def _dtype_of(dtype: str) -> Any:
     if not _DTYPE.match(dtype):
         raise ValueError(f"{dtype[:40]!r} is not a NumPy dtype that tierfall reads")
     try:
-        np = importlib.import_module("numpy")
-        return np, np.dtype(dtype)
-    except ImportError as error:
-        raise ValueError("the checkpoint holds NumPy values: install numpy to read them") from error
+        return np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"this NumPy has no dtype {dtype[:40]!r}") from error
 

@@ -1,4 +1,4 @@
-"""The random state of the process: Python, NumPy if loaded, torch on the CPU and on every CUDA device in use.
+"""The random state of the process: Python, NumPy, torch on the CPU and on every CUDA device in use.
 
 It consists of plain values and tensors of constant sizes, so that it never changes an image's layout.
 """
@@ -9,9 +9,9 @@ import random
 from array import array
 from typing import Any
 
+import numpy as np
 import torch
 
-from tierfall.core.tensors import numpy_values
 from tierfall.core.types.errors import RestoreError
 
 ENTRY = "rng"
@@ -20,7 +20,6 @@ ENTRY = "rng"
 def capture() -> dict[str, Any]:
     """The current random state; every tensor in it is a copy."""
     version, internal, gauss = random.getstate()
-    np = numpy_values.numpy()
     state: dict[str, Any] = {
         "python": {
             "version": version,
@@ -28,9 +27,8 @@ def capture() -> dict[str, Any]:
             "gauss": gauss,
         },
         "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
     }
-    if np is not None and hasattr(np, "random"):
-        state["numpy"] = np.random.get_state(legacy=False)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -41,8 +39,7 @@ def apply(state: Any) -> None:
     try:
         _apply_python(state["python"])
         torch.set_rng_state(state["torch"])
-        np = numpy_values.numpy()
-        if np is not None and "numpy" in state:
+        if "numpy" in state:
             np.random.set_state(state["numpy"])
         if "cuda" in state and torch.cuda.is_available():
             for index, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):

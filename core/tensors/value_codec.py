@@ -178,11 +178,7 @@ _ATOMS: dict[type, Callable[[Any], Coded]] = {
 }
 
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-}
+MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {n: k for k, n in MAPPINGS.items()}
 
 
 # ---- decoding

@@ -26,7 +26,7 @@ from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.candidates import RestoreRequest, choose, naming_deletion
+from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.pulled_reader import PulledReader
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import HALF_FILLED, Choice, RestoreResult, Together, fill_first
@@ -390,21 +390,17 @@ class OpenRun:
         """
         session, tally = self.session, self.session.new_tally()
         ranks = session.ranks
-        with ExitStack() as seen:
 
-            def choose_now(request: RestoreRequest) -> Choice:
-                listings = session.list_to_restore(request)
-                candidates = self.candidates(listings, request, tally)
-                return Choice(
-                    candidates=candidates, listings=listings, open_image=session.tiers.opener()
-                )
+        def choose_now(request: RestoreRequest) -> Choice:
+            listings = session.list_to_restore(request)
+            candidates = self.candidates(listings, request, tally)
+            return Choice(candidates=candidates, open_image=session.tiers.opener())
 
-            chosen = choose_now(request)
-            if not chosen.candidates:
-                self._warn_of_other_runs()
-                return None
-            seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
-            seen.enter_context(naming_deletion(request, chosen.listings, session.list_now))
+        chosen = choose_now(request)
+        if not chosen.candidates:
+            self._warn_of_other_runs()
+            return None
+        with session.holds.hold("restore", tally.describe, level=logging.INFO):
             return fill_first(
                 chosen,
                 request,

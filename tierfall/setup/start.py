@@ -36,7 +36,9 @@ from tierfall.core.restore.agreement import (
     complete,
     damaged_copies,
     not_on_all_nodes,
+    on_few_nodes,
     only_whole,
+    whole_on_each,
 )
 from tierfall.core.restore.inventory import (
     CopyMessage,
@@ -45,7 +47,6 @@ from tierfall.core.restore.inventory import (
     merge_ranks,
     unlisted,
 )
-from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.load.build import Fill
+from tierfall.core.load.build import BlockTarget
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
@@ -36,22 +37,22 @@ def header_of(image: bytes) -> ImageHeader:
     return read_header(image, image_bytes=len(image), what="the image")
 
 
-def deliver(fills: tuple[Fill, ...], image: bytes, data_start: int) -> None:
-    data = torch.frombuffer(bytearray(image), dtype=torch.uint8)[data_start:]
-    assert [fill.start for fill in fills] == sorted(fill.start for fill in fills)
-    for fill in fills:
-        for target in fill.targets:
-            assert target.dtype is torch.uint8
-            assert target.shape == (fill.end - fill.start,)
-            for start in range(fill.start, fill.end, CUT):
-                end = min(start + CUT, fill.end)
-                target[start - fill.start : end - fill.start].copy_(data[start:end])
+def deliver(targets: Iterable[BlockTarget], image: bytes, header: ImageHeader) -> None:
+    data = torch.frombuffer(bytearray(image), dtype=torch.uint8)[header.data_start :]
+    for each in targets:
+        stored, target = header.tensors[each.position], each.target
+        assert target.dtype is torch.uint8
+        assert target.shape == (stored.length,)
+        assert each.offset is None
+        for start in range(stored.start, stored.end, CUT):
+            end = min(start + CUT, stored.end)
+            target[start - stored.start : end - stored.start].copy_(data[start:end])
 
 
 def load(image: bytes) -> dict[Any, Any]:
     header = header_of(image)
     plan = plan_load(header)
-    deliver(plan.fills, image, header.data_start)
+    deliver(plan.targets, image, header)
     plan.finish()
     return plan.loaded
 
@@ -60,9 +61,9 @@ def restore(state: Any, image: bytes, **options: Any) -> None:
     header = header_of(image)
     plan = plan_fill(state, header, Choices(**options))
     for memory in plan.shared:
-        deliver(memory.fills, image, header.data_start)
+        deliver(memory.targets, image, header)
         memory.check()
-    deliver(plan.fills, image, header.data_start)
+    deliver(plan.targets, image, header)
     plan.finish()
 
 

@@ -274,9 +274,8 @@ def test_text_that_is_no_text_is_damage_when_it_is_read() -> None:
         next(v for v in values if isinstance(v, dict) and v.get("k") == "bytes")["k"] = "str"
 
     plan = plan_load(header_of(rebuilt(change)))
-    for fill in plan.fills:
-        for target in fill.targets:
-            target.fill_(0xFF)
+    for each in plan.targets:
+        each.target.fill_(0xFF)
     with pytest.raises(IntegrityError, match="a value is damaged"):
         plan.finish()
 

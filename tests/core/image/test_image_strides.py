@@ -86,7 +86,7 @@ def trained(kind: str, **options: Any) -> Run:
 
 def restored(run: Run, image: bytes, header: ImageHeader) -> Run:
     plan = plan_fill(run.state, header, Choices())
-    deliver(plan.fills, image, header.data_start)
+    deliver(plan.targets, image, header)
     plan.finish()
     return run
 

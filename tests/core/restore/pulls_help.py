@@ -86,7 +86,6 @@ class Peer:
         restored = fill_first(
             Choice(
                 candidates=candidates,
-                listings=listings,
                 open_image=lambda tier, id, shard: self.images[tier, id, shard],
             ),
             asked,

@@ -176,7 +176,6 @@ class Tiers:
     def chosen(self, candidates: Sequence[KnownCheckpoint]) -> Choice:
         return Choice(
             candidates=candidates,
-            listings=self.listings(),
             open_image=lambda tier, id, shard: self.images[tier, id],
         )
 

@@ -59,11 +59,10 @@ def blank() -> dict[str, Any]:
 
 def onto_device(plan: ReadPlan) -> ReadPlan:
     """Put every tensor of a plan on the device that is none."""
-    fills = tuple(
-        dataclasses.replace(fill, targets=tuple(t.as_subclass(OnDevice) for t in fill.targets))
-        for fill in plan.fills
+    targets = tuple(
+        dataclasses.replace(each, target=each.target.as_subclass(OnDevice)) for each in plan.targets
     )
-    return dataclasses.replace(plan, fills=fills)
+    return dataclasses.replace(plan, targets=targets)
 
 
 def bring(tiers: Tiers, state: dict[str, Any], ring: BufferRing | None) -> RestoreResult | None:
@@ -125,10 +124,10 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
 
     def make_plan(header: Any) -> ReadPlan:
         plan = plan_fill({**state, "rng": None}, header)
-        here = torch.rand(len(plan.fills)).lt(0.1).tolist()
-        there = onto_device(plan).fills
-        fills = (a if stays else b for a, b, stays in zip(plan.fills, there, here, strict=True))
-        return dataclasses.replace(plan, fills=tuple(fills))
+        here = torch.rand(len(plan.targets)).lt(0.1).tolist()
+        there = onto_device(plan).targets
+        targets = (a if stays else b for a, b, stays in zip(plan.targets, there, here, strict=True))
+        return dataclasses.replace(plan, targets=tuple(targets))
 
     tiers.fill(make_plan, ring=ring)
     assert all(torch.equal(state[name], t) for name, t in saved.items())

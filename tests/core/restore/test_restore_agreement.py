@@ -26,11 +26,12 @@ from tierfall.core.restore.agreement import (
     agree_to_restore,
     choose_candidates,
     complete,
+    on_few_nodes,
     whole_on,
+    whole_on_each,
 )
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
-from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 

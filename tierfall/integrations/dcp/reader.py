@@ -322,7 +322,7 @@ class _Reads:
                 self._value(item)
             else:
                 self._tensor(item)
-        targets = (*self._builder.targets(), *self._targets)
+        targets = (*self._builder.targets, *self._targets)
         opened = self._opened
         plan_reads(opened.parts, opened.entries.merged, opened.world_size, targets)()
         for action in self._after:
