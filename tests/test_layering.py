@@ -64,20 +64,20 @@ FOLDERS = (
 
 LINES = {
     ("core/types",): 1_944,
-    ("core/format",): 1_300,
-    ("core/state", "core/tensors"): 3_697,
+    ("core/format",): 1_298,
+    ("core/state", "core/tensors"): 3_620,
     ("core/image",): 2_491,
     ("core/runtime",): 2_224,
     ("core/ranks",): 2_273,
     ("core/capture", "core/sampling"): 3_940,
-    ("core/restore", "core/load", "core/copies"): 7_431,
+    ("core/restore", "core/load", "core/copies"): 7_186,
     ("core/compression",): 373,
     ("core/flush",): 8_139,
     ("policies",): 2_178,
     ("backends",): 6_877,
     ("tiers",): 4_229,
     ("tierfall/config",): 2_665,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_643,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_640,
     ("tierfall/ops",): 3_328,
     ("tierfall/telemetry",): 1_751,
     ("tierfall/cli",): 4_175,
@@ -85,7 +85,7 @@ LINES = {
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
-    ("tierfall", "core"): 381,
+    ("tierfall", "core"): 380,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -86,7 +86,7 @@ def walk_state(
     tree = walk.state(state, with_random=with_random)
     walk.finish()
     table = walk.table
-    rows = table.columns()
+    rows = table.finish()
     kinds = (rows.names, rows.dtypes, rows.shapes, rows.block_positions, rows.strides)
     return StateView(
         **rows._asdict(),
@@ -162,7 +162,7 @@ class _Walk:
         self._cache = cache
         self._used_names: set[str] = set()
         self._numberings: dict[str, optimizers.Numbering] = {}
-        self.table = TensorTable()
+        self.table = TensorTable(cache)
         self.values: list[Coded] = []
         self._declared: Changes | None = None
         self._owner = NO_OWNER

@@ -110,13 +110,16 @@ class CachedPart:
 
 
 class WalkCache:
-    """Results of the previous walk: its parts and module trees by name."""
+    """Results of the previous walk: its parts and module trees by name, its table's ``columns`` (None if it had aliases
+    outside of parts), and its parts by the number of their first tensor."""
 
     def __init__(self) -> None:
         self._parts: dict[str, CachedPart] = {}
         self.trees: dict[str, KnownModuleTree] = {}
         self.numberings: dict[str, Numbering] = {}
         """Of the previous walk's optimizers, without their parameters."""
+        self.columns: Columns | None = None
+        self.parts_at: dict[int, CachedPart] = {}
 
     def find(self, name: str) -> CachedPart | None:
         return self._parts.get(name)
@@ -138,15 +141,23 @@ class WalkCache:
 class TensorTable:
     """The table of a walk's tensors, in the order of the walk: each is stored once, under a unique name. Aliases (same
     memory, dtype, shape and strides) share a row; views that overlap partially have a row each. Plain lists: this is
-    the inner loop of every save."""
+    the inner loop of every save.
 
-    def __init__(self) -> None:
+    While a walk repeats the rows of the previous one, it writes no columns and keeps those.
+    """
+
+    def __init__(self, cache: WalkCache) -> None:
         self.tensors: list[torch.Tensor] = []
         self.pointers = array("Q")
+        self._cache = cache
+        self._previous = cache.columns
+        """The columns of the previous walk, until this one differs."""
         self._columns = Columns([], [], [], [], [], [], [], [], [])
+        self._parts: dict[int, CachedPart] = {}
         self._used_names: set[str] = set()
         self._first_at: dict[int, int] = {}
         self._more_at: dict[int, list[int]] = {}
+        self._has_aliases = False
 
     def add(
         self,
@@ -169,16 +180,22 @@ class TensorTable:
         plain = tensors.is_plain(tensor, dtype)
         strides = None if plain else tensors.dense_strides(tensor)
         row = (name, dtype, shape, changes, owner, trail, plain, strides, piece)
-        alias = self._alias(address, number, tensor, row) if address else None
-        if alias is not None:
-            self._apply_stricter(alias, changes, owner)
-            return alias
-        if name in self._used_names:
-            # Only keys that hooks add to a state_dict can collide. No encoded key has a bare %: the name is free.
-            row = (f"{name}%d{number}", *row[1:])
-        self._used_names.add(row[0])
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
+        if self._is_repeat(number, row, address):
+            if address:
+                self._first_at[address] = number
+        else:
+            self._diverge()
+            alias = self._alias(address, number, tensor, row) if address else None
+            if alias is not None:
+                self._has_aliases = True
+                self._apply_stricter(alias, changes, owner)
+                return alias
+            if name in self._used_names:
+                # Only keys that hooks add to a state_dict can collide. No encoded key has a bare %: the name is free.
+                row = (f"{name}%d{number}", *row[1:])
+            self._used_names.add(row[0])
+            for column, value in zip(self._columns, row, strict=True):
+                column.append(value)
         self.tensors.append(tensor)
         self.pointers.append(pointer)
         return number
@@ -209,6 +226,7 @@ class TensorTable:
 
         None if the stored tensors are not among ``entries``, or one is an alias of an earlier row.
         """
+        self._diverge()
         fingerprints = take_fingerprints(entries)
         if fingerprints is None or any(dtype.is_complex for dtype in self._columns.dtypes[first:]):
             return None  # fingerprints do not include lazy conjugation
@@ -219,7 +237,7 @@ class TensorTable:
             return None
         if not self._more_at.keys().isdisjoint(first_at):  # several tensors start at one address
             return None
-        return CachedPart(
+        part = self._parts[first] = CachedPart(
             first=first,
             cache_key=cache_key,
             owners=owners,
@@ -232,27 +250,69 @@ class TensorTable:
             picked=None if picked == [*range(len(entries))] else tuple(picked),  # type: ignore[arg-type]
             first_at=first_at,
         )
+        return part
 
     def reuse(self, part: CachedPart, entries: Sequence[torch.Tensor]) -> bool:
         """Add the rows of a cached part, with tensors out of ``entries``; False if the table already has one of the
         addresses or names."""
-        if not self._first_at.keys().isdisjoint(part.first_at):
+        first = len(self.tensors)
+        # Rows that the previous walk already compared with this part need no comparison.
+        repeats = self._previous is not None and self._cache.parts_at.get(first) is part
+        if not repeats:
+            self._diverge()
+        if not self._first_at.keys().isdisjoint(part.first_at.keys()):
             return False
-        if not self._used_names.isdisjoint(part.columns.names):
-            return False
-        for column, rows in zip(self._columns, part.columns, strict=True):
-            column.extend(rows)
-        self._used_names.update(part.columns.names)
-        self._first_at.update(part.first_at)
+        if not repeats:
+            if not self._used_names.isdisjoint(part.columns.names):
+                return False
+            self._append_columns(part)
+        self._parts[first] = part
         self.pointers += part.pointers
         self.tensors += (
             entries if part.picked is None else [entries[place] for place in part.picked]
         )
         return True
 
-    def columns(self) -> Columns:
-        """The columns of all rows."""
-        return Columns(*map(tuple, self._columns))
+    def finish(self) -> Columns:
+        """The columns of all rows; stored in the cache for the next walk."""
+        if self._previous is None or len(self._previous.names) != len(self.tensors):
+            self._diverge()
+            columns = Columns(*map(tuple, self._columns))
+        else:
+            columns = self._previous
+        self._cache.columns = None if self._has_aliases else columns
+        self._cache.parts_at = self._parts
+        return columns
+
+    # ---- repeating the previous walk
+
+    def _is_repeat(self, number: int, row: tuple[Any, ...], address: int) -> bool:
+        """Whether a row equals that of the previous walk, and is no alias. An ``address`` of 0 means none."""
+        before = self._previous
+        return (
+            before is not None
+            and number < len(before.names)
+            and row == tuple(column[number] for column in before)
+            and address not in self._first_at
+            and not any(address in part.first_at for part in self._parts.values())
+        )
+
+    def _diverge(self) -> None:
+        """Copy the rows so far from the previous walk's columns: from here on this walk differs."""
+        before, self._previous = self._previous, None
+        if before is None:
+            return
+        for column, rows in zip(self._columns, before, strict=True):
+            column.extend(rows[: len(self.tensors)])
+        self._used_names.update(self._columns.names)
+        for part in self._parts.values():
+            self._first_at.update(part.first_at)
+
+    def _append_columns(self, part: CachedPart) -> None:
+        for column, rows in zip(self._columns, part.columns, strict=True):
+            column.extend(rows)
+        self._used_names.update(part.columns.names)
+        self._first_at.update(part.first_at)
 
     def _alias(
         self, address: int, number: int, tensor: torch.Tensor, row: tuple[Any, ...]
