@@ -44,7 +44,7 @@ from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.format.records import Attempt, Commit, Lineage, records_bytes_max
-from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicaDigests, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
@@ -617,18 +617,19 @@ class _PlannedLayout:
     structure: str
     changes: tuple[Changes, ...]
     rules: Mapping[str, OnResize]
-    division: ReplicaAssignment | None
-    replicas: ReplicaPlan | None
-    divided: bool
+    division: ReplicaAssignment | None = None
+    replicas: ReplicaPlan | None = None
+    divided: bool = False
 
     def serves(self, view: StateView) -> bool:
         same = self.changes == view.changes and self.rules == view.rules
         return same and self.layout.matches(view)
 
-    @property
-    def share(self) -> ReplicaShare:
+    def share(self, digests: ReplicaDigests | None) -> ReplicaShare:
         name = None if self.division is None else self.division.id
-        return ReplicaShare(structure=self.structure, assignment=name, replicas=self.replicas)
+        return ReplicaShare(
+            structure=self.structure, assignment=name, replicas=self.replicas, digests=digests
+        )
 
 
 class Layouts:
@@ -651,23 +652,19 @@ class Layouts:
         id: CheckpointId,
     ) -> tuple[Layout, bytes, ReplicaShare | None]:
         """Return layout and header of a view, and how its replicas were assigned, for the other ranks."""
-        divider = self._divider
+        # what assigns replicas to ranks; None if one rank writes all
+        divider = self._session.coordinator.replicas if self._session.ranks.many else None
         found = next((p for p in self._planned if p.serves(view)), None)
-        share = found.share if found is not None and divider is not None else None
+        digests = None
         if found is None or (divider is not None and not self._is_current(found, divider)):
-            found, share = self._plan(view, id, divider)
+            found, digests = self._plan(view, id, divider)
         header = found.layout.header(view)
         if header is None:  # a value outgrew the space reserved for it
             left_out = dict(found.layout.written_by_others)
             found = self._keep(replace(found, layout=plan_layout(view, left_out)))
             header = found.layout.header(view)
             assert header is not None
-        return found.layout, header, share
-
-    @property
-    def _divider(self) -> ReplicaAssigner | None:
-        """What assigns replicas to ranks; None where one rank writes all."""
-        return self._session.coordinator.replicas if self._session.ranks.many else None
+        return found.layout, header, None if divider is None else found.share(digests)
 
     def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Return whether the ranks still use the assignment that a layout was planned with."""
@@ -681,35 +678,39 @@ class Layouts:
         view: StateView,
         id: CheckpointId,
         divider: ReplicaAssigner | None,
-    ) -> tuple[_PlannedLayout, ReplicaShare | None]:
+    ) -> tuple[_PlannedLayout, ReplicaDigests | None]:
+        """Plan a layout, and return the digests of the replicas if they are to be compared now."""
         whole = plan_layout(view)
+        planned = _PlannedLayout(
+            layout=whole, structure=whole.structure, changes=view.changes, rules=view.rules
+        )
         if divider is None:
-            return self._keep(_planned(view, whole, whole.structure)), None
+            return self._keep(planned), None
         shareable = ReplicatedTensors(view, whole.structure, step_s=self._step_s() or 0.0)
         structure = shareable.table.structure
         self._reported = None if shareable.numbers else structure
         if not shareable.numbers:
             self._session.coordinator.post(
-                AssignmentRequest(id=id, shareable=shareable, on_answer=_ignore_assignment)
+                AssignmentRequest(id=id, shareable=shareable, on_answer=lambda division: None)
             )
-            planned = self._keep(_planned(view, whole, structure, divided=True))
-            return planned, planned.share
+            return self._keep(replace(planned, structure=structure, divided=True)), None
         division = divider.assignments.get(structure)
         digests = None
         if division is None:
             division = self._request_assignment(id, shareable)
             if division is not None and len(division.keys):
                 digests = shareable.digests(division)
-        rank = self._session.ranks.shard.rank
-        left_out = {} if division is None else shareable.written_by_others(division, rank)
-        layout = plan_layout(view, left_out) if left_out else whole
-        replicas = None
-        if division is not None and len(division.keys):
-            replicas = ReplicaPlan(shareable, division)
-        planned = self._keep(_planned(view, layout, structure, division, replicas))
-        return planned, planned.share if digests is None else replace(
-            planned.share, digests=digests
+        layout, replicas = whole, None
+        if division is not None:
+            rank = self._session.ranks.shard.rank
+            if left_out := shareable.written_by_others(division, rank):
+                layout = plan_layout(view, left_out)
+            if len(division.keys):
+                replicas = ReplicaPlan(shareable, division)
+        planned = replace(
+            planned, layout=layout, structure=structure, division=division, replicas=replicas
         )
+        return self._keep(planned), digests
 
     def _request_assignment(
         self, id: CheckpointId, shareable: ReplicatedTensors
@@ -737,27 +738,3 @@ class Layouts:
         others = [kept for kept in self._planned if kept.structure != planned.structure]
         self._planned = [planned, *others[: LAYOUTS_KEPT - 1]]
         return planned
-
-
-def _planned(
-    view: StateView,
-    layout: Layout,
-    structure: str,
-    division: ReplicaAssignment | None = None,
-    replicas: ReplicaPlan | None = None,
-    *,
-    divided: bool = False,
-) -> _PlannedLayout:
-    return _PlannedLayout(
-        layout=layout,
-        structure=structure,
-        changes=view.changes,
-        rules=view.rules,
-        division=division,
-        replicas=replicas,
-        divided=divided,
-    )
-
-
-def _ignore_assignment(division: ReplicaAssignment | None) -> None:
-    """The answer to a report of a structure without replicas."""

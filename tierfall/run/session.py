@@ -224,7 +224,8 @@ class Session:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
-        self.coordinator.post(LedgerQuery(function=function, on_answer=_ignore_answer))
+        query = LedgerQuery(function=function, on_answer=lambda value, error: None)
+        self.coordinator.post(query)
 
     def call_in_turn(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread before what is posted later, and wait for it; not if the
@@ -552,10 +553,6 @@ class RegionRequest:
             self._request.cancelled.set()
             if self._answer and self._answer[0] is not None:
                 self._answer[0].release()
-
-
-def _ignore_answer(value: object, error: BaseException | None) -> None:
-    """The answer of a call that nobody waits for."""
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:
