@@ -604,9 +604,9 @@ class OpenRun:
                 self.capturer.stop_waiting()
                 together = most_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or session.must_keep_memory()
-            if keep:
-                session.coordinator.errors += closing.log_lost(session)
-            closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
+            session.coordinator.errors += closing.log_end(
+                session, report, looked_at, memory_kept=keep, early=bool(failed)
+            )
         finally:
             self.closed = True
             OPEN.discard(self)
