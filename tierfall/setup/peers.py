@@ -60,7 +60,7 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.setup.places import with_own_peers
+from tierfall.setup.places import seen_by_one, with_own_peers
 from tierfall.tiers.arena.folder import (
     is_in_memory,
     prepare_folder,
@@ -274,7 +274,7 @@ def close_peers(peers: PeerMemory | None) -> None:
 
 def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
     """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
-    or only read if this node keeps a checkpoint: a restore must not take what it cannot read whole for nothing.
+    or only read if this node has kept anything: a restore must not take what it cannot read whole for nothing.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
@@ -292,12 +292,11 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
             f"node than the image. Start on at least {tier.copies + 1} nodes, or set copies to {nodes - 1} or less"
         )
-    if keeps_any(tier, run):
-        logger.info("open: there is one node, so tier %s is only read", tier.name)
-        return config.reading_only([tier.name]), None
+    config = seen_by_one(config)
     if ranks.topology.is_root:
-        logger.info("open: there is one node, so tier %s is left out", tier.name)
-    return config.without(tier.name), None
+        what = "left out" if config.peers is None else "only read"
+        logger.info("open: there is one node, so tier %s is %s", tier.name, what)
+    return config, None
 
 
 def _describe_self(tier: PeerTierConfig) -> PeerAddress:
@@ -616,19 +615,6 @@ def view_kept(tier: PeerTierConfig, run: str) -> PeerCache:
         backend=PosixBackend(tier.path, read_only=True),
         read_only="it is only to be read",
     )
-
-
-def keeps_any(tier: PeerTierConfig, run: str) -> bool:
-    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
-    why."""
-    if not tier.path.exists():
-        return False
-    try:
-        with closing(view_kept(tier, run)) as kept:
-            listing = kept.list()
-            return bool(listing.copies or listing.error)
-    except BackendError:
-        return True
 
 
 def kept_of_run(path: Path, run: str) -> list[Path]:
