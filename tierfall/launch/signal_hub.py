@@ -46,7 +46,6 @@ class Listener:
     signals: frozenset[Signals]
     flag: OnSignal | None = None
     work: OnSignal | None = None
-    before_end: Callable[[], None] | None = None
     begun: bool = False
     ended: bool = False
 
@@ -57,16 +56,14 @@ def add_listener(
     what: str,
     flag: OnSignal | None = None,
     work: OnSignal | None = None,
-    before_end: Callable[[], None] | None = None,
 ) -> Listener:
     """Listen to ``signals``, if there are any, until ``stop``. With a flag and no work function, a signal that would
     end the process does not; a previous handler is called after the flag.
 
-    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. ``before_end`` is called, on
-    any thread, if the default action of the signal ends the process now. Raises ConfigError, which names the setting
-    ``what``, on another than the main thread: Python installs handlers on that one only.
+    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. Raises ConfigError, which
+    names the setting ``what``, on another than the main thread: Python installs handlers on that one only.
     """
-    listener = Listener(signals=frozenset(signals), flag=flag, work=work, before_end=before_end)
+    listener = Listener(signals=frozenset(signals), flag=flag, work=work)
     if signals:
         check_thread(what)
         _hub.add(listener)
@@ -89,6 +86,11 @@ def stop(listener: Listener) -> None:
     The last listener restores the previous handler, unless another handler was installed meanwhile.
     """
     _hub.remove(listener)
+
+
+def ends_process(number: Signals) -> bool:
+    """Return whether a signal ends the process now, once all work functions have ended."""
+    return number not in _HARMLESS and _hub.effect(number) is signal.SIG_DFL
 
 
 class _SignalHub:
@@ -173,7 +175,7 @@ class _SignalHub:
         if not works:
             return
         if all(x.ended for x in works):
-            if self._effect(number) is signal.SIG_DFL:
+            if self.effect(number) is signal.SIG_DFL:
                 self._take_default_action(number)
             return
         self._due.add(number)
@@ -203,7 +205,7 @@ class _SignalHub:
 
     def _pass_on(self, number: Signals) -> None:
         """Cause a signal's previous effect, now that the work functions have ended."""
-        effect = self._effect(number)
+        effect = self.effect(number)
         if effect is signal.SIG_DFL:
             self._take_default_action(number)
         elif effect is signal.SIG_IGN:
@@ -215,7 +217,7 @@ class _SignalHub:
             assert main is not None
             signal.pthread_kill(main, number)
 
-    def _effect(self, number: Signals) -> Any:
+    def effect(self, number: Signals) -> Any:
         """Return a signal's effect after the work functions; the main thread may be restoring the handler."""
         now = signal.getsignal(number)
         if now != self._handle:
@@ -261,8 +263,6 @@ class _SignalHub:
         """Cause the signal's default action, from any thread: the main thread may be stuck in C."""
         if number not in _HARMLESS:
             wait_for_messages()
-            for listener in [x for x in self._listeners if x.before_end and number in x.signals]:
-                _call_before_end(listener)
         ctypes.CDLL(None).signal(ctypes.c_int(number), ctypes.c_void_p(None))  # SIG_DFL
         os.kill(os.getpid(), number)
         if os.getpid() == 1 and number not in _HARMLESS:
@@ -322,14 +322,6 @@ def _run(listener: Listener, number: Signals) -> None:
     finally:
         wait_for_messages()  # before the user's handler writes anything
         listener.ended = True
-
-
-def _call_before_end(listener: Listener) -> None:
-    assert listener.before_end is not None
-    try:
-        listener.before_end()
-    except Exception:  # the process ends all the same
-        logger.exception("what was to be done before the process ends failed")
 
 
 def _pass_bytes(fd: int, data: bytes) -> None:

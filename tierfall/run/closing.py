@@ -436,13 +436,11 @@ class DrainOnSignal:
         self._saves = saves
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
-        self._frees = False
         self._listener = signal_hub.add_listener(
             signals_named(config.drain.on_signal),
             what=DRAIN_ON,
             flag=self._on_signal,
             work=self._drain,
-            before_end=self._free_memory,
         )
 
     def stop(self) -> None:
@@ -480,11 +478,8 @@ class DrainOnSignal:
             return
         event = f"{name}: run {session.run} may end now"
         log_newest(session, event, looked_at, memory_kept=kept, early=True)
-        self._frees = not kept
-
-    def _free_memory(self) -> None:
-        if self._frees:
-            self._session.free_memory_at_end(FREE_S)
+        if not kept and signal_hub.ends_process(number):
+            session.free_memory_at_end(FREE_S)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())
