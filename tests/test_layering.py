@@ -76,7 +76,7 @@ LINES = {
     ("policies",): 2_178,
     ("backends",): 6_988,
     ("tiers",): 4_244,
-    ("tierfall/config",): 2_665,
+    ("tierfall/config",): 2_647,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_473,
     ("tierfall/ops",): 3_346,
     ("tierfall/telemetry",): 1_762,
