@@ -79,13 +79,13 @@ LINES = {
     ("tierfall/config",): 2_647,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_473,
     ("tierfall/ops",): 3_346,
-    ("tierfall/telemetry",): 1_762,
+    ("tierfall/telemetry",): 1_746,
     ("tierfall/cli",): 4_175,
     ("tierfall/integrations",): 3_070,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
-    ("tierfall", "core"): 381,
+    ("tierfall", "core"): 379,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 
