@@ -28,7 +28,7 @@ from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.types.errors import ConfigError
 
 logger = logging.getLogger("tierfall")
-OnSignal = Callable[[Signals], None]
+OnSignal = Callable[[Signals], object]
 _HARMLESS = frozenset(
     (
         *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),

@@ -439,7 +439,8 @@ class DrainOnSignal:
         self._listener = signal_hub.add_listener(
             signals_named(config.drain.on_signal),
             what=DRAIN_ON,
-            flag=self._on_signal,
+            # on the thread that saves: the requested save may end before the drain begins
+            flag=lambda number: self._saves_before.setdefault(number, saves()),
             work=self._drain,
         )
 
@@ -447,10 +448,6 @@ class DrainOnSignal:
         """Stop listening: the run is closed."""
         self._closed.set()
         signal_hub.stop(self._listener)
-
-    def _on_signal(self, number: Signals) -> None:
-        """Count the saves on the thread that saves: the requested one may end before the drain begins."""
-        self._saves_before.setdefault(number, self._saves())
 
     def _drain(self, number: Signals) -> None:
         ends_s = time.monotonic() + self._deadline_s

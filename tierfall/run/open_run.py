@@ -115,7 +115,15 @@ class OpenRun:
 
                 # The checkpointer: what saves and restores on the thread that trains, and the thread that captures.
                 steps = StepClock(session.coordinator.throttle)
-                capturer = _capturer_of(session, steps)
+                capturer = Capturer(
+                    post=session.coordinator.post,
+                    max_wait_s=config.max_wait_s,
+                    name=run,
+                    holds=session.holds,
+                    checked=config.capture.verify is not Verify.OFF,
+                    on_step=steps.on_step,
+                    threads=session.hash_threads,
+                )
                 undo.callback(capturer.close, ABANDON_S)
                 opened = cls(session, capturer, steps, peers, begun=fresh or start.first)
                 undo.callback(opened.stop_signals)
@@ -237,7 +245,8 @@ class OpenRun:
         """Save the state that ``walk`` returns a view of. Without ``may_be_lazy``, all of it is copied on return."""
         began_s = time.monotonic()
         self._steps.on_save()
-        self.check_saving()
+        self.check_usable()
+        self._check_alive()
         many = self.session.ranks.many
         if not many:
             self._raise_failures()
@@ -261,7 +270,7 @@ class OpenRun:
                 self.finish_capture(in_order=True)
                 handle = self.saver.save(self.lineage, call, walk)
             except BaseException as error:
-                if not self.lineage.is_at(step):  # its capture did not begin
+                if step != self.lineage.last_step:  # its capture did not begin
                     failed = CheckpointId(step, self.lineage.attempt.number)
                     self.session.journal.save_failed(failed, error)
                 self.saver.report_failed(self.lineage, step, error)
@@ -477,7 +486,7 @@ class OpenRun:
 
     def begin_anew(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
-        self.lineage.begin()
+        self.lineage.begun = True
         self.session.call_in_turn(self.session.coordinator.begin_anew)
 
     def begin_empty(self) -> None:
@@ -524,11 +533,6 @@ class OpenRun:
             raise ConfigError("this Checkpointer is closed; open another one")
         self._check_process()
 
-    def check_saving(self) -> None:
-        """Raise what keeps anything that is saved from becoming a checkpoint."""
-        self.check_usable()
-        self._check_alive()
-
     def _check_process(self) -> None:
         if os.getpid() != self.pid:
             raise ConfigError(
@@ -537,6 +541,7 @@ class OpenRun:
             )
 
     def _check_alive(self) -> None:
+        """Raise what keeps anything that is saved from becoming a checkpoint."""
         self.session.ranks.check()
         self.session.check_running()
         if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
@@ -702,18 +707,6 @@ def open_run_on(config: Config, run: str) -> OpenRun | None:
 def failed_by_exception() -> str:
     """Return how the training ended, for ``OpenRun.close``, if an exception is being handled."""
     return "" if sys.exc_info()[0] is None else "it ended by an exception"
-
-
-def _capturer_of(session: Session, steps: StepClock) -> Capturer:
-    return Capturer(
-        post=session.coordinator.post,
-        max_wait_s=session.config.max_wait_s,
-        name=session.run,
-        holds=session.holds,
-        checked=session.config.capture.verify is not Verify.OFF,
-        on_step=steps.on_step,
-        threads=session.hash_threads,
-    )
 
 
 def _check_first(config: Config, run: str) -> None:

@@ -234,10 +234,10 @@ class Saver:
 
     def report_failed(self, lineage: SavingLineage, step: int, error: BaseException) -> None:
         """Report to the other ranks that this rank's save has failed: none waits for it, and all count its ordinal."""
-        if not self._session.ranks.many or lineage.is_at(step):
+        if not self._session.ranks.many or step == lineage.last_step:
             return
         place = self._place(lineage, step)
-        if not lineage.is_past(step):
+        if lineage.last_step is None or step > lineage.last_step:
             lineage.advance(place)
         outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
         self._session.coordinator.post(
@@ -544,10 +544,6 @@ class SavingLineage:
                 "never overwritten; to go back, restore(step=...) first"
             )
 
-    def begin(self) -> None:
-        """Let saving begin: no checkpoint exists that it could continue from."""
-        self.begun = True
-
     def check_begun(self, step: int) -> None:
         """Raise StepError unless this start may save at all."""
         if self.half_filled:
@@ -573,17 +569,9 @@ class SavingLineage:
             started_from=self.started_from,
         )
 
-    def is_at(self, step: int) -> bool:
-        """Return whether ``step`` is the last that was saved or restored."""
-        return step == self.last_step
-
     def has_saved(self, step: int) -> bool:
         """Return whether ``step`` is the last step that was saved since the last restore."""
-        return self.saved_any and self.is_at(step)
-
-    def is_past(self, step: int) -> bool:
-        """Return whether a step above ``step`` was saved or restored."""
-        return self.last_step is not None and self.last_step > step
+        return self.saved_any and step == self.last_step
 
     def advance(self, line: Lineage) -> None:
         """Note that the capture of a checkpoint has begun."""

@@ -399,7 +399,9 @@ class Leftovers:
                 "'tierfall drain', or raise the capacity of memory", ids[0],
             )  # fmt: skip
             return False
-        if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
+        entries, host = self.ledger.entries, self.ledger.host
+        has_others = any(host in entry.states for entry in entries.values())
+        if not ids or (self._is_needed(ids[0]) and has_others):
             return False
         id = ids[0]
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
@@ -445,10 +447,6 @@ class Leftovers:
         entry = self.ledger.entries.get(id)
         states = {} if entry is None else entry.states
         return {tier for tier, state in states.items() if state is CopyState.COMMITTED}
-
-    def _has_other_images(self) -> bool:
-        host = self.ledger.host
-        return any(host in entry.states for entry in self.ledger.entries.values())
 
 
 def adopt_images(
