@@ -206,8 +206,10 @@ class OpenRun:
         tags: Sequence[str],
         *,
         at_end: bool = False,
+        block: bool = False,
     ) -> SaveHandle:
-        """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
+        """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says. ``block`` waits
+        until the last tier of this step has it."""
         omitted: list[str] = []
 
         def walk(cache: WalkCache) -> StateView:
@@ -216,13 +218,7 @@ class OpenRun:
                 omitted.extend(unsaved_parameters(state, view))
             return view
 
-        handle = self.save(
-            step,
-            walk,
-            metrics=metrics or {},
-            tags=tags,
-            at_end=at_end,
-        )
+        handle = self.save(step, walk, metrics=metrics or {}, tags=tags, at_end=at_end)
         self.cadence.on_saved(handle)
         if self._last is not None and self._last.step < handle.step:
             self._last = None  # a later step is saved
@@ -230,6 +226,9 @@ class OpenRun:
             self.checks_omissions = False
             for text in (*omitted, *omissions(state)):
                 logger.warning("%s", text)
+        if block:
+            with self.session.waiting_for_copies(f"save of step {step}"):
+                handle.wait()
         return handle
 
     def save(
