@@ -437,7 +437,13 @@ class OpenedTiers:
         self._closed = True
         try:
             if not keep and self._peers is not None and self.ranks.topology.is_leader:
-                self._peers.release(self.stores, self._call)
+                # what this node has sent, and what it keeps: all is durable on tiers that are not memory
+                peers = [
+                    self.stores[name] for name in self.config.peer_copies if name in self.stores
+                ]
+                for name, answer in self._call(peers, lambda store: store.delete_run()).items():
+                    if answer.error is not None:
+                        logger.warning("close: tier %s keeps its memory: %s", name, answer.error)
             close_stores(self.stores, timeout_s)
         finally:
             self.memory.close(keep=keep)

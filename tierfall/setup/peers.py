@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,6 @@ from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.wire import Head
-from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (
     BackendError,
@@ -82,11 +81,6 @@ CHECKED_BYTES_MIN = 64 << 10
 _ID_NAME = "memory-id"
 _FOLDER = re.compile(r"[0-9a-f]{16}-[0-9]+")
 """Of what a node sends in a start: the start, and the number of the node."""
-
-CallTiers = Callable[
-    [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
-]
-"""Makes a call of several tiers, each within its bound."""
 
 
 class PeerMemory:
@@ -228,14 +222,6 @@ class PeerMemory:
         """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
 
-    def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
-        """Delete what this node has sent, and what it keeps: all is durable on tiers that are not memory. The leader of
-        a node makes this call."""
-        tiers = [stores[name] for name in (self._tier.name,) if name in stores]
-        for answer in call(tiers, lambda store: store.delete_run()).values():
-            if answer.error is not None:
-                logger.warning("close: tier %s keeps its memory: %s", self._tier.name, answer.error)
-
 
 class RoomCheck(Wrapper):
     """Refuses an object that does not fit into the memory that is free: else the machine may kill a process for it."""
@@ -250,20 +236,13 @@ class RoomCheck(Wrapper):
     ) -> Writer:
         if length is not None and length >= CHECKED_BYTES_MIN:
             reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
-            try:
-                _check_room(Path(self.place), length, reused_bytes)
-            except StorageFullError as error:
-                raise StorageFullError(f"{describe('create', key, self.place)}: {error}") from None
+            free_bytes = room_for_arena(Path(self.place)).free_bytes
+            if length > free_bytes + reused_bytes:
+                raise StorageFullError(
+                    f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(free_bytes)} are "
+                    f"free for it on {node_name()}: {HELPS}"
+                )
         return super().create(key, length=length, length_max=length_max, publish=publish)
-
-
-def _check_room(folder: Path, size: int, reused_bytes: int = 0) -> None:
-    """Raise StorageFullError where so many bytes do not fit into the memory that is free, or is used again."""
-    room = room_for_arena(folder)
-    if size > room.free_bytes + reused_bytes:
-        raise StorageFullError(
-            f"it needs {sized(size)}, and {sized(room.free_bytes)} are free for it on {node_name()}: {HELPS}"
-        )
 
 
 def close_peers(peers: PeerMemory | None) -> None:
