@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tierfall.config import Config, StoredTierConfig
+from tierfall.config import StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.device_copies import CaptureDevices
@@ -143,17 +143,13 @@ class Saver:
     """Makes one snapshot after another."""
 
     def __init__(
-        self,
-        config: Config,
-        session: Session,
-        capturer: Capturer,
-        step_s: Callable[[], float | None] = lambda: None,
+        self, session: Session, capturer: Capturer, step_s: Callable[[], float | None]
     ) -> None:
         """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
-        self._config = config
+        self._config = config = session.config
         self._session = session
         self._capturer = capturer
-        self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
+        self._layouts = Layouts(session, step_s)
         self._walk_cache = WalkCache()
         self._step_s = step_s
         kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
@@ -623,13 +619,10 @@ class _PlannedLayout:
 class Layouts:
     """The layouts of the last few structures. Used by the thread that saves."""
 
-    def __init__(
-        self, session: Session, *, max_wait_s: float, step_s: Callable[[], float | None]
-    ) -> None:
-        """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
+    def __init__(self, session: Session, step_s: Callable[[], float | None]) -> None:
+        """``step_s`` is as in ``Saver``."""
         self._session = session
         self._step_s = step_s
-        self._max_wait_s = max_wait_s
         self._planned: list[_PlannedLayout] = []
         self._reported: str | None = None
         """The structure without replicas that was reported to the other ranks last; None once another was."""
@@ -713,7 +706,7 @@ class Layouts:
         self._session.coordinator.post(
             AssignmentRequest(id=id, shareable=shareable, on_answer=on_answer)
         )
-        if not self._session.wait(done, self._max_wait_s + ANSWER_S):
+        if not self._session.wait(done, self._session.config.max_wait_s + ANSWER_S):
             logger.warning(
                 "save: rank 0 did not say within max_wait how to divide step %d", id.step
             )

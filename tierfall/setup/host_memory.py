@@ -252,7 +252,7 @@ def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], Ho
 def check_memory(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
-    listings: Iterable[Listing],
+    listings: Sequence[Listing],
     silent: Mapping[str, TierfallError],
     *,
     run: str,
@@ -261,13 +261,12 @@ def check_memory(
     """Raise ConfigError for host memory that may be of another life of this run: a tier knows its attempt by another
     id, or no tier knows it, unless it ``may_be_unknown``. ``silent`` has the tiers that were not looked at, with why.
     """
-    answered = [x for x in listings if x.tier in stores and x.error is None]
     for host in hosts:
         found: dict[tuple[int, str], list[CheckpointId]] = {}
         for id, image in host.images().items():
             found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
-            known = _ids_by_tier(number, stores, answered)
+            known = _ids_by_tier(number, stores, listings)
             if any(attempt_id in ids for ids in known.values()) or (may_be_unknown and not known):
                 continue
             why = (
@@ -291,19 +290,18 @@ def check_memory(
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
     """Return whether no tier that answered knows the attempt that a checkpoint was saved by under another id."""
-    answered = [x for x in listings if x.tier in stores and x.error is None]
     number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
-    known = _ids_by_tier(number, stores, answered).values()
+    known = _ids_by_tier(number, stores, listings).values()
     return not known or any(id in ids for ids in known)
 
 
 def _ids_by_tier(
-    number: int, stores: Mapping[str, StoredTier], answered: Iterable[Listing]
+    number: int, stores: Mapping[str, StoredTier], listings: Iterable[Listing]
 ) -> dict[str, frozenset[str]]:
-    """Return, for each tier that has any, the ids of the attempt of that number, by its record or, where that is
-    damaged, by commit records: normally one."""
+    """Return, for each tier that answered and has any, the ids of the attempt of that number, by its record or, where
+    that is damaged, by commit records: normally one."""
     known: dict[str, frozenset[str]] = {}
-    for listing in answered:
+    for listing in [x for x in listings if x.tier in stores and x.error is None]:
         found = ids_by_commits(listing, number)
         if number in listing.attempts:
             try:
