@@ -229,7 +229,7 @@ class OpenedTiers:
         Raises ConfigError where no tier is left that can be written to.
         """
         new = [t.name for t in self.config.written if t.name in tiers]
-        self.config = self.config.reading_only(new)
+        self.config = self.config.with_keys(new, read_only=True)
         check_written(self.config, "".join(f"; {tiers[name]}" for name in new))
         for name in new:
             self.found_read_only[name] = tiers[name]
@@ -242,13 +242,9 @@ class OpenedTiers:
 
     def set_shared(self, shared: Mapping[str, bool]) -> None:
         """Set ``shared`` of the folders that the ranks have probed."""
-        tiers = tuple(
-            tier.model_copy(update={"shared": shared[tier.name]})
-            if isinstance(tier, FileTierConfig) and tier.name in shared
-            else tier
-            for tier in self.config.tiers
-        )
-        self.config = self.config.model_copy(update={"tiers": tiers})
+        folders = [tier.name for tier in self.config.stored if isinstance(tier, FileTierConfig)]
+        for name in shared.keys() & folders:
+            self.config = self.config.with_keys([name], shared=shared[name])
 
     # Attempts ----------------------------------------------------------------------------------------
 
