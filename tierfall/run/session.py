@@ -176,11 +176,6 @@ class Session:
         assert self._start.attempt is not None
         return self._start.attempt
 
-    @property
-    def listings(self) -> tuple[Listing, ...]:
-        """What the tiers held when the present attempt was taken."""
-        return self.tiers.listings
-
     # Threads -----------------------------------------------------------------------------------------
 
     def start(self, listeners: Mapping[str | int, Listener]) -> None:
@@ -361,8 +356,8 @@ class Session:
         self.call_soon(lambda: found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
-        """Return the checkpoints that this rank found."""
-        return merge(self.listings)
+        """Return the checkpoints that this rank found when the present attempt was taken."""
+        return merge(self.tiers.listings)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""

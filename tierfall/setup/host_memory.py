@@ -220,11 +220,6 @@ class NodeMemory:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Delete the files: the process ends now."""
-        for host in self.hosts:
-            host.discard()
-
     def close(self, *, keep: bool) -> None:
         """Close the slots, and release their locks; unless ``keep``, what is in them is deleted."""
         with ExitStack() as closing:  # each is closed, whatever another one raises

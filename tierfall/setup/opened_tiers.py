@@ -421,7 +421,8 @@ class OpenedTiers:
     def discard_memory(self) -> None:
         """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
         needs any more: the process ends now."""
-        self.memory.discard()
+        for host in self.memory.hosts:
+            host.discard()
         if self.config.peers is not None and self.ranks.topology.is_leader:
             discard_kept(self.config.peers.path, self.run)
 
