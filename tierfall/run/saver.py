@@ -53,7 +53,6 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
-from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import OnResize
@@ -72,7 +71,7 @@ from tierfall.core.types.values import (
     Verify,
 )
 from tierfall.policies.flush import tiers_owed
-from tierfall.run.session import RegionRequest, Session
+from tierfall.run.session import Answer, RegionRequest, Session
 from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
@@ -697,23 +696,18 @@ class Layouts:
         self, id: CheckpointId, shareable: ReplicatedTensors
     ) -> ReplicaAssignment | None:
         """Have the replicas assigned to ranks; None where not all ranks report what they save."""
-        done, answers = InterruptibleEvent(), []
-
-        def on_answer(division: ReplicaAssignment | None) -> None:
-            answers.append(division)
-            done.set()
-
+        answer = Answer()
         self._session.coordinator.post(
-            AssignmentRequest(id=id, shareable=shareable, on_answer=on_answer)
+            AssignmentRequest(id=id, shareable=shareable, on_answer=answer)
         )
-        if not self._session.wait(done, self._session.config.max_wait_s + ANSWER_S):
+        if not self._session.wait(answer, self._session.config.max_wait_s + ANSWER_S):
             logger.warning(
                 "save: rank 0 did not say within max_wait how to divide step %d", id.step
             )
             return None
-        if answers[0] is None:
+        if answer.value is None:
             logger.info("save of step %d: each rank writes all that it holds", id.step)
-        return answers[0]
+        return answer.value  # type: ignore[no-any-return]
 
     def _keep(self, planned: _PlannedLayout) -> _PlannedLayout:
         others = [kept for kept in self._planned if kept.structure != planned.structure]

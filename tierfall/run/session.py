@@ -199,23 +199,16 @@ class Session:
         Within another public call of this thread, as in a signal handler, the coordinator may wait for what this thread
         has locked: TierfallError then.
         """
-        done = InterruptibleEvent()
-        answer: list[Any] = []
-
-        def on_answer(value: Any, error: BaseException | None) -> None:
-            answer.extend((value, error))
-            done.set()
-
-        self.coordinator.post(LedgerQuery(function=function, on_answer=on_answer))
-        if not self.wait(done, NESTED_S if is_within_another() else None):
+        answer = Answer()
+        self.coordinator.post(LedgerQuery(function=function, on_answer=answer))
+        if not self.wait(answer, NESTED_S if is_within_another() else None):
             raise TierfallError(
                 f"the coordinator gave no answer within {NESTED_S:g} s: this call was made within another one of this "
                 "thread, as by a signal handler, which holds what the coordinator waits for. Make it after that one"
             )
-        value, error = answer
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        if answer.error is not None:
+            raise answer.error
+        return answer.value  # type: ignore[no-any-return]
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
@@ -373,21 +366,15 @@ class Session:
     ) -> dict[str, BaseException]:
         """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that
         failed. After that, the command continues in the background."""
-        done = InterruptibleEvent()
-        failed: dict[str, BaseException] = {}
-
-        def on_done(failures: dict[str, BaseException]) -> None:
-            failed.update(failures)
-            done.set()
-
-        command = Command(kind=kind, id=id, tag=tag, on_answer=on_done)
+        failed = Answer()
+        command = Command(kind=kind, id=id, tag=tag, on_answer=failed)
         self.coordinator.post(command)
-        if self.wait(done, self.config.max_wait_s):
-            return failed
+        if self.wait(failed, self.config.max_wait_s):
+            return dict(failed.value)
         waited = f"{self.config.max_wait_s:g} s (max_wait)"
         late = self.call(partial(self.coordinator.late_tiers, command))
-        if done.is_set:  # since the wait has ended
-            return failed
+        if failed.is_set:  # since the wait has ended
+            return dict(failed.value)
         if not late:
             why = f"something is still being read, written or deleted after {waited}, and it goes on then"
             return {"tierfall": TierfallError(f"{kind}: {id} is noted; {why}")}
@@ -495,6 +482,17 @@ class Session:
                     logger.warning("close: tier %s: a leftover stays: %s", tier, error)
                 case _:
                     answer.get()
+
+
+class Answer(InterruptibleEvent):
+    """What the coordinator answers to a request, on its thread: a value, or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def __call__(self, value: Any, error: BaseException | None = None) -> None:
+        self.value, self.error = value, error
+        self.set()
 
 
 class RegionRequest:
