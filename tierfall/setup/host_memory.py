@@ -383,38 +383,33 @@ class Leftovers:
         do those that peer memory counts on, and only where memory has room for nothing else: of these the restored one
         goes before one that was reported.
         """
-        ids = sorted(self.images, key=self._eviction_order)
-        if ids and self._is_only_source(ids[0]):
+        if not self.images:
+            return False
+        id = min(self.images, key=self._eviction_order)
+        if self._is_needed(id) and not self.ledger.peer_tiers:
             self._conditions.report(
-                ids[0], logging.WARNING,
+                id, logging.WARNING,
                 "memory has no room beside %s, which this start was restored from and no tier has: saves wait or are "
                 "skipped until something newer is durable. With room for one image only, end the training and run "
-                "'tierfall drain', or raise the capacity of memory", ids[0],
+                "'tierfall drain', or raise the capacity of memory", id,
             )  # fmt: skip
             return False
         entries, host = self.ledger.entries, self.ledger.host
-        has_others = any(host in entry.states for entry in entries.values())
-        if not ids or (self._is_needed(ids[0]) and has_others):
+        if self._is_needed(id) and any(host in entry.states for entry in entries.values()):
             return False
-        id = ids[0]
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
         for region in self.images.pop(id):
             region.release()
         return True
 
     def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
-        is_needed = self._is_needed(id) or self._is_only_source(id)
+        is_needed = self._is_needed(id)
         return is_needed, is_needed and self._may_be_reported(id), id.attempt, id.step
 
-    def _is_only_source(self, id: CheckpointId) -> bool:
-        is_restored = id == self.ledger.restored_from and not self.ledger.peer_tiers
-        return is_restored and not self.durable_on(id)
-
     def _is_needed(self, id: CheckpointId) -> bool:
-        """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
-        them, or they are the newest of a reported checkpoint."""
-        peers = self.ledger.peer_tiers
-        if not peers or self.durable_on(id) - peers:
+        """Return whether no tier but peer memory has these images, and this start was restored from them, or peer
+        memory counts on them: they are the newest of a reported checkpoint."""
+        if self.durable_on(id) - self.ledger.peer_tiers:
             return False
         return id == self.ledger.restored_from or (
             self._may_be_reported(id) and not self._has_newer(id)
