@@ -464,21 +464,14 @@ def adopt_images(
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
-            _note_on_peers(ledger, entry)
+            # an image that was brought back from another node does not say so
+            few, committed = ledger.on_few_nodes, CopyState.COMMITTED
+            if any(few.get((t, id), entry.state(t) is committed) for t in ledger.peer_tiers):
+                entry.note_on_peers()
     for entry in list(ledger.entries.values()):
         if host in entry.states and entry.region is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
-
-
-def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:
-    """Note beside an image that was brought back from another node that peer memory has committed its checkpoint."""
-    few = ledger.on_few_nodes
-    if any(
-        few.get((tier, entry.id), entry.state(tier) is CopyState.COMMITTED)
-        for tier in ledger.peer_tiers
-    ):
-        entry.note_on_peers()
 
 
 def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:

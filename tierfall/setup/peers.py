@@ -104,7 +104,8 @@ class PeerMemory:
             mine = replace(mine, port=listener.getsockname()[1])
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
-                mine = reachable(mine, other)
+                if is_loopback(mine.host):  # which other machines cannot reach
+                    mine = replace(mine, host=address_towards(other))
                 meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
@@ -147,7 +148,10 @@ class PeerMemory:
         """Open the folder of what a node sends in this start; for reading, that of an earlier one."""
         path = self._tier.path / sender
         if sender in self._senders:
-            return RoomCheck(_open_kept(prepare_folder(path)))
+            # Only files in memory are mapped: a read error of a disk would end the process.
+            path = prepare_folder(path)
+            in_memory = is_in_memory(path)
+            return RoomCheck(KeptFiles(path) if in_memory else PosixBackend(path, direct_io=False))
         if path not in kept_folders(self._tier.path):
             raise BackendError(f"nothing that {sender} saves is kept here")
         return PosixBackend(path, read_only=True)
@@ -295,12 +299,6 @@ def _describe_self(tier: PeerTierConfig) -> PeerAddress:
     )
 
 
-def _open_kept(path: Path) -> Backend:
-    """Open the folder of what is kept for others. Only files in memory are mapped: a read error of a disk would end the
-    process."""
-    return KeptFiles(path) if is_in_memory(path) else PosixBackend(path, direct_io=False)
-
-
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
     for rank, address in found.items():
         if address.error:
@@ -427,11 +425,6 @@ def address_to_probe(addresses: Sequence[PeerAddress]) -> str | None:
     """
     others = [address.host for address in addresses if not is_loopback(address.host)]
     return others[0] if 0 < len(others) < len(addresses) else None
-
-
-def reachable(mine: PeerAddress, other: str) -> PeerAddress:
-    """Return ``mine``; if other machines cannot reach it, with the address on the network that leads to ``other``."""
-    return replace(mine, host=address_towards(other)) if is_loopback(mine.host) else mine
 
 
 # An image that other nodes keep -------------------------------------------------------------------
