@@ -77,7 +77,7 @@ LINES = {
     ("backends",): 6_988,
     ("tiers",): 4_244,
     ("tierfall/config",): 2_637,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_364,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_355,
     ("tierfall/ops",): 3_346,
     ("tierfall/telemetry",): 1_746,
     ("tierfall/cli",): 4_175,

@@ -49,7 +49,7 @@ from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
 from tierfall.setup.start import all_ranks_or_none, catalog_of, opened_by_each, take_attempt
-from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers
+from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.step_timer import StepClock
 
 logger = logging.getLogger("tierfall")
@@ -169,7 +169,13 @@ class OpenRun:
             {} if announced is None else {cadence.TOPIC: announced.on_message}
         )
         """What receives the other ranks' messages of a topic."""
-        self.cadence = cadence.cadence_of(self.config, session, announced)
+        self.cadence = cadence.CadenceClock(
+            cadence.rules_of(self.config.interval, tier_rules(self.config)),
+            clock=time.monotonic,
+            images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
+            copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
+            others=announced,
+        )
         self.patience_s = patience_s(self.config)
         """How long one rank waits for another where bytes are moved."""
         self._saves_on: signal_hub.Listener | None = None
