@@ -201,9 +201,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def impatient_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that are threads see each other's files at once, or never."""
-    monkeypatch.setattr(
-        "tierfall.setup.shared_folders.PATIENCE_S", dict.fromkeys((True, None, False), 0.1)
-    )
+    monkeypatch.setattr("tierfall.setup.start.PATIENCE_S", dict.fromkeys((True, None, False), 0.1))
 
 
 @pytest.fixture

@@ -76,16 +76,16 @@ LINES = {
     ("policies",): 2_178,
     ("backends",): 6_877,
     ("tiers",): 4_229,
-    ("tierfall/config",): 2_665,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_640,
+    ("tierfall/config",): 2_637,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_403,
     ("tierfall/ops",): 3_328,
-    ("tierfall/telemetry",): 1_751,
+    ("tierfall/telemetry",): 1_735,
     ("tierfall/cli",): 4_175,
     ("tierfall/integrations",): 3_065,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
-    ("tierfall", "core"): 380,
+    ("tierfall", "core"): 378,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierfall.telemetry.reports import PeerSurvival, SurvivalChance, describe_peer_survival
+from tierfall.core.types.view import PeerSurvival, SurvivalChance
+from tierfall.telemetry.reports import describe_peer_survival
 
 
 def chance(losses: int, probability: float, *, exact: bool = True) -> SurvivalChance:

@@ -19,7 +19,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, StorageFullError
 from tierfall.core.types.values import LossClass
-from tierfall.setup import shared_folders
+from tierfall.setup import start
 
 
 class Two(Opener):
@@ -85,7 +85,7 @@ def test_a_folder_that_only_some_nodes_see_is_refused(tmp_path: Path) -> None:
 def test_what_a_network_file_system_shows_late_is_waited_for(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shared_folders.PATIENCE_S, None, SOON_S)
+    monkeypatch.setitem(start.PATIENCE_S, None, SOON_S)
     looks = itertools.count()
     real = PosixBackend.stat
 

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from tierfall.api import close_all, load, open
     from tierfall.config import Config
     from tierfall.core.capture.handle import SaveHandle, SaveStats
+    from tierfall.core.copies.chunk_reader import Fallback
     from tierfall.core.state.item import item, register_codec
     from tierfall.core.tensors.builtin_codecs import UnknownValue
+    from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
+    from tierfall.policies.cadence import TierCadence
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
     from tierfall.telemetry.reports import (
@@ -25,14 +28,9 @@ if TYPE_CHECKING:
         Compression,
         DrainForecast,
         DrainReport,
-        Fallback,
-        LossBound,
-        PeerSurvival,
         RestoreReport,
         ShardSource,
         Statistics,
-        SurvivalChance,
-        TierCadence,
     )
 
 __version__ = "0.2.0"

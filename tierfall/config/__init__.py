@@ -8,7 +8,6 @@ Nothing here opens a tier, or depends on the machine except for the working dire
 from tierfall.config.loading import load_config
 from tierfall.config.model import (
     Config,
-    DeviceTierConfig,
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
@@ -16,31 +15,14 @@ from tierfall.config.model import (
     StoredTierConfig,
     Tier,
 )
-from tierfall.config.sections import (
-    BestSection,
-    CaptureSection,
-    CompressSection,
-    DrainSection,
-    EvictSection,
-    FlushSection,
-    IntervalSection,
-    Mtbf,
-    RetainSection,
-)
+from tierfall.config.sections import BestSection, IntervalSection, RetainSection
 
 __all__ = [
     "BestSection",
-    "CaptureSection",
-    "CompressSection",
     "Config",
-    "DeviceTierConfig",
-    "DrainSection",
-    "EvictSection",
     "FileTierConfig",
-    "FlushSection",
     "HostTierConfig",
     "IntervalSection",
-    "Mtbf",
     "ObjectTierConfig",
     "PeerTierConfig",
     "RetainSection",

@@ -18,7 +18,8 @@ from signal import Signals
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from tierfall.backends.open import check_url
@@ -55,6 +56,11 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*
 def value_error(message: str, *, expected: str) -> PydanticCustomError:
     """Return the error for a wrong value. The texts are context, as pydantic interprets braces in a template."""
     return PydanticCustomError(WRONG, "{message}", {"message": message, "expected": expected})
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in YAML."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def show(value: object) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tierfall.config.fields import BASE, WRONG, is_address, show
+from tierfall.config.fields import BASE, WRONG, fields_of, is_address, show
 from tierfall.config.model import (
     CHAIN,
     TIER_MODELS,
@@ -246,7 +246,7 @@ def hint_kind(word: str) -> str:
 def hint_key(location: Place) -> str:
     """Return what is wrong with a key that its section does not have, and where it belongs."""
     model, key = _model_at(location[:-1]), str(location[-1])
-    known = list(_fields(model))
+    known = list(fields_of(model))
     near = (
         (model is PeerTierConfig and _NOT_OF_PEERS.get(key))
         or _REPLACED.get(key)
@@ -264,12 +264,12 @@ def hint_key(location: Place) -> str:
 
 def _belongs(key: str, model: type[BaseModel]) -> str:
     """Return where a key belongs that this section lacks and another has, to append to a message; empty if none has."""
-    inner = [name for name, field in _fields(model).items() if key in _fields_in(field)]
+    inner = [name for name, field in fields_of(model).items() if key in _fields_in(field)]
     if inner:
         return f"; it belongs under {' or '.join(inner)}"
     if key == "path" and model is HostTierConfig:
         return "; write folder for the folder of its memory"
-    kinds = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in _fields(tier)]
+    kinds = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in fields_of(tier)]
     if kinds and model in TIER_MODELS.values():
         other = (
             "; an address is given as url" if key == "path" and model is ObjectTierConfig else ""
@@ -282,7 +282,7 @@ def _belongs(key: str, model: type[BaseModel]) -> str:
         return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
     if kinds:
         return "; it is a key of a tier: write it in an entry of the list tiers"
-    return "; it belongs at the top, beside run and tiers" if key in _fields(Config) else ""
+    return "; it belongs at the top, beside run and tiers" if key in fields_of(Config) else ""
 
 
 def example_of(location: Place, value: object) -> str:
@@ -308,7 +308,7 @@ def _tier_of(text: str) -> str:
 
 def example(location: Place) -> str:
     """Return `` such as`` with the example of a field, or nothing if the model has none."""
-    field = _fields(_model_at(location[:-1])).get(str(location[-1])) if location else None
+    field = fields_of(_model_at(location[:-1])).get(str(location[-1])) if location else None
     if field is None or not field.examples:
         return ""
     return f" such as {_flow(field.examples[0])}"
@@ -317,7 +317,7 @@ def example(location: Place) -> str:
 def _fields_in(field: FieldInfo) -> Mapping[str, FieldInfo]:
     """Return the fields of the section that a field holds, if it holds one."""
     section = _section_in(field.annotation)
-    return {} if section is None or section in TIER_MODELS.values() else _fields(section)
+    return {} if section is None or section in TIER_MODELS.values() else fields_of(section)
 
 
 def _flow(value: object) -> str:
@@ -332,14 +332,9 @@ def _model_at(location: Place) -> type[BaseModel]:
     if location[:1] == ("tiers",) and len(location) > 2:
         model, location = TIER_MODELS[str(location[2])], location[3:]
     for part in location:
-        field = _fields(model).get(str(part))
+        field = fields_of(model).get(str(part))
         model = (_section_in(field.annotation) if field else None) or model
     return model
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by their keys in YAML."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

@@ -719,13 +719,7 @@ class Config(Section):
         """Return a copy without memory of other nodes."""
         return self if self.peers is None else self.without(self.peers.name)
 
-    def reading_only(self, names: Collection[str]) -> Self:
-        """Return a copy in which the tiers of these names are read-only."""
-        return self.model_copy(
-            update={
-                "tiers": tuple(
-                    tier.model_copy(update={"read_only": True}) if tier.name in names else tier
-                    for tier in self.tiers
-                )
-            }
-        )
+    def with_keys(self, names: Collection[str], **keys: object) -> Self:
+        """Return a copy in which the tiers of these names have other values of some keys."""
+        tiers = (t.model_copy(update=keys) if t.name in names else t for t in self.tiers)
+        return self.model_copy(update={"tiers": tuple(tiers)})

@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, WithJsonSchema
+from pydantic import PydanticUserError, TypeAdapter, WithJsonSchema
 from pydantic_core import InitErrorDetails, ValidationError
 
 from tierfall.config.fields import show, value_error
@@ -230,11 +230,6 @@ _CHECKS: Mapping[PolicyKind, tuple[Callable[[Any, Any], Any], Callable[[str, Any
     PolicyKind.INTERVAL: (_check_steps, lambda failure, measured: None),
 }
 """By kind: what checks an answer, and the safe answer in place of one that failed."""
-
-
-def known_keys(section: type[BaseModel]) -> Sequence[str]:
-    """Keys of a section in YAML."""
-    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def with_registered(

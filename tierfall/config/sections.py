@@ -40,6 +40,7 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    fields_of,
     listen_address,
     misfit,
     no_address,
@@ -48,7 +49,6 @@ from tierfall.config.fields import (
 )
 from tierfall.config.plugins import (
     ORDER_SCHEMA,
-    known_keys,
     order_rule,
     read_order,
     with_registered,
@@ -90,7 +90,7 @@ class PolicySection(Section):
     def _read_registered(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return with_registered(cls._policies, value, known_keys(cls))
+        return with_registered(cls._policies, value, [*fields_of(cls)])
 
     def registered(self) -> list[Rule]:
         """Return the registered policies that are configured, as rules of their kind."""

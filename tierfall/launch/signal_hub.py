@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from signal import Signals
@@ -29,7 +28,7 @@ from tierfall.core.runtime.messages import wait_for_messages
 from tierfall.core.types.errors import ConfigError
 
 logger = logging.getLogger("tierfall")
-OnSignal = Callable[[Signals], None]
+OnSignal = Callable[[Signals], object]
 _HARMLESS = frozenset(
     (
         *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
@@ -46,7 +45,6 @@ class Listener:
     signals: frozenset[Signals]
     flag: OnSignal | None = None
     work: OnSignal | None = None
-    before_end: Callable[[], None] | None = None
     begun: bool = False
     ended: bool = False
 
@@ -57,16 +55,14 @@ def add_listener(
     what: str,
     flag: OnSignal | None = None,
     work: OnSignal | None = None,
-    before_end: Callable[[], None] | None = None,
 ) -> Listener:
     """Listen to ``signals``, if there are any, until ``stop``. With a flag and no work function, a signal that would
     end the process does not; a previous handler is called after the flag.
 
-    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. ``before_end`` is called, on
-    any thread, if the default action of the signal ends the process now. Raises ConfigError, which names the setting
-    ``what``, on another than the main thread: Python installs handlers on that one only.
+    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. Raises ConfigError, which
+    names the setting ``what``, on another than the main thread: Python installs handlers on that one only.
     """
-    listener = Listener(signals=frozenset(signals), flag=flag, work=work, before_end=before_end)
+    listener = Listener(signals=frozenset(signals), flag=flag, work=work)
     if signals:
         check_thread(what)
         _hub.add(listener)
@@ -91,6 +87,11 @@ def stop(listener: Listener) -> None:
     _hub.remove(listener)
 
 
+def ends_process(number: Signals) -> bool:
+    """Return whether a signal ends the process now, once all work functions have ended."""
+    return number not in _HARMLESS and _hub.effect(number) is signal.SIG_DFL
+
+
 class _SignalHub:
     """All listeners of this process, and the handlers before them.
 
@@ -98,14 +99,14 @@ class _SignalHub:
     ended: the last of them causes the previous effect. ``_seen`` are signals whose handler ran first; whoever removes
     one from it causes the effect. Nothing here holds a lock: the handler may interrupt anything.
 
-    ``_previous`` has, per signal, the handlers found at each installation, the latest last: a handler that was
-    installed in between, and calls this one, gets the one before it.
+    ``_running`` are listeners whose work function has begun and not ended, ``_due`` the signals that have their
+    previous effect once there is none. ``_installed`` has the latest handler of each signal.
     """
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
-        self._previous: dict[Signals, list[Any]] = {}
-        self._calling: Counter[Signals] = Counter()
+        self._running: list[Listener] = []
+        self._installed: dict[Signals, _Handler] = {}
         self._due: set[Signals] = set()
         self._seen: set[Signals] = set()
         self._passing: set[Signals] = set()
@@ -119,11 +120,12 @@ class _SignalHub:
         if self._receiver is None:
             self._open()
         for number in listener.signals:
-            if signal.getsignal(number) != self._handle:
+            found, ours = signal.getsignal(number), self._installed.get(number)
+            if ours is None or found is not ours:
                 self._passing.discard(number)
                 self._seen.discard(number)
-                found = signal.signal(number, self._handle)
-                self._previous.setdefault(number, []).append(found)
+                self._installed[number] = _Handler(found)
+                signal.signal(number, self._installed[number])
 
     def remove(self, listener: Listener) -> None:
         if listener not in self._listeners:
@@ -132,9 +134,7 @@ class _SignalHub:
         if threading.current_thread() is not threading.main_thread():
             return  # the handler stays, and has the previous one's effect
         for number in listener.signals - {n for one in self._listeners for n in one.signals}:
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, self._before(number))
-                del self._previous[number][-1]
+            self._installed[number].restore(number)
         if not self._listeners:
             self._close()
 
@@ -165,118 +165,95 @@ class _SignalHub:
             while received := receiver.recv(64):
                 if self._other_fd >= 0:
                     _pass_bytes(self._other_fd, received)
-                for number in set(received) & set(self._previous):
+                for number in set(received) & set(self._installed):
                     self._begin(Signals(number))
 
     def _begin(self, number: Signals) -> None:
         works = [x for x in self._listeners if x.work and number in x.signals]
-        if not works:
-            return
-        if all(x.ended for x in works):
-            if self._effect(number) is signal.SIG_DFL:
-                self._take_default_action(number)
-            return
-        self._due.add(number)
         fresh = [x for x in works if not x.begun]
+        self._running += fresh
         for listener in fresh:
             listener.begun = True
-        if fresh:
             threading.Thread(
-                target=self._work, args=(number, fresh), name="tierfall-signalled", daemon=True
+                target=self._work, args=(listener, number), name="tierfall-signalled", daemon=True
             ).start()
+        if works:
+            self._due.add(number)
+            self._pass_due()
 
-    def _work(self, number: Signals, works: list[Listener]) -> None:
-        threads = [
-            threading.Thread(
-                target=_run, args=(listener, number), name="tierfall-signalled", daemon=True
-            )
-            for listener in works
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        while self._due:
-            self._pass_on(self._due.pop())
+    def _work(self, listener: Listener, number: Signals) -> None:
+        assert listener.work is not None
+        try:
+            listener.work(number)
+        except BaseException:  # no caller: it is logged, and the signal has its previous effect
+            logger.exception("what was to be done on %s failed", number.name)
+        finally:
+            wait_for_messages()  # before the user's handler writes anything
+            listener.ended = True
+            self._running.remove(listener)
+            self._pass_due()
+
+    def _pass_due(self) -> None:
+        for number in tuple(self._due):
+            if not self._running and _taken_from(self._due, number):
+                self._pass_on(number)
 
     # The previous effect ---------------------------------------------------------------------------
 
     def _pass_on(self, number: Signals) -> None:
         """Cause a signal's previous effect, now that the work functions have ended."""
-        effect = self._effect(number)
+        effect = self.effect(number)
         if effect is signal.SIG_DFL:
             self._take_default_action(number)
         elif effect is signal.SIG_IGN:
             self._seen.discard(number)
         elif _taken_from(self._seen, number):
-            if signal.getsignal(number) == self._handle:
+            if signal.getsignal(number) is self._installed[number]:
                 self._passing.add(number)
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)
 
-    def _effect(self, number: Signals) -> Any:
-        """Return a signal's effect after the work functions; the main thread may be restoring the handler."""
+    def effect(self, number: Signals) -> Any:
+        """Return a signal's effect after the work functions."""
         now = signal.getsignal(number)
-        if now != self._handle:
-            return now
-        # Not _before: the main thread may be calling the handler at this moment.
-        latest = next(reversed(self._previous.get(number, ())), None)
-        return signal.SIG_DFL if latest is None else latest
+        return now.previous if isinstance(now, _Handler) else now
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler, on the main thread."""
-        signaled = Signals(number)
-        if self._calling[signaled] or _taken_from(self._passing, signaled):
-            self._call_previous(signaled, frame)
+    def handle(self, ours: _Handler, number: Signals, frame: FrameType | None) -> None:
+        """Handle a signal, on the main thread."""
+        if ours is not self._installed.get(number) or _taken_from(self._passing, number):
+            self._call_previous(ours, number, frame)
             return
-        listeners = [x for x in self._listeners if signaled in x.signals]
+        listeners = [x for x in self._listeners if number in x.signals]
         for listener in listeners:
             if listener.flag is not None:
-                listener.flag(signaled)
+                listener.flag(number)
         if any(x.work for x in listeners):
-            self._seen.add(signaled)
+            self._seen.add(number)
             if not all(x.ended for x in listeners if x.work):
                 if self._sender is not None:  # our wakeup fd may have been replaced
                     _pass_bytes(self._sender.fileno(), bytes([number]))
                 return
-            if not _taken_from(self._seen, signaled):
+            if not _taken_from(self._seen, number):
                 return
-        elif listeners and self._before(signaled) is signal.SIG_DFL:
+        elif listeners and ours.previous is signal.SIG_DFL:
             return  # flags alone
-        self._call_previous(signaled, frame)
+        self._call_previous(ours, number, frame)
 
-    def _call_previous(self, number: Signals, frame: FrameType | None) -> None:
-        previous = self._before(number)
-        if previous is signal.SIG_DFL:
+    def _call_previous(self, ours: _Handler, number: Signals, frame: FrameType | None) -> None:
+        if ours.previous is signal.SIG_DFL:
             self._take_default_action(number)
-        elif callable(previous):
-            self._calling[number] += 1
-            try:
-                previous(number, frame)
-            finally:
-                self._calling[number] -= 1
+        elif callable(ours.previous):
+            ours.previous(number, frame)
 
     def _take_default_action(self, number: Signals) -> None:
         """Cause the signal's default action, from any thread: the main thread may be stuck in C."""
         if number not in _HARMLESS:
             wait_for_messages()
-            for listener in [x for x in self._listeners if x.before_end and number in x.signals]:
-                _call_before_end(listener)
         ctypes.CDLL(None).signal(ctypes.c_int(number), ctypes.c_void_p(None))  # SIG_DFL
         os.kill(os.getpid(), number)
         if os.getpid() == 1 and number not in _HARMLESS:
             os._exit(128 + number)
-
-    def _before(self, number: Signals) -> Any:
-        """Return the handler before the latest one, or before the one that is being called.
-
-        Python can neither call nor restore a handler that a C library has installed.
-        """
-        found = self._previous.get(number, ())
-        place = len(found) - 1 - self._calling[number]
-        previous = found[place] if place >= 0 else signal.SIG_DFL
-        return signal.SIG_DFL if previous is None else previous
 
     # Forks -----------------------------------------------------------------------------------------
 
@@ -284,7 +261,7 @@ class _SignalHub:
         """Block signals: one that the child receives before ``after_in_child`` would arrive in this process."""
         self._forking.mask = None
         if self._receiver is not None:
-            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
+            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._installed)
 
     def after_in_parent(self) -> None:
         if self._forking.mask is not None:
@@ -294,14 +271,32 @@ class _SignalHub:
         if self._forking.mask is None:
             return
         signal.set_wakeup_fd(-1)
-        for number in self._previous:
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, self._before(number))
+        for number, ours in self._installed.items():
+            ours.restore(number)
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.close()
-        self._listeners, self._receiver, self._sender = [], None, None
+        self._listeners, self._running, self._receiver, self._sender = [], [], None, None
+        self._due.clear()
         self.after_in_parent()
+
+
+class _Handler:
+    """The handler of one signal, from one installation until the next; ``previous`` is what it replaced. A handler that
+    was installed over it may still call it once the hub has installed another one: then it only passes on."""
+
+    def __init__(self, previous: Any) -> None:
+        # Python can neither call nor restore a handler that a C library has installed.
+        self.previous = signal.SIG_DFL if previous is None else previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        _hub.handle(self, Signals(number), frame)
+
+    def restore(self, number: Signals) -> None:
+        """Restore what this has replaced, unless another handler was installed meanwhile."""
+        now: object = signal.getsignal(number)
+        if now is self:
+            signal.signal(number, self.previous)
 
 
 def _taken_from(signals: set[Signals], number: Signals) -> bool:
@@ -311,25 +306,6 @@ def _taken_from(signals: set[Signals], number: Signals) -> bool:
     except KeyError:
         return False
     return True
-
-
-def _run(listener: Listener, number: Signals) -> None:
-    assert listener.work is not None
-    try:
-        listener.work(number)
-    except BaseException:  # no caller: it is logged, and the signal has its previous effect
-        logger.exception("what was to be done on %s failed", number.name)
-    finally:
-        wait_for_messages()  # before the user's handler writes anything
-        listener.ended = True
-
-
-def _call_before_end(listener: Listener) -> None:
-    assert listener.before_end is not None
-    try:
-        listener.before_end()
-    except Exception:  # the process ends all the same
-        logger.exception("what was to be done before the process ends failed")
 
 
 def _pass_bytes(fd: int, data: bytes) -> None:

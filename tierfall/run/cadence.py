@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierfall.config import Config, IntervalSection
+from tierfall.config import IntervalSection
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.ranks.message_tree import (
     DecisionAnnounced,
@@ -39,8 +39,6 @@ from tierfall.policies.cadence import (
     should_save,
     tier_cadences,
 )
-from tierfall.run.session import Session
-from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.reports import CadenceReport
 from tierfall.telemetry.step_timer import StepMeter
 
@@ -79,17 +77,6 @@ def flush_cycle(tiers: Sequence[TierRules]) -> int:
     return cycle if cycle <= 3 * longest else longest
 
 
-def cadence_of(config: Config, session: Session, others: AnnouncedSteps | None) -> CadenceClock:
-    """Return the cadence of a run; ``others`` is there with several ranks."""
-    return CadenceClock(
-        rules_of(config.interval, tier_rules(config)),
-        clock=time.monotonic,
-        images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
-        copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
-        others=others,
-    )
-
-
 class CadenceClock:
     """See the module."""
 
@@ -103,7 +90,7 @@ class CadenceClock:
         others: AnnouncedSteps | None = None,
     ) -> None:
         """``images`` returns how many images of a size in bytes host memory holds, ``copying`` whether a copy is being
-        written now."""
+        written now; ``others`` is there with several ranks."""
         self._rules = rules
         self._clock = clock
         self._images = images
@@ -345,10 +332,11 @@ class AnnouncedSteps:
 
     def request(self, why: str, step: int) -> None:
         """Ask rank 0 for a save, of ``step`` or a later one."""
-        lineage, request = self._lineage, SaveRequest(step=step, why=why)
-        self._run_aside(
-            lambda: self._message_tree.report((TOPIC, lineage, "ask"), request.to_json())
-        )
+        self._report("ask", SaveRequest(step=step, why=why))
+
+    def _report(self, what: str, message: Message) -> None:
+        topic = (TOPIC, self._lineage, what)
+        self._run_aside(lambda: self._message_tree.report(topic, message.to_json()))
 
     def requested_above(self, planned: int | None) -> list[str]:
         """Return the reasons of other ranks that ask for a save after the last ``planned`` one; for rank 0."""
@@ -407,11 +395,8 @@ class AnnouncedSteps:
         error = CaptureError(
             f"save of step {missed}: rank {rank} received its announcement {late} steps too late"
         )
-        lineage, report = self._lineage, MissedStep(late_steps=late)
         self._leave_out(missed, error)
-        self._run_aside(
-            lambda: self._message_tree.report((TOPIC, lineage, "missed"), report.to_json())
-        )
+        self._report("missed", MissedStep(late_steps=late))
 
     def _announce_earlier(self, late: int, rank: int) -> None:
         self._missed_steps += late + 1

@@ -110,22 +110,7 @@ class Checkpointer:
         CapacityError where a tier cannot hold one checkpoint, FencedError where a newer attempt of the run exists, and
         under ``on_error: raise`` what failed since the last call.
         """
-        return self._save(step, state, metrics, tags, block=block)
-
-    def _save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, Any] | None,
-        tags: Sequence[str],
-        *,
-        block: bool,
-    ) -> SaveHandle:
-        handle = self._opened.save_state(step, state, metrics, tags)
-        if block:
-            with self._session.waiting_for_copies(f"save of step {step}"):
-                handle.wait()
-        return handle
+        return self._opened.save_state(step, state, metrics, tags, block=block)
 
     def maybe_save(
         self,
@@ -147,7 +132,7 @@ class Checkpointer:
         self._saver.counts.steps.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
-            handle = self._save(step, state, metrics, tags, block=block)
+            handle = self._opened.save_state(step, state, metrics, tags, block=block)
         if handle is not None:
             report = self._cadence.report()
             self._session.status.training = {

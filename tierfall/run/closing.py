@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -256,17 +256,6 @@ def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
     )
 
 
-def log_lost(session: Session) -> list[FlushError]:
-    """Log, and return, what is lost with this process: it is in memory alone, and the memory has no file any more."""
-    lost = _only_in_lost_memory(session)
-    if not lost:
-        return []
-    named = format_some([str(id) for id in sorted(lost)])
-    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.loss}")
-    logger.error("%s", error)
-    return [error]
-
-
 def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
     """Return the checkpoints that are committed on no tier, and sealed in memory that ends with this process."""
 
@@ -291,9 +280,10 @@ def _only_in_lost_memory(session: Session) -> set[CheckpointId]:
 
 def log_end(
     session: Session, report: DrainReport, looked_at: LookedAt, *, memory_kept: bool, early: bool
-) -> None:
+) -> list[FlushError]:
     """Log what ``close`` leaves owed and why, and on rank 0 the newest checkpoint and which tiers have it: as a warning
-    if the training ended ``early``."""
+    if the training ended ``early``. Log, and return, what is lost with this process: it is in memory alone, and the
+    memory has no file any more."""
     coordinator = session.coordinator
 
     def ask() -> dict[str, BaseException]:
@@ -301,43 +291,37 @@ def log_end(
         delayed = {lane.tier: lane.last_error for lane in lanes if lane.last_error is not None}
         return delayed | coordinator.ledger.failing
 
+    lost = _only_in_lost_memory(session) if memory_kept else set()
+    losses = []
+    if lost:
+        named = format_some([str(id) for id in sorted(lost)])
+        losses = [
+            FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.loss}")
+        ]
+        logger.error("%s", losses[0])
     errors = {**looked_at.unread, **session.call(ask)}
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:
         session.tiers.identities.forget_lost({*errors, *looked_at.lacking}, timeout_s=LOOK_S)
-    _log_left(session, report)
+    _log_left(session, report, lost)
     event = f"run {session.run} is closed"
     log_newest(session, event, looked_at, memory_kept=memory_kept, early=early)
+    return losses
 
 
-def _log_left(session: Session, report: DrainReport) -> None:
-    """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
-    gone, ends = _only_in_lost_memory(session), session.memory.ends_with_process
-    held = {id for id, image in session.memory.images() if not ends([image.region])}
+def _log_left(session: Session, report: DrainReport, lost: Set[CheckpointId]) -> None:
+    """Log the copies that are still owed, and what writes them later, without those of the ``lost``."""
     entries = session.coordinator.ledger.entries
     capturing = session.call(lambda: {e.id for e in entries.values() if e.snapshot is not None})
-    in_memory: list[str] = []
-    elsewhere: list[str] = []
-    lost: list[str] = []
-    for step, attempt, tier in report.left:
-        id = CheckpointId(step, attempt)
-        if id in gone:
-            continue
-        place = lost if id in capturing else in_memory if id in held else elsewhere
-        place.append(f"{step}@{attempt} to {tier}")
-    if lost:
-        logger.warning("close: not captured in time, and lost: %s", format_some(lost))
-    if in_memory:
+    left = [(CheckpointId(step, attempt), tier) for step, attempt, tier in report.left]
+    if torn := [f"{id} to {tier}" for id, tier in left if id in capturing - lost]:
+        logger.warning("close: not captured in time, and lost: %s", format_some(torn))
+    if owed := [f"{id} to {tier}" for id, tier in left if id not in capturing | lost]:
         logger.warning(
-            "close: still owed: %s; what is owed is in %s, and the next start or 'tierfall drain' finishes it",
-            format_some(in_memory),
+            "close: still owed: %s; the next start finishes it, or 'tierfall drain' what of it is in %s",
+            format_some(owed),
             session.host.path,
-        )
-    if elsewhere:
-        logger.warning(
-            "close: still owed: %s; the next start copies it from the tier that has it",
-            format_some(elsewhere),
         )
 
 
@@ -452,23 +436,18 @@ class DrainOnSignal:
         self._saves = saves
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
-        self._frees = False
         self._listener = signal_hub.add_listener(
             signals_named(config.drain.on_signal),
             what=DRAIN_ON,
-            flag=self._on_signal,
+            # on the thread that saves: the requested save may end before the drain begins
+            flag=lambda number: self._saves_before.setdefault(number, saves()),
             work=self._drain,
-            before_end=self._free_memory,
         )
 
     def stop(self) -> None:
         """Stop listening: the run is closed."""
         self._closed.set()
         signal_hub.stop(self._listener)
-
-    def _on_signal(self, number: Signals) -> None:
-        """Count the saves on the thread that saves: the requested one may end before the drain begins."""
-        self._saves_before.setdefault(number, self._saves())
 
     def _drain(self, number: Signals) -> None:
         ends_s = time.monotonic() + self._deadline_s
@@ -496,11 +475,8 @@ class DrainOnSignal:
             return
         event = f"{name}: run {session.run} may end now"
         log_newest(session, event, looked_at, memory_kept=kept, early=True)
-        self._frees = not kept
-
-    def _free_memory(self) -> None:
-        if self._frees:
-            self._session.free_memory_at_end(FREE_S)
+        if not kept and signal_hub.ends_process(number):
+            session.free_memory_at_end(FREE_S)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.tasks import CommandKind
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
@@ -41,19 +41,20 @@ class _CommandCall(Message):
 
 
 def known_checkpoints(session: Session) -> list[CheckpointInfo]:
-    """Return every known checkpoint, oldest first, those that another process committed for this start included."""
+    """Return every checkpoint that exists or is being captured, oldest first, without the remains of failed captures;
+    those that another process committed for this start included."""
+
+    def ask() -> list[CheckpointInfo]:
+        ledger = session.coordinator.ledger
+        left = ledger.abandoned()
+        return [
+            _info(entry, entry.id in left, time.time())
+            for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
+            if entry.commit is not None or entry.snapshot is not None or entry.damage
+        ]
+
     session.find_external_commits()
-    return session.call(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
-
-
-def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
-    """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
-    left = ledger.abandoned()
-    return [
-        _info(entry, entry.id in left, wall_time_s)
-        for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
-        if entry.commit is not None or entry.snapshot is not None or entry.damage
-    ]
+    return session.call(ask)
 
 
 def _info(entry: LedgerEntry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:

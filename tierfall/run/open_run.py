@@ -49,7 +49,7 @@ from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
 from tierfall.setup.places import run_folder, runs_in
 from tierfall.setup.start import all_ranks_or_none, catalog_of, opened_by_each, take_attempt
-from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers
+from tierfall.setup.tiers import call_tiers, patience_s, reported_tiers, tier_rules
 from tierfall.telemetry.step_timer import StepClock
 
 logger = logging.getLogger("tierfall")
@@ -115,7 +115,15 @@ class OpenRun:
 
                 # The checkpointer: what saves and restores on the thread that trains, and the thread that captures.
                 steps = StepClock(session.coordinator.throttle)
-                capturer = _capturer_of(session, steps)
+                capturer = Capturer(
+                    post=session.coordinator.post,
+                    max_wait_s=config.max_wait_s,
+                    name=run,
+                    holds=session.holds,
+                    checked=config.capture.verify is not Verify.OFF,
+                    on_step=steps.on_step,
+                    threads=session.hash_threads,
+                )
                 undo.callback(capturer.close, ABANDON_S)
                 opened = cls(session, capturer, steps, peers, begun=fresh or start.first)
                 undo.callback(opened.stop_signals)
@@ -151,7 +159,7 @@ class OpenRun:
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
         self.lineage = SavingLineage(self.run, session.attempt, begun=begun)
-        self.saver = Saver(self.config, session, capturer, lambda: steps.step_s)
+        self.saver = Saver(session, capturer, lambda: steps.step_s)
         announced = None
         if ranks.many:
             announced = cadence.AnnouncedSteps(
@@ -161,7 +169,13 @@ class OpenRun:
             {} if announced is None else {cadence.TOPIC: announced.on_message}
         )
         """What receives the other ranks' messages of a topic."""
-        self.cadence = cadence.cadence_of(self.config, session, announced)
+        self.cadence = cadence.CadenceClock(
+            cadence.rules_of(self.config.interval, tier_rules(self.config)),
+            clock=time.monotonic,
+            images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
+            copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
+            others=announced,
+        )
         self.patience_s = patience_s(self.config)
         """How long one rank waits for another where bytes are moved."""
         self._saves_on: signal_hub.Listener | None = None
@@ -198,8 +212,10 @@ class OpenRun:
         tags: Sequence[str],
         *,
         at_end: bool = False,
+        block: bool = False,
     ) -> SaveHandle:
-        """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
+        """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says. ``block`` waits
+        until the last tier of this step has it."""
         omitted: list[str] = []
 
         def walk(cache: WalkCache) -> StateView:
@@ -208,13 +224,7 @@ class OpenRun:
                 omitted.extend(unsaved_parameters(state, view))
             return view
 
-        handle = self.save(
-            step,
-            walk,
-            metrics=metrics or {},
-            tags=tags,
-            at_end=at_end,
-        )
+        handle = self.save(step, walk, metrics=metrics or {}, tags=tags, at_end=at_end)
         self.cadence.on_saved(handle)
         if self._last is not None and self._last.step < handle.step:
             self._last = None  # a later step is saved
@@ -222,6 +232,9 @@ class OpenRun:
             self.checks_omissions = False
             for text in (*omitted, *omissions(state)):
                 logger.warning("%s", text)
+        if block:
+            with self.session.waiting_for_copies(f"save of step {step}"):
+                handle.wait()
         return handle
 
     def save(
@@ -237,7 +250,8 @@ class OpenRun:
         """Save the state that ``walk`` returns a view of. Without ``may_be_lazy``, all of it is copied on return."""
         began_s = time.monotonic()
         self._steps.on_save()
-        self.check_saving()
+        self.check_usable()
+        self._check_alive()
         many = self.session.ranks.many
         if not many:
             self._raise_failures()
@@ -261,7 +275,7 @@ class OpenRun:
                 self.finish_capture(in_order=True)
                 handle = self.saver.save(self.lineage, call, walk)
             except BaseException as error:
-                if not self.lineage.is_at(step):  # its capture did not begin
+                if step != self.lineage.last_step:  # its capture did not begin
                     failed = CheckpointId(step, self.lineage.attempt.number)
                     self.session.journal.save_failed(failed, error)
                 self.saver.report_failed(self.lineage, step, error)
@@ -473,7 +487,7 @@ class OpenRun:
 
     def begin_anew(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
-        self.lineage.begin()
+        self.lineage.begun = True
         self.session.call_in_turn(self.session.coordinator.begin_anew)
 
     def begin_empty(self) -> None:
@@ -520,11 +534,6 @@ class OpenRun:
             raise ConfigError("this Checkpointer is closed; open another one")
         self._check_process()
 
-    def check_saving(self) -> None:
-        """Raise what keeps anything that is saved from becoming a checkpoint."""
-        self.check_usable()
-        self._check_alive()
-
     def _check_process(self) -> None:
         if os.getpid() != self.pid:
             raise ConfigError(
@@ -533,6 +542,7 @@ class OpenRun:
             )
 
     def _check_alive(self) -> None:
+        """Raise what keeps anything that is saved from becoming a checkpoint."""
         self.session.ranks.check()
         self.session.check_running()
         if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
@@ -600,9 +610,9 @@ class OpenRun:
                 self.capturer.stop_waiting()
                 together = most_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or session.must_keep_memory()
-            if keep:
-                session.coordinator.errors += closing.log_lost(session)
-            closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
+            session.coordinator.errors += closing.log_end(
+                session, report, looked_at, memory_kept=keep, early=bool(failed)
+            )
         finally:
             self.closed = True
             OPEN.discard(self)
@@ -698,18 +708,6 @@ def open_run_on(config: Config, run: str) -> OpenRun | None:
 def failed_by_exception() -> str:
     """Return how the training ended, for ``OpenRun.close``, if an exception is being handled."""
     return "" if sys.exc_info()[0] is None else "it ended by an exception"
-
-
-def _capturer_of(session: Session, steps: StepClock) -> Capturer:
-    return Capturer(
-        post=session.coordinator.post,
-        max_wait_s=session.config.max_wait_s,
-        name=session.run,
-        holds=session.holds,
-        checked=session.config.capture.verify is not Verify.OFF,
-        on_step=steps.on_step,
-        threads=session.hash_threads,
-    )
 
 
 def _check_first(config: Config, run: str) -> None:

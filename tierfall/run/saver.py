@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tierfall.config import Config, StoredTierConfig
+from tierfall.config import StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.device_copies import CaptureDevices
@@ -44,7 +44,7 @@ from tierfall.core.capture.spill import DeviceSlab
 from tierfall.core.flush.replicas import ReplicaAssigner
 from tierfall.core.flush.tasks import AssignmentRequest
 from tierfall.core.format.records import Attempt, Commit, Lineage, records_bytes_max
-from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicaDigests, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
@@ -53,7 +53,6 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
-from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import OnResize
@@ -72,7 +71,7 @@ from tierfall.core.types.values import (
     Verify,
 )
 from tierfall.policies.flush import tiers_owed
-from tierfall.run.session import RegionRequest, Session
+from tierfall.run.session import Answer, RegionRequest, Session
 from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
@@ -143,17 +142,13 @@ class Saver:
     """Makes one snapshot after another."""
 
     def __init__(
-        self,
-        config: Config,
-        session: Session,
-        capturer: Capturer,
-        step_s: Callable[[], float | None] = lambda: None,
+        self, session: Session, capturer: Capturer, step_s: Callable[[], float | None]
     ) -> None:
         """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
-        self._config = config
+        self._config = config = session.config
         self._session = session
         self._capturer = capturer
-        self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
+        self._layouts = Layouts(session, step_s)
         self._walk_cache = WalkCache()
         self._step_s = step_s
         kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
@@ -234,10 +229,10 @@ class Saver:
 
     def report_failed(self, lineage: SavingLineage, step: int, error: BaseException) -> None:
         """Report to the other ranks that this rank's save has failed: none waits for it, and all count its ordinal."""
-        if not self._session.ranks.many or lineage.is_at(step):
+        if not self._session.ranks.many or step == lineage.last_step:
             return
         place = self._place(lineage, step)
-        if not lineage.is_past(step):
+        if lineage.last_step is None or step > lineage.last_step:
             lineage.advance(place)
         outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
         self._session.coordinator.post(
@@ -544,10 +539,6 @@ class SavingLineage:
                 "never overwritten; to go back, restore(step=...) first"
             )
 
-    def begin(self) -> None:
-        """Let saving begin: no checkpoint exists that it could continue from."""
-        self.begun = True
-
     def check_begun(self, step: int) -> None:
         """Raise StepError unless this start may save at all."""
         if self.half_filled:
@@ -573,17 +564,9 @@ class SavingLineage:
             started_from=self.started_from,
         )
 
-    def is_at(self, step: int) -> bool:
-        """Return whether ``step`` is the last that was saved or restored."""
-        return step == self.last_step
-
     def has_saved(self, step: int) -> bool:
         """Return whether ``step`` is the last step that was saved since the last restore."""
-        return self.saved_any and self.is_at(step)
-
-    def is_past(self, step: int) -> bool:
-        """Return whether a step above ``step`` was saved or restored."""
-        return self.last_step is not None and self.last_step > step
+        return self.saved_any and step == self.last_step
 
     def advance(self, line: Lineage) -> None:
         """Note that the capture of a checkpoint has begun."""
@@ -617,30 +600,28 @@ class _PlannedLayout:
     structure: str
     changes: tuple[Changes, ...]
     rules: Mapping[str, OnResize]
-    division: ReplicaAssignment | None
-    replicas: ReplicaPlan | None
-    divided: bool
+    division: ReplicaAssignment | None = None
+    replicas: ReplicaPlan | None = None
+    divided: bool = False
 
     def serves(self, view: StateView) -> bool:
         same = self.changes == view.changes and self.rules == view.rules
         return same and self.layout.matches(view)
 
-    @property
-    def share(self) -> ReplicaShare:
+    def share(self, digests: ReplicaDigests | None) -> ReplicaShare:
         name = None if self.division is None else self.division.id
-        return ReplicaShare(structure=self.structure, assignment=name, replicas=self.replicas)
+        return ReplicaShare(
+            structure=self.structure, assignment=name, replicas=self.replicas, digests=digests
+        )
 
 
 class Layouts:
     """The layouts of the last few structures. Used by the thread that saves."""
 
-    def __init__(
-        self, session: Session, *, max_wait_s: float, step_s: Callable[[], float | None]
-    ) -> None:
-        """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
+    def __init__(self, session: Session, step_s: Callable[[], float | None]) -> None:
+        """``step_s`` is as in ``Saver``."""
         self._session = session
         self._step_s = step_s
-        self._max_wait_s = max_wait_s
         self._planned: list[_PlannedLayout] = []
         self._reported: str | None = None
         """The structure without replicas that was reported to the other ranks last; None once another was."""
@@ -651,23 +632,19 @@ class Layouts:
         id: CheckpointId,
     ) -> tuple[Layout, bytes, ReplicaShare | None]:
         """Return layout and header of a view, and how its replicas were assigned, for the other ranks."""
-        divider = self._divider
+        # what assigns replicas to ranks; None if one rank writes all
+        divider = self._session.coordinator.replicas if self._session.ranks.many else None
         found = next((p for p in self._planned if p.serves(view)), None)
-        share = found.share if found is not None and divider is not None else None
+        digests = None
         if found is None or (divider is not None and not self._is_current(found, divider)):
-            found, share = self._plan(view, id, divider)
+            found, digests = self._plan(view, id, divider)
         header = found.layout.header(view)
         if header is None:  # a value outgrew the space reserved for it
             left_out = dict(found.layout.written_by_others)
             found = self._keep(replace(found, layout=plan_layout(view, left_out)))
             header = found.layout.header(view)
             assert header is not None
-        return found.layout, header, share
-
-    @property
-    def _divider(self) -> ReplicaAssigner | None:
-        """What assigns replicas to ranks; None where one rank writes all."""
-        return self._session.coordinator.replicas if self._session.ranks.many else None
+        return found.layout, header, None if divider is None else found.share(digests)
 
     def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Return whether the ranks still use the assignment that a layout was planned with."""
@@ -681,83 +658,58 @@ class Layouts:
         view: StateView,
         id: CheckpointId,
         divider: ReplicaAssigner | None,
-    ) -> tuple[_PlannedLayout, ReplicaShare | None]:
+    ) -> tuple[_PlannedLayout, ReplicaDigests | None]:
+        """Plan a layout, and return the digests of the replicas if they are to be compared now."""
         whole = plan_layout(view)
+        planned = _PlannedLayout(
+            layout=whole, structure=whole.structure, changes=view.changes, rules=view.rules
+        )
         if divider is None:
-            return self._keep(_planned(view, whole, whole.structure)), None
+            return self._keep(planned), None
         shareable = ReplicatedTensors(view, whole.structure, step_s=self._step_s() or 0.0)
         structure = shareable.table.structure
         self._reported = None if shareable.numbers else structure
         if not shareable.numbers:
             self._session.coordinator.post(
-                AssignmentRequest(id=id, shareable=shareable, on_answer=_ignore_assignment)
+                AssignmentRequest(id=id, shareable=shareable, on_answer=lambda division: None)
             )
-            planned = self._keep(_planned(view, whole, structure, divided=True))
-            return planned, planned.share
+            return self._keep(replace(planned, structure=structure, divided=True)), None
         division = divider.assignments.get(structure)
         digests = None
         if division is None:
             division = self._request_assignment(id, shareable)
             if division is not None and len(division.keys):
                 digests = shareable.digests(division)
-        rank = self._session.ranks.shard.rank
-        left_out = {} if division is None else shareable.written_by_others(division, rank)
-        layout = plan_layout(view, left_out) if left_out else whole
-        replicas = None
-        if division is not None and len(division.keys):
-            replicas = ReplicaPlan(shareable, division)
-        planned = self._keep(_planned(view, layout, structure, division, replicas))
-        return planned, planned.share if digests is None else replace(
-            planned.share, digests=digests
+        layout, replicas = whole, None
+        if division is not None:
+            rank = self._session.ranks.shard.rank
+            if left_out := shareable.written_by_others(division, rank):
+                layout = plan_layout(view, left_out)
+            if len(division.keys):
+                replicas = ReplicaPlan(shareable, division)
+        planned = replace(
+            planned, layout=layout, structure=structure, division=division, replicas=replicas
         )
+        return self._keep(planned), digests
 
     def _request_assignment(
         self, id: CheckpointId, shareable: ReplicatedTensors
     ) -> ReplicaAssignment | None:
         """Have the replicas assigned to ranks; None where not all ranks report what they save."""
-        done, answers = InterruptibleEvent(), []
-
-        def on_answer(division: ReplicaAssignment | None) -> None:
-            answers.append(division)
-            done.set()
-
+        answer = Answer()
         self._session.coordinator.post(
-            AssignmentRequest(id=id, shareable=shareable, on_answer=on_answer)
+            AssignmentRequest(id=id, shareable=shareable, on_answer=answer)
         )
-        if not self._session.wait(done, self._max_wait_s + ANSWER_S):
+        if not self._session.wait(answer, self._session.config.max_wait_s + ANSWER_S):
             logger.warning(
                 "save: rank 0 did not say within max_wait how to divide step %d", id.step
             )
             return None
-        if answers[0] is None:
+        if answer.value is None:
             logger.info("save of step %d: each rank writes all that it holds", id.step)
-        return answers[0]
+        return answer.value  # type: ignore[no-any-return]
 
     def _keep(self, planned: _PlannedLayout) -> _PlannedLayout:
         others = [kept for kept in self._planned if kept.structure != planned.structure]
         self._planned = [planned, *others[: LAYOUTS_KEPT - 1]]
         return planned
-
-
-def _planned(
-    view: StateView,
-    layout: Layout,
-    structure: str,
-    division: ReplicaAssignment | None = None,
-    replicas: ReplicaPlan | None = None,
-    *,
-    divided: bool = False,
-) -> _PlannedLayout:
-    return _PlannedLayout(
-        layout=layout,
-        structure=structure,
-        changes=view.changes,
-        rules=view.rules,
-        division=division,
-        replicas=replicas,
-        divided=divided,
-    )
-
-
-def _ignore_assignment(division: ReplicaAssignment | None) -> None:
-    """The answer to a report of a structure without replicas."""

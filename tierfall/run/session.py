@@ -184,11 +184,6 @@ class Session:
         assert self._start.attempt is not None
         return self._start.attempt
 
-    @property
-    def listings(self) -> tuple[Listing, ...]:
-        """What the tiers held when the present attempt was taken."""
-        return self.tiers.listings
-
     # Threads -----------------------------------------------------------------------------------------
 
     def start(self, listeners: Mapping[str | int, Listener]) -> None:
@@ -212,27 +207,21 @@ class Session:
         Within another public call of this thread, as in a signal handler, the coordinator may wait for what this thread
         has locked: TierfallError then.
         """
-        done = InterruptibleEvent()
-        answer: list[Any] = []
-
-        def on_answer(value: Any, error: BaseException | None) -> None:
-            answer.extend((value, error))
-            done.set()
-
-        self.coordinator.post(LedgerQuery(function=function, on_answer=on_answer))
-        if not self.wait(done, NESTED_S if is_within_another() else None):
+        answer = Answer()
+        self.coordinator.post(LedgerQuery(function=function, on_answer=answer))
+        if not self.wait(answer, NESTED_S if is_within_another() else None):
             raise TierfallError(
                 f"the coordinator gave no answer within {NESTED_S:g} s: this call was made within another one of this "
                 "thread, as by a signal handler, which holds what the coordinator waits for. Make it after that one"
             )
-        value, error = answer
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        if answer.error is not None:
+            raise answer.error
+        return answer.value  # type: ignore[no-any-return]
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
-        self.coordinator.post(LedgerQuery(function=function, on_answer=_ignore_answer))
+        query = LedgerQuery(function=function, on_answer=lambda value, error: None)
+        self.coordinator.post(query)
 
     def call_in_turn(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread before what is posted later. It is waited for unless that thread
@@ -369,8 +358,8 @@ class Session:
         self.call_soon(lambda: found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
-        """Return the checkpoints that this rank found."""
-        return merge(self.listings)
+        """Return the checkpoints that this rank found when the present attempt was taken."""
+        return merge(self.tiers.listings)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
@@ -386,21 +375,15 @@ class Session:
     ) -> dict[str, BaseException]:
         """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that
         failed. After that, the command continues in the background."""
-        done = InterruptibleEvent()
-        failed: dict[str, BaseException] = {}
-
-        def on_done(failures: dict[str, BaseException]) -> None:
-            failed.update(failures)
-            done.set()
-
-        command = Command(kind=kind, id=id, tag=tag, on_answer=on_done)
+        failed = Answer()
+        command = Command(kind=kind, id=id, tag=tag, on_answer=failed)
         self.coordinator.post(command)
-        if self.wait(done, self.config.max_wait_s):
-            return failed
+        if self.wait(failed, self.config.max_wait_s):
+            return dict(failed.value)
         waited = f"{self.config.max_wait_s:g} s (max_wait)"
         late = self.call(partial(self.coordinator.late_tiers, command))
-        if done.is_set:  # since the wait has ended
-            return failed
+        if failed.is_set:  # since the wait has ended
+            return dict(failed.value)
         if not late:
             why = f"something is still being read, written or deleted after {waited}, and it goes on then"
             return {"tierfall": TierfallError(f"{kind}: {id} is noted; {why}")}
@@ -510,6 +493,17 @@ class Session:
                     answer.get()
 
 
+class Answer(InterruptibleEvent):
+    """What the coordinator answers to a request, on its thread: a value, or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def __call__(self, value: Any, error: BaseException | None = None) -> None:
+        self.value, self.error = value, error
+        self.set()
+
+
 class RegionRequest:
     """A request for a region of host memory. It is waited for, or cancelled."""
 
@@ -568,10 +562,6 @@ class RegionRequest:
 def _log_error(value: object, error: BaseException | None) -> None:
     if error is not None:
         logger.error("what open or restore has left to the coordinator has failed: %s", error)
-
-
-def _ignore_answer(value: object, error: BaseException | None) -> None:
-    """The answer of a call that nobody waits for."""
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:

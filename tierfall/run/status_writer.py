@@ -202,8 +202,14 @@ class StatusWriter:
         flat |= {metrics.to_key("late", t): n for t, n in self._coordinator.backlog.late.items()}
         flat[metrics.to_key("lost_events")] = self._journal.lost
         flat[metrics.to_key("unread_events")] = self._journal.unread
-        flat |= metrics.flatten(self._gauges(), self._tier_gauges())
-        return flat | metrics.flatten({}, _loss_gauges(bounds or self._session.loss_bounds()))
+        losses = (bounds or self._session.loss_bounds()).items()
+        by_loss: dict[str, Mapping[str, float | None]] = {
+            "surviving_step": {x: b.survives.step if b.survives else None for x, b in losses},
+            "loss_bound_steps": {x: b.steps_lost for x, b in losses},
+            "loss_bound_seconds": {x: b.seconds_lost for x, b in losses},
+            "restore_seconds": {x: b.restore_s for x, b in losses},
+        }
+        return flat | metrics.flatten(self._gauges(), self._tier_gauges() | by_loss)
 
     def _gauges(self) -> dict[str, float | None]:
         timer, backlog = self._session.step_timer, self._coordinator.backlog
@@ -339,17 +345,6 @@ class StatusWriter:
             bytes_per_s=rate,
             left_s=(total - done) / rate if rate else None,
         )
-
-
-def _loss_gauges(
-    bounds: Mapping[LossClass, LossBound],
-) -> dict[str, dict[str, float | None]]:
-    return {
-        "surviving_step": {x: b.survives.step if b.survives else None for x, b in bounds.items()},
-        "loss_bound_steps": {x: b.steps_lost for x, b in bounds.items()},
-        "loss_bound_seconds": {x: b.seconds_lost for x, b in bounds.items()},
-        "restore_seconds": {x: b.restore_s for x, b in bounds.items()},
-    }
 
 
 def _configured_every_s(config: Config, step_s: float | None) -> float | None:

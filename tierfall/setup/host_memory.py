@@ -220,11 +220,6 @@ class NodeMemory:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Delete the files: the process ends now."""
-        for host in self.hosts:
-            host.discard()
-
     def close(self, *, keep: bool) -> None:
         """Close the slots, and release their locks; unless ``keep``, what is in them is deleted."""
         with ExitStack() as closing:  # each is closed, whatever another one raises
@@ -252,7 +247,7 @@ def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], Ho
 def check_memory(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
-    listings: Iterable[Listing],
+    listings: Sequence[Listing],
     silent: Mapping[str, TierfallError],
     *,
     run: str,
@@ -261,13 +256,12 @@ def check_memory(
     """Raise ConfigError for host memory that may be of another life of this run: a tier knows its attempt by another
     id, or no tier knows it, unless it ``may_be_unknown``. ``silent`` has the tiers that were not looked at, with why.
     """
-    answered = [x for x in listings if x.tier in stores and x.error is None]
     for host in hosts:
         found: dict[tuple[int, str], list[CheckpointId]] = {}
         for id, image in host.images().items():
             found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
-            known = _ids_by_tier(number, stores, answered)
+            known = _ids_by_tier(number, stores, listings)
             if any(attempt_id in ids for ids in known.values()) or (may_be_unknown and not known):
                 continue
             why = (
@@ -291,19 +285,18 @@ def check_memory(
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
     """Return whether no tier that answered knows the attempt that a checkpoint was saved by under another id."""
-    answered = [x for x in listings if x.tier in stores and x.error is None]
     number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
-    known = _ids_by_tier(number, stores, answered).values()
+    known = _ids_by_tier(number, stores, listings).values()
     return not known or any(id in ids for ids in known)
 
 
 def _ids_by_tier(
-    number: int, stores: Mapping[str, StoredTier], answered: Iterable[Listing]
+    number: int, stores: Mapping[str, StoredTier], listings: Iterable[Listing]
 ) -> dict[str, frozenset[str]]:
-    """Return, for each tier that has any, the ids of the attempt of that number, by its record or, where that is
-    damaged, by commit records: normally one."""
+    """Return, for each tier that answered and has any, the ids of the attempt of that number, by its record or, where
+    that is damaged, by commit records: normally one."""
     known: dict[str, frozenset[str]] = {}
-    for listing in answered:
+    for listing in [x for x in listings if x.tier in stores and x.error is None]:
         found = ids_by_commits(listing, number)
         if number in listing.attempts:
             try:
@@ -390,36 +383,33 @@ class Leftovers:
         do those that peer memory counts on, and only where memory has room for nothing else: of these the restored one
         goes before one that was reported.
         """
-        ids = sorted(self.images, key=self._eviction_order)
-        if ids and self._is_only_source(ids[0]):
+        if not self.images:
+            return False
+        id = min(self.images, key=self._eviction_order)
+        if self._is_needed(id) and not self.ledger.peer_tiers:
             self._conditions.report(
-                ids[0], logging.WARNING,
+                id, logging.WARNING,
                 "memory has no room beside %s, which this start was restored from and no tier has: saves wait or are "
                 "skipped until something newer is durable. With room for one image only, end the training and run "
-                "'tierfall drain', or raise the capacity of memory", ids[0],
+                "'tierfall drain', or raise the capacity of memory", id,
             )  # fmt: skip
             return False
-        if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
+        entries, host = self.ledger.entries, self.ledger.host
+        if self._is_needed(id) and any(host in entry.states for entry in entries.values()):
             return False
-        id = ids[0]
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
         for region in self.images.pop(id):
             region.release()
         return True
 
     def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
-        is_needed = self._is_needed(id) or self._is_only_source(id)
+        is_needed = self._is_needed(id)
         return is_needed, is_needed and self._may_be_reported(id), id.attempt, id.step
 
-    def _is_only_source(self, id: CheckpointId) -> bool:
-        is_restored = id == self.ledger.restored_from and not self.ledger.peer_tiers
-        return is_restored and not self.durable_on(id)
-
     def _is_needed(self, id: CheckpointId) -> bool:
-        """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
-        them, or they are the newest of a reported checkpoint."""
-        peers = self.ledger.peer_tiers
-        if not peers or self.durable_on(id) - peers:
+        """Return whether no tier but peer memory has these images, and this start was restored from them, or peer
+        memory counts on them: they are the newest of a reported checkpoint."""
+        if self.durable_on(id) - self.ledger.peer_tiers:
             return False
         return id == self.ledger.restored_from or (
             self._may_be_reported(id) and not self._has_newer(id)
@@ -445,10 +435,6 @@ class Leftovers:
         entry = self.ledger.entries.get(id)
         states = {} if entry is None else entry.states
         return {tier for tier, state in states.items() if state is CopyState.COMMITTED}
-
-    def _has_other_images(self) -> bool:
-        host = self.ledger.host
-        return any(host in entry.states for entry in self.ledger.entries.values())
 
 
 def adopt_images(
@@ -478,21 +464,14 @@ def adopt_images(
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
-            _note_on_peers(ledger, entry)
+            # an image that was brought back from another node does not say so
+            few, committed = ledger.on_few_nodes, CopyState.COMMITTED
+            if any(few.get((t, id), entry.state(t) is committed) for t in ledger.peer_tiers):
+                entry.note_on_peers()
     for entry in list(ledger.entries.values()):
         if host in entry.states and entry.region is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
-
-
-def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:
-    """Note beside an image that was brought back from another node that peer memory has committed its checkpoint."""
-    few = ledger.on_few_nodes
-    if any(
-        few.get((tier, entry.id), entry.state(tier) is CopyState.COMMITTED)
-        for tier in ledger.peer_tiers
-    ):
-        entry.note_on_peers()
 
 
 def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:

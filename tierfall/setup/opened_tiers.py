@@ -235,7 +235,7 @@ class OpenedTiers:
         Raises ConfigError where no tier is left that can be written to.
         """
         new = [t.name for t in self.config.written if t.name in tiers]
-        self.config = self.config.reading_only(new)
+        self.config = self.config.with_keys(new, read_only=True)
         check_written(self.config, "".join(f"; {tiers[name]}" for name in new))
         for name in new:
             self.found_read_only[name] = tiers[name]
@@ -248,13 +248,9 @@ class OpenedTiers:
 
     def set_shared(self, shared: Mapping[str, bool]) -> None:
         """Set ``shared`` of the folders that the ranks have probed."""
-        tiers = tuple(
-            tier.model_copy(update={"shared": shared[tier.name]})
-            if isinstance(tier, FileTierConfig) and tier.name in shared
-            else tier
-            for tier in self.config.tiers
-        )
-        self.config = self.config.model_copy(update={"tiers": tiers})
+        folders = [tier.name for tier in self.config.stored if isinstance(tier, FileTierConfig)]
+        for name in shared.keys() & folders:
+            self.config = self.config.with_keys([name], shared=shared[name])
 
     # Attempts ----------------------------------------------------------------------------------------
 
@@ -459,7 +455,8 @@ class OpenedTiers:
     def discard_memory(self) -> None:
         """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
         needs any more: the process ends now."""
-        self.memory.discard()
+        for host in self.memory.hosts:
+            host.discard()
         if self.config.peers is not None and self.ranks.topology.is_leader:
             discard_kept(self.config.peers.path, self.run)
 
@@ -471,7 +468,13 @@ class OpenedTiers:
         self._closed = True
         try:
             if not keep and self._peers is not None and self.ranks.topology.is_leader:
-                self._peers.release(self.stores, self._call)
+                # what this node has sent, and what it keeps: all is durable on tiers that are not memory
+                peers = [
+                    self.stores[name] for name in self.config.peer_copies if name in self.stores
+                ]
+                for name, answer in self._call(peers, lambda store: store.delete_run()).items():
+                    if answer.error is not None:
+                        logger.warning("close: tier %s keeps its memory: %s", name, answer.error)
             close_stores(self.stores, timeout_s)
         finally:
             self.memory.close(keep=keep)

@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,6 @@ from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.wire import Head
-from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (
     BackendError,
@@ -60,7 +59,7 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.setup.places import with_own_peers
+from tierfall.setup.places import seen_by_one, with_own_peers
 from tierfall.tiers.arena.folder import (
     is_in_memory,
     prepare_folder,
@@ -82,11 +81,6 @@ CHECKED_BYTES_MIN = 64 << 10
 _ID_NAME = "memory-id"
 _FOLDER = re.compile(r"[0-9a-f]{16}-[0-9]+")
 """Of what a node sends in a start: the start, and the number of the node."""
-
-CallTiers = Callable[
-    [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
-]
-"""Makes a call of several tiers, each within its bound."""
 
 
 class PeerMemory:
@@ -110,7 +104,8 @@ class PeerMemory:
             mine = replace(mine, port=listener.getsockname()[1])
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
-                mine = reachable(mine, other)
+                if is_loopback(mine.host):  # which other machines cannot reach
+                    mine = replace(mine, host=address_towards(other))
                 meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
@@ -153,7 +148,10 @@ class PeerMemory:
         """Open the folder of what a node sends in this start; for reading, that of an earlier one."""
         path = self._tier.path / sender
         if sender in self._senders:
-            return RoomCheck(_open_kept(prepare_folder(path)))
+            # Only files in memory are mapped: a read error of a disk would end the process.
+            path = prepare_folder(path)
+            in_memory = is_in_memory(path)
+            return RoomCheck(KeptFiles(path) if in_memory else PosixBackend(path, direct_io=False))
         if path not in kept_folders(self._tier.path):
             raise BackendError(f"nothing that {sender} saves is kept here")
         return PosixBackend(path, read_only=True)
@@ -228,14 +226,6 @@ class PeerMemory:
         """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
 
-    def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
-        """Delete what this node has sent, and what it keeps: all is durable on tiers that are not memory. The leader of
-        a node makes this call."""
-        tiers = [stores[name] for name in (self._tier.name,) if name in stores]
-        for answer in call(tiers, lambda store: store.delete_run()).values():
-            if answer.error is not None:
-                logger.warning("close: tier %s keeps its memory: %s", self._tier.name, answer.error)
-
 
 class RoomCheck(Wrapper):
     """Refuses an object that does not fit into the memory that is free: else the machine may kill a process for it."""
@@ -250,20 +240,13 @@ class RoomCheck(Wrapper):
     ) -> Writer:
         if length is not None and length >= CHECKED_BYTES_MIN:
             reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
-            try:
-                _check_room(Path(self.place), length, reused_bytes)
-            except StorageFullError as error:
-                raise StorageFullError(f"{describe('create', key, self.place)}: {error}") from None
+            free_bytes = room_for_arena(Path(self.place)).free_bytes
+            if length > free_bytes + reused_bytes:
+                raise StorageFullError(
+                    f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(free_bytes)} are "
+                    f"free for it on {node_name()}: {HELPS}"
+                )
         return super().create(key, length=length, length_max=length_max, publish=publish)
-
-
-def _check_room(folder: Path, size: int, reused_bytes: int = 0) -> None:
-    """Raise StorageFullError where so many bytes do not fit into the memory that is free, or is used again."""
-    room = room_for_arena(folder)
-    if size > room.free_bytes + reused_bytes:
-        raise StorageFullError(
-            f"it needs {sized(size)}, and {sized(room.free_bytes)} are free for it on {node_name()}: {HELPS}"
-        )
 
 
 def close_peers(peers: PeerMemory | None) -> None:
@@ -274,7 +257,7 @@ def close_peers(peers: PeerMemory | None) -> None:
 
 def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
     """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
-    or only read if this node keeps a checkpoint: a restore must not take what it cannot read whole for nothing.
+    or only read if this node has kept anything: a restore must not take what it cannot read whole for nothing.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
@@ -292,12 +275,11 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
             f"node than the image. Start on at least {tier.copies + 1} nodes, or set copies to {nodes - 1} or less"
         )
-    if keeps_any(tier, run):
-        logger.info("open: there is one node, so tier %s is only read", tier.name)
-        return config.reading_only([tier.name]), None
+    config = seen_by_one(config)
     if ranks.topology.is_root:
-        logger.info("open: there is one node, so tier %s is left out", tier.name)
-    return config.without(tier.name), None
+        what = "left out" if config.peers is None else "only read"
+        logger.info("open: there is one node, so tier %s is %s", tier.name, what)
+    return config, None
 
 
 def _describe_self(tier: PeerTierConfig) -> PeerAddress:
@@ -315,12 +297,6 @@ def _describe_self(tier: PeerTierConfig) -> PeerAddress:
         source=found.source,
         memory_id=memory_id,
     )
-
-
-def _open_kept(path: Path) -> Backend:
-    """Open the folder of what is kept for others. Only files in memory are mapped: a read error of a disk would end the
-    process."""
-    return KeptFiles(path) if is_in_memory(path) else PosixBackend(path, direct_io=False)
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
@@ -449,11 +425,6 @@ def address_to_probe(addresses: Sequence[PeerAddress]) -> str | None:
     """
     others = [address.host for address in addresses if not is_loopback(address.host)]
     return others[0] if 0 < len(others) < len(addresses) else None
-
-
-def reachable(mine: PeerAddress, other: str) -> PeerAddress:
-    """Return ``mine``; if other machines cannot reach it, with the address on the network that leads to ``other``."""
-    return replace(mine, host=address_towards(other)) if is_loopback(mine.host) else mine
 
 
 # An image that other nodes keep -------------------------------------------------------------------
@@ -616,19 +587,6 @@ def view_kept(tier: PeerTierConfig, run: str) -> PeerCache:
         backend=PosixBackend(tier.path, read_only=True),
         read_only="it is only to be read",
     )
-
-
-def keeps_any(tier: PeerTierConfig, run: str) -> bool:
-    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
-    why."""
-    if not tier.path.exists():
-        return False
-    try:
-        with closing(view_kept(tier, run)) as kept:
-            listing = kept.list()
-            return bool(listing.copies or listing.error)
-    except BackendError:
-        return True
 
 
 def kept_of_run(path: Path, run: str) -> list[Path]:

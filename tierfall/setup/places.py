@@ -59,8 +59,7 @@ def with_own_peers(config: Config, run: str) -> Config:
     tier = config.peers
     if tier is None or tier.path.name == (name := run_folder(config, run).name):
         return config
-    own = tier.model_copy(update={"path": tier.path / name})
-    return config.model_copy(update={"tiers": tuple(own if t is tier else t for t in config.tiers)})
+    return config.with_keys([tier.name], path=tier.path / name)
 
 
 def seen_by_one(config: Config) -> Config:
@@ -71,7 +70,7 @@ def seen_by_one(config: Config) -> Config:
     if tier is None:
         return config
     if tier.path.exists():
-        return config.reading_only([tier.name])
+        return config.with_keys([tier.name], read_only=True)
     return config.without(tier.name)
 
 

@@ -14,22 +14,6 @@ from tierfall.core.types.values import CopyState, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
 from tierfall.policies.cadence import TierCadence
 
-__all__ = [
-    "CadenceReport",
-    "CheckpointInfo",
-    "Compression",
-    "DrainForecast",
-    "DrainReport",
-    "Fallback",
-    "LossBound",
-    "PeerSurvival",
-    "RestoreReport",
-    "ShardSource",
-    "Statistics",
-    "SurvivalChance",
-    "TierCadence",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSource:
