@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierfall.backends.object.backend import ObjectStoreBackend
@@ -42,6 +43,8 @@ def open_backend(
     options: Mapping[str, Any] | None = None,
     driver: Driver | None = None,
     read_only: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Backend:
     """Open the place of a URL. ``options`` are fsspec's for its protocol, ``driver`` chooses the library.
 
@@ -55,7 +58,9 @@ def open_backend(
             names = ", ".join(sorted(options))
             raise ConfigError(f"open {place_of(url)}: a folder has no options, but got {names}")
         return PosixBackend(rest, read_only=read_only)
-    retry = RetryPolicy(tries=_TRIES, longest_wait_s=1.0, total_s=_TRIES_S)
+    retry = RetryPolicy(
+        tries=_TRIES, longest_wait_s=1.0, total_s=_TRIES_S, sleep=sleep, clock=clock
+    )
     found = registry.find(scheme) if driver is None else None
     if found is not None:
         given = dict(options or {})

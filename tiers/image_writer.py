@@ -88,10 +88,11 @@ class Packing:
         level: int,
         chunk_bytes: int,
         parallel: int,
+        part_bytes: int | None = None,
     ) -> None:
+        """``part_bytes``: the least length of a part; PART_BYTES by default."""
         self.codec = codec
-        self.part_bytes = PART_BYTES
-        """The least length of a part."""
+        self.part_bytes = part_bytes or PART_BYTES
         self.level = level
         self.parallel = parallel
         self.window = parallel + 1

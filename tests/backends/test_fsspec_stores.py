@@ -52,6 +52,7 @@ def by_s3fs(server: SeaweedFS, url: str, *, read_only: bool = False) -> Backend:
         options=server.options(),
         driver=Driver.FSSPEC,
         read_only=read_only,
+        sleep=lambda s: None,
     )
 
 

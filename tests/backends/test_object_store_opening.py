@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 from backend_places import no_sleep
@@ -11,7 +10,6 @@ from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.wrappers.retry import RetryPolicy
 from tierfall.core.types.errors import UnreachableError
 
 
@@ -44,12 +42,9 @@ def replying(stub: Stub, statuses: list[int], code: str = "") -> None:
         ([409, 200, 412], "ConditionalRequestConflict"),
     ],
 )
-def test_what_passes_at_open_is_tried_again(
-    stub: Stub, statuses: list[int], code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_passes_at_open_is_tried_again(stub: Stub, statuses: list[int], code: str) -> None:
     replying(stub, statuses, code)
-    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", partial(RetryPolicy, sleep=no_sleep))
-    made = open_backend("s3://bucket/run", options=stub.options)
+    made = open_backend("s3://bucket/run", options=stub.options, sleep=no_sleep)
     assert made.traits.conditional_create
     made.close()
     put_, deleted = (
@@ -61,9 +56,7 @@ def test_what_passes_at_open_is_tried_again(
 
 
 @pytest.mark.parametrize(("answer_s", "waited"), [(0.0, 3), (3.5, 1), (20.0, 0)])
-def test_patience_at_open_ends(
-    stub: Stub, answer_s: float, waited: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_at_open_ends(stub: Stub, answer_s: float, waited: int) -> None:
     """After a number of tries, or where the store takes long over its refusals, after some seconds."""
     waits: list[float] = []
     now_s = 0.0
@@ -79,20 +72,21 @@ def test_patience_at_open_ends(
         now_s += seconds
 
     stub.reply = busy
-    policy = partial(RetryPolicy, sleep=sleep, clock=lambda: now_s)
-    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", policy)
-    error = refused(lambda: open_backend("s3://bucket/run", options=stub.options))
+    error = refused(
+        lambda: open_backend(
+            "s3://bucket/run",
+            options=stub.options,
+            sleep=sleep,
+            clock=lambda: now_s,
+        )
+    )
     assert type(error) is UnreachableError
     assert len(waits) == waited
     assert sum(waits) < 3
 
 
-def test_a_definite_refusal_at_open_is_not_tried_again(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub) -> None:
     stub.reply = lambda method, query: (403, error_body("AccessDenied"))
     waits: list[float] = []
-    policy = partial(RetryPolicy, sleep=waits.append)
-    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", policy)
-    refused(lambda: open_backend("s3://bucket/run", options=stub.options))
+    refused(lambda: open_backend("s3://bucket/run", options=stub.options, sleep=waits.append))
     assert waits == []

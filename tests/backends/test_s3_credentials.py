@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from s3_stub import KEY, PART_BYTES, SECRET, Stub, error_body, opened, refused
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
-from tierfall.backends.wrappers.retry import RetryPolicy
 from tierfall.core.types.errors import AccessDeniedError, ConfigError, UnreachableError
 
 # botocore leaves connections to what issues credentials to the garbage collector.
@@ -200,14 +198,10 @@ def test_a_role_that_is_refused_is_named_as_what_is_wrong(
     assert stub.requests == []
 
 
-def test_without_credentials_it_is_reported_at_once(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_credentials_it_is_reported_at_once(stub: Stub) -> None:
     waits: list[float] = []
-    policy = partial(RetryPolicy, sleep=waits.append)
-    monkeypatch.setattr("tierfall.backends.open.RetryPolicy", policy)
     options = {**stub.options, "key": None, "secret": None}
-    error = refused(lambda: open_backend("s3://bucket/run", options=options))
+    error = refused(lambda: open_backend("s3://bucket/run", options=options, sleep=waits.append))
     assert type(error) is AccessDeniedError
     assert "no credentials were found" in str(error)
     assert stub.requests == []

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tierfall.backends.peer.backend import PeerBackend
-from tierfall.backends.peer.server import _RequestHandler, _Session
+from tierfall.backends.peer.server import PeerServer, _RequestHandler, _Session
 from tierfall.core.ranks.wire import Connection, Head, WireError
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import BackendError, UnreachableError
@@ -47,7 +47,7 @@ class Wires:
 
 
 class Server:
-    """What a process of a machine keeps for those of another, as ``PeerServer`` does for one sender."""
+    """What a process of a machine keeps for those of another: in place of a ``PeerServer``."""
 
     def __init__(
         self,
@@ -58,9 +58,14 @@ class Server:
     ) -> None:
         self.machine = machine
         self.lock = threading.Lock()
-        self.folders, self.adopt = folders, adopt
+        self.idle_s = 1.0
+        self.folders = folders
+        self._adopt = adopt
         self._storage = storage
         self._sessions: dict[str, _Session] = {}
+
+    def adopt(self, sender: str, head: Head) -> bool:
+        return self._adopt(head)
 
     def join(self, name: str) -> _Session:
         session = self._sessions.setdefault(name, _Session(self._storage))
@@ -86,14 +91,7 @@ class Wire:
         side = cast(Connection, SimpleNamespace(
             set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
         ))  # fmt: skip
-        self._handler = _RequestHandler(
-            side,
-            server.join(session),
-            server.lock,
-            folders=server.folders,
-            adopt=server.adopt,
-            idle_s=1.0,
-        )
+        self._handler = _RequestHandler(cast(PeerServer, server), side, server.join(session), "")
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")
         self._answer: tuple[Head, memoryview | None] | None = None

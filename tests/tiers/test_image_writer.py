@@ -82,9 +82,7 @@ def place() -> Place:
 
 
 def packing(codec: Codec, parallel: int = 2) -> Packing:
-    made = Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel)
-    made.part_bytes = 4096
-    return made
+    return Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel, part_bytes=4096)
 
 
 def writer_to(
