@@ -110,7 +110,7 @@ class DictImage:
     reads: list[int] = field(default_factory=list)
     manifest_error: TierfallError | None = None
 
-    def manifest_bytes(self) -> bytes:
+    def manifest_bytes(self, length: int | None = None) -> bytes:
         if self.manifest_error is not None:
             raise self.manifest_error
         return self.made.manifest.encode()

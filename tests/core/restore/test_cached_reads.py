@@ -141,7 +141,9 @@ class CachedStore:
         self.made = Made(bytearray(self.made.image), self.made.manifest, self.made.commit)
         self.cache = bytearray(self.made.image)
 
-    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
+    def read_manifest(
+        self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
+    ) -> bytes:
         return self.made.manifest.encode()
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
