@@ -279,7 +279,7 @@ def decide_on_tiers(
             f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process changes: wait "
             "until it is flushed, or call it in the trainer"
         )
-    stores, errors = open_stores(config, config.run, is_bounded=True, creates=False)
+    stores, errors = open_stores(config, config.run, offline=True)
     try:
         failed, _ = _decide(config, stores, kind, checkpoint, tag)
         if kind is CommandKind.PIN:
@@ -533,7 +533,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """
     with owned_folder(config, "tierfall forget") as folder:
         storage = config.without_peers()
-        stores, failed = open_stores(storage, config.run, is_bounded=True, creates=False)
+        stores, failed = open_stores(storage, config.run, offline=True)
         try:
             identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
             forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())

@@ -143,7 +143,7 @@ def _wait_for_any(config: Config, silent: Set[str], until_s: float) -> bool:
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(RETRY_S, left_s))
         stores, errors = open_stores(
-            seen_by_one(config), config.run, find_read_only=True, creates=False
+            seen_by_one(config), config.run, find_read_only=True, offline=True
         )
         close_stores(stores, ANSWER_S)
         if not silent <= errors.keys():

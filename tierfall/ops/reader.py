@@ -212,7 +212,7 @@ class RunReader:
         self.config = config = seen_by_one(config)
         self.run = config.run
         folder = run_folder(config, self.run)
-        self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
+        self.stores, self.errors = open_stores(config, self.run, read_only=True)
         self._calls = BoundedCalls()
         self._folder = folder
         self._hosts = self._attach()

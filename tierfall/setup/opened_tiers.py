@@ -117,12 +117,7 @@ class OpenedTiers:
         )
         try:
             self.stores, self.errors = open_stores(
-                config,
-                run,
-                find_read_only=True,
-                creates=not offline,
-                is_bounded=offline,
-                peers=peers,
+                config, run, find_read_only=True, offline=offline, peers=peers
             )
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}

@@ -182,21 +182,21 @@ def open_stores(
     *,
     read_only: bool = False,
     find_read_only: bool = False,
-    is_bounded: bool = False,
-    creates: bool = True,
+    offline: bool = False,
     peers: PeerMemory | None = None,
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
-    A permanent refusal is raised; with ``read_only``, or without ``creates``, it is returned with the other errors.
-    With ``find_read_only``, a tier that refuses writes and has files of the run is opened for reading. With
-    ``is_bounded``, each call to a tier ends within its bound, as commands need it; a trainer bounds its waits by
-    itself. Without ``creates``, a tier whose folder is missing is unreachable: a command goes on with the others.
+    A permanent refusal is raised; with ``read_only`` or ``offline`` it is returned with the other errors. With
+    ``find_read_only``, a tier that refuses writes and has files of the run is opened for reading. ``offline``, for a
+    command: a tier whose folder is missing is unreachable, and not created. With it, and with ``read_only``, each call
+    to a tier ends within its bound; a trainer bounds its waits by itself.
     """
+    is_bounded = offline or read_only
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
         only = "it is only to be read" if read_only or tier.read_only else ""
-        _check_mounted(tier, only, creates=creates)
+        _check_mounted(tier, only, creates=not offline)
         try:
             if isinstance(tier, PeerTierConfig):
                 return _open_peers(tier, config, run, peers, is_bounded=is_bounded)
@@ -220,7 +220,7 @@ def open_stores(
     try:
         for name, answer in opened.items():
             if answer.error is not None:
-                errors[name] = _error_of(name, answer.error, read_only=read_only, creates=creates)
+                errors[name] = _error_of(name, answer.error, read_only=read_only, offline=offline)
     except BaseException:
         for store in stores.values():
             store.close()
@@ -228,10 +228,10 @@ def open_stores(
     return stores, errors
 
 
-def _error_of(tier: str, error: BaseException, *, read_only: bool, creates: bool) -> TierfallError:
+def _error_of(tier: str, error: BaseException, *, read_only: bool, offline: bool) -> TierfallError:
     """Return the error of a tier without which the others are opened; raise it if it ends the opening."""
     match error:
-        case BackendError() | ConfigError() if not creates:
+        case BackendError() | ConfigError() if offline:
             return error
         case BackendError() if read_only or isinstance(error, UnreachableError):
             later = "" if read_only else " (open again once it answers)"
