@@ -41,7 +41,7 @@ class Opener:
 
     def open(self, rank: int, *, fresh: bool = False, **more: Any) -> Checkpointer:
         config = self.config(rank, **more)
-        return Checkpointer(config, run="run", ranks=self.ranks[rank], fresh=fresh)
+        return Checkpointer(config, ranks=self.ranks[rank], fresh=fresh)
 
     def all_open(self, **more: Any) -> list[Any]:
         return on_all([lambda r=r: self.open(r, **more) for r in range(len(self.ranks))])  # type: ignore[misc]

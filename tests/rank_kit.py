@@ -37,7 +37,7 @@ def save_on_ranks(
     """Save ``state(rank, step)`` on every rank, each step through to the last tier before the next; ``go_on`` from what
     was saved before."""
     with network(["a"] * world_size) as ranks:
-        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
         for one in opened:
             assert isinstance(one, Checkpointer), one
         if go_on:

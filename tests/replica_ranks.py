@@ -26,7 +26,7 @@ def open_all(folder: Path, ranks: list[Ranks], **disk: Any) -> list[Checkpointer
     def open_one(rank: int) -> Checkpointer:
         tiers = [{"name": "host", "kind": "host", "folder": str(folder / "memory")}, stored]
         config = Config.model_validate({"run": "run", "max_wait": f"{MAX_WAIT_S}s", "tiers": tiers})
-        return Checkpointer(config, run="run", ranks=ranks[rank])
+        return Checkpointer(config, ranks=ranks[rank])
 
     opened = on_all([lambda r=r: open_one(r) for r in range(len(ranks))])  # type: ignore[misc]
     assert all(isinstance(one, Checkpointer) for one in opened), opened

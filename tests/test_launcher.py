@@ -85,7 +85,7 @@ def test_an_environment_that_makes_no_sense_is_a_config_error(
 ) -> None:
     env(**values)
     with pytest.raises(ConfigError, match=message):
-        launcher.find_ranks(config(), run="run")
+        launcher.find_ranks(config())
 
 
 def test_nobody_at_master_port(env: Any) -> None:
@@ -93,7 +93,7 @@ def test_nobody_at_master_port(env: Any) -> None:
         port = gone.getsockname()[1]
     env(WORLD_SIZE=2, RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     with pytest.raises(RanksError, match=f"no store answers at 127.0.0.1:{port}") as caught:
-        launcher.find_ranks(config(), run="run")
+        launcher.find_ranks(config())
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -104,7 +104,7 @@ def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, mess
     store = serve()
     env(WORLD_SIZE=2, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
     with pytest.raises(RanksError, match=f"{message} within 1 s"):
-        launcher.find_ranks(config(), run="run")
+        launcher.find_ranks(config())
 
 
 LIVES = """
@@ -113,7 +113,7 @@ from tierfall.config import Config
 from tierfall.launch.launcher import _bootstrap, find_ranks
 stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/address"])
 config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
-ranks = find_ranks(config, run="run")
+ranks = find_ranks(config)
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 agreed = ranks.agree("open", life, lambda bodies: list(bodies.values()), object)
 with open(f"{sys.argv[1]}/{life}-{os.environ['RANK']}", "w") as file:

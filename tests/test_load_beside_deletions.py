@@ -78,7 +78,7 @@ def test_ranks_choose_again_together(
     def open_one(ranks: list[Ranks], rank: int) -> Checkpointer:
         config = make_config(host={"folder": str(tmp_path / str(rank))})
         config["tiers"][1] = {"name": "store", "kind": "object", "url": "shelf://a"}
-        return Checkpointer(Config.model_validate(config), run="run", ranks=ranks[rank])
+        return Checkpointer(Config.model_validate(config), ranks=ranks[rank])
 
     both = on_all([partial(open_one, ranks, rank) for rank in range(2)])
     for step in (3, 4):

@@ -123,7 +123,7 @@ def served_of_ranks(folder: Path, port: int) -> Config:
 def test_the_first_rank_of_each_node_serves(tmp_path: Path, port: int) -> None:
     settings = served_of_ranks(tmp_path, port)
     with network(["a", "a"]) as ranks:
-        both = on_all([lambda r=r: Checkpointer(settings, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        both = on_all([lambda r=r: Checkpointer(settings, ranks=r) for r in ranks])  # type: ignore[misc]
         try:
             wait_until(lambda: health(port)[0] == 200, "a status")
             labels = re.findall(r'_healthy\{rank="(\d)"', get(port, "/metrics")[1])
@@ -137,7 +137,7 @@ def test_a_port_in_use_on_one_rank_is_an_error_on_all(tmp_path: Path, port: int)
 
     def open_rank(ranks: Ranks) -> str:
         try:
-            Checkpointer(settings, run="run", ranks=ranks)
+            Checkpointer(settings, ranks=ranks)
         except (ConfigError, RanksError) as error:
             return f"{type(error).__name__}: {error}"
         return "opened"

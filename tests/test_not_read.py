@@ -154,7 +154,7 @@ def test_what_one_rank_could_not_read_all_ranks_keep(ranks: list[Ranks], tmp_pat
             },
         ]
         config = {"run": "run", "max_wait": "20s", "tiers": tiers}
-        return Checkpointer(Config.model_validate(config), run="run", ranks=ranks[rank])
+        return Checkpointer(Config.model_validate(config), ranks=ranks[rank])
 
     def save_on_both(step: int) -> None:
         handles = [ckpt.save(step, state_of(step)) for ckpt in both]

@@ -52,7 +52,7 @@ def met(
         configs.append(config_of(folder, rank, **peer))
     with network(range(nodes)) as ranks:
         calls = [
-            lambda c=config, r=rank: meet_peers(c, "run", r)[1]  # type: ignore[misc]
+            lambda c=config, r=rank: meet_peers(c, r)[1]  # type: ignore[misc]
             for config, rank in zip(configs, ranks, strict=True)
         ]
         found = on_all(calls)
@@ -84,7 +84,7 @@ def test_domains_from_several_sources_are_refused(
     ]
     with network(range(2)) as ranks:
         pairs = zip(configs, ranks, strict=True)
-        found = on_all([lambda c=c, r=r: meet_peers(c, "run", r) for c, r in pairs])  # type: ignore[misc]
+        found = on_all([lambda c=c, r=r: meet_peers(c, r) for c, r in pairs])  # type: ignore[misc]
     (text,) = {str(one) for one in found}
     assert "given by SLURM_TOPOLOGY_ADDR on node 0" in text
     assert "and domains on node 1" in text

@@ -58,7 +58,7 @@ def opened(
 
         def open_one(rank: Ranks) -> Checkpointer:
             config = config_of(folder, nodes[rank.topology.rank], **options)
-            return Checkpointer(config, run="run", ranks=rank, fresh=fresh)
+            return Checkpointer(config, ranks=rank, fresh=fresh)
 
         all_ranks = on_all([lambda r=rank: open_one(r) for rank in ranks])  # type: ignore[misc]
         assert all(isinstance(one, Checkpointer) for one in all_ranks), all_ranks

@@ -41,7 +41,7 @@ def test_rank_0s_metrics_decide_for_all(tmp_path: Path) -> None:
     """Rank 1 measured otherwise: by its losses, other steps would be the best."""
     config = config_of(tmp_path, shared={"retain": {"best": {"metric": "loss", "count": 2}}})
     with network(["a", "a"]) as ranks:
-        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
         for step, loss in LOSSES.items():
             saves = [
                 lambda c=ckpt, m=measured, s=step: c.save(  # type: ignore[misc]

@@ -93,7 +93,7 @@ def test_several_ranks_compare_what_shares_memory_and_refuse_what_they_cannot_co
     save_on_ranks(config, 2, [1], lambda rank, step: state)
     save_on_ranks(config, 2, [2], lambda rank, step: {**state, "b": state["b"] + 1}, go_on=True)
     with network(["a", "a"]) as ranks:
-        opened = [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
+        opened = [lambda r=r: Checkpointer(config, ranks=r) for r in ranks]  # type: ignore[misc]
         both: Any = on_all(opened)
         memory = torch.zeros(2, 4)
         states = [{"a": each, "b": each} for each in memory]

@@ -95,7 +95,7 @@ def test_what_a_killed_process_reported_is_replaced_by_the_next_start(
 def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with network(["a", "a"]) as ranks:
-        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
         states = [{"w": torch.full((4,), float(rank)), "rng": None} for rank in range(2)]
         handles = on_all(
             [lambda c=c, s=s: c.save(1, s) for c, s in zip(opened, states, strict=True)]

@@ -66,9 +66,9 @@ def open(
         if not isinstance(value, bool):
             raise ConfigError(f"open: {name} is {value!r}; expected True or False")
     settings = load_config(config, run=run)
-    if replace and (earlier := open_run_on(settings, settings.run)) is not None:
+    if replace and (earlier := open_run_on(settings)) is not None:
         earlier.close(failed_by_exception())
-    return Checkpointer(settings, run=settings.run, process_group=process_group, fresh=fresh)
+    return Checkpointer(settings, process_group=process_group, fresh=fresh)
 
 
 @public_call

@@ -168,7 +168,7 @@ def save_on_two_nodes(tmp_path: Path) -> dict[str, Any]:
 
     def train(rank: int) -> None:
         made = Config.model_validate(config("ab"[rank]))
-        with Checkpointer(made, run="run", ranks=ranks[rank]) as ckpt:
+        with Checkpointer(made, ranks=ranks[rank]) as ckpt:
             ckpt.save(1, state_of(1), block=True)
 
     with network(["a", "b"]) as ranks:

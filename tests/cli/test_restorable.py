@@ -32,7 +32,7 @@ def test_memory_counts_with_the_images_of_all_ranks(tmp_path: Path, memory: Path
     with network(["a", "a"]) as ranks:
 
         def train(rank: int) -> None:
-            with Checkpointer(config, run="run", ranks=ranks[rank]) as ckpt:
+            with Checkpointer(config, ranks=ranks[rank]) as ckpt:
                 for step in (1, 2):
                     elements = 1000 * (1 + rank)
                     ckpt.save(step, {"w": torch.full((elements,), rank)}, block=step == 2)
@@ -61,7 +61,7 @@ def test_memory_counts_with_the_images_of_all_ranks(tmp_path: Path, memory: Path
     with network(["a", "a"]) as ranks:
 
         def look(rank: int) -> list[int]:
-            with Checkpointer(config, run="run", ranks=ranks[rank]) as ckpt:
+            with Checkpointer(config, ranks=ranks[rank]) as ckpt:
                 return [c.bytes for c in ckpt.checkpoints()]
 
         assert on_all([lambda r=r: look(r) for r in range(2)]) == [[images()] * 2] * 2  # type: ignore[misc]

@@ -64,12 +64,12 @@ def is_loaded(state: dict[str, Any], rank: int = 2) -> bool:
 def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(
     config: Config, tmp_path: Path
 ) -> None:
-    with Checkpointer(config, run="run") as ckpt:
+    with Checkpointer(config) as ckpt:
         assert is_loaded(load(empty(), ckpt))
     save_on_ranks(config, RANKS, [2], state_of, go_on=True)
     shutil.rmtree(tmp_path / "memory")
     for rank in (0, 1):
         (manifest,) = tmp_path.glob(f"disk/run/step-00000002-*/rank-0000{rank}-of-00003.json")
         manifest.unlink()
-    with Checkpointer(config, run="run") as ckpt:
+    with Checkpointer(config) as ckpt:
         assert is_loaded(load(empty(), ckpt)), "step 1"

@@ -179,7 +179,7 @@ def test_all_ranks_hear_of_what_their_processes_wrote(tmp_path: Path) -> None:
 
     config = config_of(tmp_path, near={}, far={})
     with network(["a", "a"]) as ranks:
-        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        opened = on_all([lambda r=r: Checkpointer(config, ranks=r) for r in ranks])  # type: ignore[misc]
         writers = [sent(TierWriter(ckpt, step=1)) for ckpt in opened]
         plans = [planned(rank) for rank in (0, 1)]
         global_plan, metadata = plans[0][0].create_global_plan([plan for _, plan in plans])

@@ -20,7 +20,7 @@ _OF_A_NODE = {"path", "url", "options", "folder", "domains"}
 """Keys of a tier that may differ between nodes."""
 
 
-def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
+def find_ranks(config: Config, *, process_group: Any = None) -> Ranks:
     """Connect to the other ranks of this job; a process without others is a job of one rank.
 
     The ranks are those of the process group; without one, those of ``torch.distributed`` where it is initialised; else
@@ -43,7 +43,7 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
         address=_address(rank),
         settings=_settings(config),
     )
-    return Ranks.join(place, _bootstrap(), run=run, timeout_s=config.max_wait_s)
+    return Ranks.join(place, _bootstrap(), run=config.run, timeout_s=config.max_wait_s)
 
 
 def _rank_and_size(process_group: Any) -> tuple[int, int]:

@@ -279,7 +279,7 @@ def decide_on_tiers(
             f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process changes: wait "
             "until it is flushed, or call it in the trainer"
         )
-    stores, errors = open_stores(config, config.run, offline=True)
+    stores, errors = open_stores(config, offline=True)
     try:
         failed, _ = _decide(config, stores, kind, checkpoint, tag)
         if kind is CommandKind.PIN:
@@ -369,7 +369,7 @@ def owned_tiers(config: Config, command: str, *, begins: bool = False) -> Iterat
     """
     if not begins:
         check_folders(config)
-    tiers = OpenedTiers(config, run=config.run, offline=not begins, command=command)
+    tiers = OpenedTiers(config, offline=not begins, command=command)
     try:
         if not begins:
             tiers.make_durable()
@@ -533,7 +533,7 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     """
     with owned_folder(config, "tierfall forget") as folder:
         storage = config.without_peers()
-        stores, failed = open_stores(storage, config.run, offline=True)
+        stores, failed = open_stores(storage, offline=True)
         try:
             identities = TierIdentities(config, stores, folder, calls=BoundedCalls())
             forgotten_by, refused = identities.forget(tier, wall_time_s=time.time())
@@ -608,9 +608,9 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
     read, and StepError if a checkpoint was saved or pinned since the listings ``shown``.
     """
     check_folders(config)
-    config = with_own_peers(config, config.run)
+    config = with_own_peers(config)
     with ExitStack() as undo:
-        tiers = OpenedTiers(config, run=config.run, offline=True, command="tierfall rm")
+        tiers = OpenedTiers(config, offline=True, command="tierfall rm")
         undo.callback(tiers.close, keep=True)
         for listing in tiers.listings:
             if listing.error is not None:

@@ -142,9 +142,7 @@ def _wait_for_any(config: Config, silent: Set[str], until_s: float) -> bool:
     logger.warning("drain: tried again until the deadline: %s", ", ".join(sorted(silent)))
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(RETRY_S, left_s))
-        stores, errors = open_stores(
-            seen_by_one(config), config.run, find_read_only=True, offline=True
-        )
+        stores, errors = open_stores(seen_by_one(config), find_read_only=True, offline=True)
         close_stores(stores, ANSWER_S)
         if not silent <= errors.keys():
             return True
@@ -158,7 +156,7 @@ def _drain_once(
     on_forecast: Callable[[str], None],
 ) -> tuple[DrainResult, Set[str]]:
     """Drain to the tiers that can be opened now. Return the result, without its seconds, and the other tiers."""
-    tiers = OpenedTiers(config, run=config.run, offline=True, command="tierfall drain")
+    tiers = OpenedTiers(config, offline=True, command="tierfall drain")
     kept = True
     try:
         for problem in tiers.memory.problems:  # it would be freed with the rest

@@ -135,7 +135,7 @@ def _reading_only(tier: Mapping[str, object], run: str, **more: object) -> Confi
 def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     """Return the names of all runs on the tiers, and of these tiers in host memory, and the errors of the tiers that
     could not be read."""
-    stores, errors = open_stores(config, config.run, read_only=True)
+    stores, errors = open_stores(config, read_only=True)
     folders = {
         tier.name: None if isinstance(tier, PeerTierConfig) else tier.folder
         for tier in config.stored
@@ -212,7 +212,7 @@ class RunReader:
         self.config = config = seen_by_one(config)
         self.run = config.run
         folder = run_folder(config, self.run)
-        self.stores, self.errors = open_stores(config, self.run, read_only=True)
+        self.stores, self.errors = open_stores(config, read_only=True)
         self._calls = BoundedCalls()
         self._folder = folder
         self._hosts = self._attach()

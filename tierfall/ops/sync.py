@@ -92,7 +92,7 @@ def open_writable(config: Config, tier: str) -> Iterator[StoredTier]:
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
     if not only.written:
         raise ConfigError(f"tier {tier} is read_only: nothing is changed there")
-    stores, errors = open_stores(only, config.run, offline=True)
+    stores, errors = open_stores(only, offline=True)
     if tier in errors:
         raise errors[tier]
     try:

@@ -66,14 +66,11 @@ class Checkpointer:
         self,
         config: Config,
         *,
-        run: str,
         process_group: object = None,
         ranks: Ranks | None = None,
         fresh: bool = False,
     ) -> None:
-        opened = OpenRun.open(
-            config, run=run, process_group=process_group, ranks=ranks, fresh=fresh
-        )
+        opened = OpenRun.open(config, process_group=process_group, ranks=ranks, fresh=fresh)
         self._opened = opened
         self._config = opened.config
         self._session = opened.session

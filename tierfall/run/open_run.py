@@ -74,7 +74,6 @@ class OpenRun:
         cls,
         config: Config,
         *,
-        run: str,
         process_group: object = None,
         ranks: Ranks | None = None,
         fresh: bool = False,
@@ -83,20 +82,20 @@ class OpenRun:
         the steps before it have opened is closed, on all ranks."""
         with ExitStack() as undo:
             # The launcher: which rank this process is, and the connection to the others.
-            ranks = ranks or find_ranks(config, run=run, process_group=process_group)
+            ranks = ranks or find_ranks(config, process_group=process_group)
             undo.callback(ranks.leave)
             if not config.stored and ranks.topology.is_root:
                 logger.warning(
                     "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart "
-                    "of the machine. Add a tier of kind file or object", run,
+                    "of the machine. Add a tier of kind file or object", config.run,
                 )  # fmt: skip
-            config, peers = meet_peers(config, run, ranks)
+            config, peers = meet_peers(config, ranks)
             undo.callback(close_peers, peers)
 
             # The tiers: host memory with what an earlier start left in it, and each stored tier, listed.
             with opened_by_each(ranks):
-                _check_first(config, run)
-                tiers = OpenedTiers(config, run=run, ranks=ranks, fresh=fresh, peers=peers)
+                _check_first(config)
+                tiers = OpenedTiers(config, ranks=ranks, fresh=fresh, peers=peers)
                 undo.callback(tiers.close, keep=True)
 
             # The attempt: a number that no other start has, and what all ranks have found.
@@ -118,7 +117,7 @@ class OpenRun:
                 capturer = Capturer(
                     post=session.coordinator.post,
                     max_wait_s=config.max_wait_s,
-                    name=run,
+                    name=config.run,
                     holds=session.holds,
                     checked=config.capture.verify is not Verify.OFF,
                     on_step=steps.on_step,
@@ -129,7 +128,7 @@ class OpenRun:
                 undo.callback(opened.stop_signals)
 
             if fresh:
-                log_abandoned(run, session.known(), None)
+                log_abandoned(config.run, session.known(), None)
                 session.coordinator.begin_anew()
             session.start(opened.listeners)
             opened.listen_to_signals()  # what a signal asks for is work of a session that has started
@@ -693,13 +692,13 @@ def open_runs() -> list[OpenRun]:
     return [one for one in list(OPEN) if one.pid == os.getpid()]
 
 
-def open_run_on(config: Config, run: str) -> OpenRun | None:
-    """Return the run of this name that is open in this process with the same host memory or a tier of ``config``."""
+def open_run_on(config: Config) -> OpenRun | None:
+    """Return the run of that name that is open in this process with the same host memory or a tier of ``config``."""
     places = {tier.place for tier in config.stored}
     for other in open_runs():
         theirs = {tier.place for tier in other.config.stored}
-        if other.run == run and (
-            places & theirs or other.session.memory.folder == run_folder(config, run)
+        if other.run == config.run and (
+            places & theirs or other.session.memory.folder == run_folder(config, config.run)
         ):
             return other
     return None
@@ -710,12 +709,12 @@ def failed_by_exception() -> str:
     return "" if sys.exc_info()[0] is None else "it ended by an exception"
 
 
-def _check_first(config: Config, run: str) -> None:
+def _check_first(config: Config) -> None:
     """Refuse to open a run twice in one process: the second would fence the first; and to listen to signals on another
     than the main thread."""
-    if (other := open_run_on(config, run)) is not None:
+    if (other := open_run_on(config)) is not None:
         raise ConfigError(
-            f"open: a second Checkpointer of run {run!r} in this process, which has one with host memory in "
+            f"open: a second Checkpointer of run {config.run!r} in this process, which has one with host memory in "
             f"{other.session.memory.folder} already. tierfall.open(..., replace=True) closes that one first, also if "
             "no variable holds it any more; tierfall.close_all() closes all of this process"
         )

@@ -77,7 +77,7 @@ class NodeMemory:
     with this process; empty if none is, as far as known."""
 
     def __init__(
-        self, config: Config, *, run: str, ranks: Ranks, adopts: bool, images: int, command: str
+        self, config: Config, *, ranks: Ranks, adopts: bool, images: int, command: str
     ) -> None:
         """Lock and open the own slot and, if this process ``adopts``, those of ranks that no longer exist. ``images``
         is for how many memory has room by default. A ``command`` that holds the run is waited for, for ``max_wait`` at
@@ -86,7 +86,7 @@ class NodeMemory:
         Raises LockError if another process has one of the slots, ConfigError for memory of another run and for a
         damaged header.
         """
-        self.name = config.host.name
+        self.name, run = config.host.name, config.run
         self.folder = prepare_folder(run_folder(config, run))
         self.adopted: list[Slot] = []
         self.problems: list[TierfallError] = []

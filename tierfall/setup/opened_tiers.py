@@ -80,7 +80,6 @@ class OpenedTiers:
         self,
         config: Config,
         *,
-        run: str,
         ranks: Ranks | None = None,
         offline: bool = False,
         fresh: bool = False,
@@ -98,7 +97,7 @@ class OpenedTiers:
         if not offline:
             check_written(config)
         self.config = config
-        self.run = run
+        self.run = config.run
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.found_read_only: dict[str, str] = {}
@@ -109,7 +108,6 @@ class OpenedTiers:
         self.stores: dict[str, StoredTier] = {}
         self.memory = NodeMemory(
             config,
-            run=run,
             ranks=self.ranks,
             adopts=offline or self.ranks.topology.is_leader,
             images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
@@ -117,7 +115,7 @@ class OpenedTiers:
         )
         try:
             self.stores, self.errors = open_stores(
-                config, run, find_read_only=True, offline=offline, peers=peers
+                config, find_read_only=True, offline=offline, peers=peers
             )
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
@@ -139,7 +137,7 @@ class OpenedTiers:
                 self.stores,
                 looked_at,
                 {**self.errors, **self.emptied, **{x.tier: x.error for x in looked_at if x.error}},
-                run=run,
+                run=self.run,
                 may_be_unknown=offline
                 or (not fresh and self.identities.are_as_remembered(looked_at)),
             )

@@ -255,13 +255,13 @@ def close_peers(peers: PeerMemory | None) -> None:
         peers.close()
 
 
-def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
+def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
     """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
     or only read if this node has kept anything: a restore must not take what it cannot read whole for nothing.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
-    config = with_own_peers(config, run)
+    config = with_own_peers(config)
     tier = config.peers
     if tier is None:
         return config, None
@@ -269,7 +269,7 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if nodes > tier.copies:
         bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
         timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
-        return config, PeerMemory(tier, run, ranks, timeout_s=timeout_s)
+        return config, PeerMemory(tier, config.run, ranks, timeout_s=timeout_s)
     if nodes > 1:
         raise ConfigError(
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "

@@ -53,11 +53,11 @@ def run_folder(config: Config, run: str) -> Path:
     return max(earlier, default=(0.0, own))[1]
 
 
-def with_own_peers(config: Config, run: str) -> Config:
+def with_own_peers(config: Config) -> Config:
     """Return the configuration with a folder of peer memory for these tiers alone, named as that of their host memory:
     another project on this node may have a run of that name."""
     tier = config.peers
-    if tier is None or tier.path.name == (name := run_folder(config, run).name):
+    if tier is None or tier.path.name == (name := run_folder(config, config.run).name):
         return config
     return config.with_keys([tier.name], path=tier.path / name)
 
@@ -65,7 +65,7 @@ def with_own_peers(config: Config, run: str) -> Config:
 def seen_by_one(config: Config) -> Config:
     """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
     keeps, if anything."""
-    config = with_own_peers(config, config.run)
+    config = with_own_peers(config)
     tier = config.peers
     if tier is None:
         return config

@@ -178,7 +178,6 @@ def bounded(
 
 def open_stores(
     config: Config,
-    run: str,
     *,
     read_only: bool = False,
     find_read_only: bool = False,
@@ -199,14 +198,14 @@ def open_stores(
         _check_mounted(tier, only, creates=not offline)
         try:
             if isinstance(tier, PeerTierConfig):
-                return _open_peers(tier, config, run, peers, is_bounded=is_bounded)
+                return _open_peers(tier, config, peers, is_bounded=is_bounded)
             backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
-            found = _open_to_read(tier, config, run, error) if find_read_only else None
+            found = _open_to_read(tier, config, error) if find_read_only else None
             if found is None:
                 raise
             return found
-        return _store(tier, backend, config, run, read_only=only, is_bounded=is_bounded)
+        return _store(tier, backend, config, read_only=only, is_bounded=is_bounded)
 
     opened = BoundedCalls().call_all(
         {tier.name: partial(open_one, tier) for tier in config.stored},
@@ -275,12 +274,12 @@ def may_create(tier: FileTierConfig | ObjectTierConfig) -> bool:
 
 
 def _open_to_read(
-    tier: FileTierConfig | ObjectTierConfig, config: Config, run: str, refusal: AccessDeniedError
+    tier: FileTierConfig | ObjectTierConfig, config: Config, refusal: AccessDeniedError
 ) -> StoredTier | None:
     """Open a tier that refuses writes for reading; None where it cannot be read, or has no file of the run."""
     why = str(refusal)
     try:
-        store = _store(tier, _open_backend(tier, read_only=True), config, run, read_only=why)
+        store = _store(tier, _open_backend(tier, read_only=True), config, read_only=why)
     except BackendError as error:
         logger.debug("open: tier %s cannot be read either: %s", tier.name, error)
         return None
@@ -311,11 +310,11 @@ def check_written(config: Config, why: str = "") -> None:
 
 
 @contextmanager
-def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
+def open_store(config: Config, tier: str) -> Iterator[StoredTier]:
     """Open one stored tier for writing, for the length of the block."""
     section = next(section for section in config.stored if section.name == tier)
     backend = _open_backend(section, read_only=False)
-    store = _store(section, backend, config, run, read_only="")
+    store = _store(section, backend, config, read_only="")
     try:
         yield store
     finally:
@@ -326,7 +325,6 @@ def _store(
     tier: FileTierConfig | ObjectTierConfig,
     backend: Backend,
     config: Config,
-    run: str,
     *,
     read_only: str,
     is_bounded: bool = False,
@@ -340,7 +338,7 @@ def _store(
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
         name=tier.name,
-        run=run,
+        run=config.run,
         backend=wrapped,
         packing=_packing(tier, config),
         pace=pace,
@@ -356,14 +354,13 @@ def _store(
 def _open_peers(
     tier: PeerTierConfig,
     config: Config,
-    run: str,
     peers: PeerMemory | None,
     *,
     is_bounded: bool,
 ) -> PeerCache:
     """Open peer memory: what this node keeps, and with ``peers`` what it sends."""
     if peers is None:
-        return view_kept(tier, run)
+        return view_kept(tier, config.run)
     pace = RateLimiter(tier.bandwidth_bytes_per_s)
     keepers = peers.connect()
     answering = [LastAnswer(backend) for backend in keepers]
@@ -377,10 +374,10 @@ def _open_peers(
         wrapped = [bounded(each, tier, config, last_answer_s) for each in wrapped]
     return PeerCache(
         name=tier.name,
-        run=run,
-        kept=KeptFolders(tier, run, read_only=False),
+        run=config.run,
+        kept=KeptFolders(tier, config.run, read_only=False),
         sent=[
-            PeerFolder(tier.name, run, each, keeper.adopt)
+            PeerFolder(tier.name, config.run, each, keeper.adopt)
             for each, keeper in zip(wrapped, keepers, strict=True)
         ],
         backend=wrapped[0],

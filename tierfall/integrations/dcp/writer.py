@@ -354,7 +354,6 @@ class DirectWrite:
     """What a process needs to write one rank's shard of one step."""
 
     config: Config
-    run: str
     tier: str
     attempt: Attempt
     lineage: Lineage
@@ -393,7 +392,6 @@ def direct_write(
     )
     return DirectWrite(
         config=run.config,
-        run=session.run,
         tier=tier.name,
         attempt=lineage.attempt,
         lineage=place,
@@ -432,7 +430,7 @@ class DirectWriter(PlansUnchanged, StorageWriter):
         """Write this rank's image and manifest, which do not count before ``finish``."""
         request = self._request
         view = walk_state(planned_state(plan, planner), with_random=False)
-        with open_store(request.config, request.run, request.tier) as store:
+        with open_store(request.config, request.tier) as store:
             store.fence.check(request.attempt)
             chunk_bytes, commit = request.config.chunk_bytes, _commit_of(request, ())
             files = write_view(store, view, commit, shard=request.shard, chunk_bytes=chunk_bytes)
@@ -456,7 +454,7 @@ class DirectWriter(PlansUnchanged, StorageWriter):
                 "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
             )
         count_outcomes(metadata, results, step)
-        with open_store(request.config, request.run, request.tier) as store:
+        with open_store(request.config, request.tier) as store:
             store.commit(_commit_of(request, files), attempt=request.attempt)
             store.write_latest(request.lineage.checkpoint)
 
