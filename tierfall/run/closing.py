@@ -222,18 +222,6 @@ class LookedAt:
         """Return whether a tier could not be asked about a checkpoint. What a tier lacks, the ledger knows."""
         return isinstance(self.found.get(id, {}).get(tier), TierfallError)
 
-    @property
-    def lacking(self) -> set[str]:
-        """The tiers that lack a copy, or could not be asked about it."""
-        answers = (pair for tiers in self.found.values() for pair in tiers.items())
-        return {tier for tier, answer in answers if answer is not True}
-
-    @property
-    def unread(self) -> dict[str, BaseException]:
-        """The errors of tiers that could not be asked."""
-        answers = (pair for tiers in self.found.values() for pair in tiers.items())
-        return {tier: answer for tier, answer in answers if not isinstance(answer, bool)}
-
 
 def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
     """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
@@ -299,11 +287,14 @@ def log_end(
             FlushError(f"close: lost, as no other tier has it: {named}: {session.memory.loss}")
         ]
         logger.error("%s", losses[0])
-    errors = {**looked_at.unread, **session.call(ask)}
+    answers = [pair for tiers in looked_at.found.values() for pair in tiers.items()]
+    lacking = {tier for tier, answer in answers if answer is not True}
+    unasked = {tier: answer for tier, answer in answers if not isinstance(answer, bool)}
+    errors = {**unasked, **session.call(ask)}
     for tier, error in errors.items():
         logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
     if memory_kept:
-        session.tiers.identities.forget_lost({*errors, *looked_at.lacking}, timeout_s=LOOK_S)
+        session.tiers.identities.forget_lost({*errors, *lacking}, timeout_s=LOOK_S)
     _log_left(session, report, lost)
     event = f"run {session.run} is closed"
     log_newest(session, event, looked_at, memory_kept=memory_kept, early=early)

@@ -234,7 +234,7 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
         assert start.attempt is not None
         tiers.exclude_all(start.unreachable)
         tiers.emptied.clear()  # the others are new tiers
-        with _report_error(ranks, _ATTEMPT):
+        with reporting_error(ranks, _ATTEMPT):
             taken = tiers.claim(start.attempt)
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
@@ -253,7 +253,7 @@ def _discard_unfinished(tiers: OpenedTiers, attempt: Attempt) -> bool:
     """Delete what earlier starts left half written, now that all ranks have written the attempt, and none writes
     anything else. Return whether all ranks can go on with all tiers."""
     timeout_s = _patience_s(tiers)
-    with _report_error(tiers.ranks, _LEFTOVERS, timeout_s):
+    with reporting_error(tiers.ranks, _LEFTOVERS, timeout_s):
         silent = not tiers.discard_unfinished(attempt)
     message = StartMessage(silent=silent)
     return tiers.ranks.agree(_LEFTOVERS, message, _none_silent, bool, timeout_s=timeout_s)
@@ -287,23 +287,19 @@ def _patience_s(tiers: OpenedTiers) -> float:
 
 
 @contextmanager
-def opened_by_each(ranks: Ranks) -> Iterator[None]:
-    """Report an error in this block to the other ranks: they wait for this rank in ``agree_on_start``."""
-    with _report_error(ranks, _OPEN):
-        yield
-
-
-@contextmanager
 def all_ranks_or_none(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
-    with _report_error(ranks, _READY, timeout_s):
+    with reporting_error(ranks, _READY, timeout_s):
         yield
     ranks.agree(_READY, StartMessage(), _check_started, object, timeout_s=timeout_s)
 
 
 @contextmanager
-def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Report an error in this block to the other ranks, at their next agreement."""
+def reporting_error(
+    ranks: Ranks, what: str = _OPEN, timeout_s: float | None = None
+) -> Iterator[None]:
+    """Report an error in this block to the other ranks, at their next agreement: by default where they agree on the
+    start."""
     try:
         yield
     except BaseException as error:
