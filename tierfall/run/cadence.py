@@ -179,9 +179,8 @@ class CadenceClock:
             if now_s + steps * self.meter.fastest_step_s >= self._due_s:
                 every_s = self._rules.every_s
                 self._due_s += every_s
-                if (
-                    self._due_s <= now_s
-                ):  # after a pause of the loop: missed saves are not made up for
+                if self._due_s <= now_s:
+                    # after a pause of the loop: missed saves are not made up for
                     self._due_s = now_s + every_s
                 self._add(soonest)
         elif self._rules.measured:

@@ -113,13 +113,16 @@ def run_command(
     if ranks.topology.is_root:
         try:
             failed = session.submit(kind, id, tag)
-        except (
-            TierfallError
-        ) as error:  # the coordinator has stopped: no other rank must wait for it
+        except TierfallError as error:
+            # the coordinator has stopped: no other rank must wait for it
             failed = {"tierfall": error}
 
     def end(calls: dict[int, None]) -> None:
-        check(kind, id, failed)
+        for tier, error in failed.items():
+            if isinstance(error, StepError):
+                raise error
+            known = type(error) if isinstance(error, TierfallError) else TierfallError
+            raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
 
     ranks.agree(f"{kind}: end", None, end, object, timeout_s=_patience_s(session))
 
@@ -152,15 +155,6 @@ def find_checkpoint(session: Session, doing: str, step: int, attempt: int | None
 def _patience_s(session: Session) -> float:
     """Return how long ranks wait for rank 0, which may itself wait for its tiers for ``max_wait``."""
     return 2 * session.config.max_wait_s
-
-
-def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
-    """Raise what kept a command from being carried out; ``failed`` has the error of each tier."""
-    for tier, error in failed.items():
-        if isinstance(error, StepError):
-            raise error
-        known = type(error) if isinstance(error, TierfallError) else TierfallError
-        raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
 
 
 # prune -----------------------------------------------------------------------------------------------

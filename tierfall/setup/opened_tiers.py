@@ -373,9 +373,8 @@ class OpenedTiers:
         starts = {start.key for listing in found for start in listing.starts}
         starts |= {start_of(commit).key for commit in commits}
         if len({number for number, _ in starts}) < len(starts):
-            return (
-                self.list_now()
-            )  # which of two attempts of one number counts is told by their records
+            # which of two attempts of one number counts is told by their records
+            return self.list_now()
         return found
 
     def read_rest(self) -> None:

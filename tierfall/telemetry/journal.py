@@ -146,9 +146,8 @@ class Journal:
         pid = os.getpid()
 
         def unsubscribe() -> None:
-            if (
-                os.getpid() != pid
-            ):  # a forked child has no such thread, and perhaps a lock that is held
+            # a forked child has no such thread, and perhaps a lock that is held
+            if os.getpid() != pid:
                 return
             with self._lock:
                 if subscriber in self._subscribers:
