@@ -135,7 +135,7 @@ def fails_for(rank: int, owner: type, method: str, error: BaseException, patch: 
 def _rank_of(self: Any, *args: Any) -> int:
     if isinstance(self, HostTier):
         return self._shard.rank
-    opened = self if isinstance(self, OpenedTiers) else args[isinstance(self, Saver)]
+    opened = self if isinstance(self, OpenedTiers) else args[0]
     rank: int = opened.ranks.topology.rank
     return rank
 
