@@ -70,7 +70,7 @@ LINES = {
     ("core/runtime",): 2_224,
     ("core/ranks",): 2_273,
     ("core/capture", "core/sampling"): 3_940,
-    ("core/restore", "core/load", "core/copies"): 7_186,
+    ("core/restore", "core/load", "core/copies"): 7_194,
     ("core/compression",): 373,
     ("core/flush",): 8_139,
     ("policies",): 2_178,

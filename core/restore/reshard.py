@@ -312,20 +312,28 @@ class BlockReads:
     def _join_ranges(self) -> None:
         """Read bytes that several ranges have once, to the targets of all."""
         edges: dict[int, set[int]] = {}
-        for rank, start, end in self._ranges:
-            edges.setdefault(rank, set()).update((start, end))
+        for one, other in itertools.pairwise(sorted(self._ranges)):
+            if one.rank == other.rank and other.start < one.end:
+                edges[one.rank] = set()
+        for rank, start, end in self._ranges if edges else ():
+            if rank in edges:
+                edges[rank].update((start, end))
         cuts = {rank: sorted(found) for rank, found in edges.items()}
         parts: dict[_ReadRange, list[torch.Tensor]] = {}
-        for (rank, start, end), targets in self._ranges.items():
+        for each, targets in self._ranges.items():
+            rank, start, end = each
+            if rank not in cuts:  # the usual case: no bytes are wanted twice
+                parts[each] = targets
+                continue
             at = cuts[rank]
             inside = at[bisect.bisect_left(at, start) : bisect.bisect_right(at, end)]
             for low, high in itertools.pairwise(inside):
                 found = parts.setdefault(_ReadRange(rank, low, high), [])
                 is_whole = (low, high) == (start, end)
                 found += targets if is_whole else [t[low - start : high - start] for t in targets]
-        for rank, low, high in sorted(parts):
-            fill = Fill(start=low, end=high, targets=tuple(parts[_ReadRange(rank, low, high)]))
-            self.fills.setdefault(rank, []).append(fill)
+        for part in sorted(parts):
+            fill = Fill(start=part.start, end=part.end, targets=tuple(parts[part]))
+            self.fills.setdefault(part.rank, []).append(fill)
 
     def _read(self, rank: int, start: int, end: int, target: torch.Tensor) -> None:
         if end > start:
