@@ -77,7 +77,7 @@ LINES = {
     ("backends",): 6_882,
     ("tiers",): 4_230,
     ("tierfall/config",): 2_637,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_368,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_369,
     ("tierfall/ops",): 3_326,
     ("tierfall/telemetry",): 1_734,
     ("tierfall/cli",): 4_175,

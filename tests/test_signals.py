@@ -150,7 +150,8 @@ listener = signals.add_listener({{signal.SIGTERM}}, what="test", work=lambda num
 def fork():
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        for _ in range(600):  # a signal that comes right before a sleep is noticed after it
+            time.sleep(0.1)
         os._exit(3)
     os.kill(child, signal.SIGTERM)
     say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

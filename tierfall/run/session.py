@@ -236,7 +236,8 @@ class Session:
 
         Raises TierfallError where the coordinator has stopped.
         """
-        self._awaited.set()
+        if not self._awaited.is_set:
+            self._awaited.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done.wait(
             CHECK_S if deadline is None else min(CHECK_S, max(0.0, deadline - time.monotonic()))
