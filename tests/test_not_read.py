@@ -95,6 +95,26 @@ def test_no_rule_deletes_what_a_listing_could_not_read(
         wait_until(lambda: shelf.steps() == [2, 4], "the rules delete what could be read")
 
 
+def test_a_copy_that_is_found_where_it_is_owed_counts_once_it_was_read(
+    config: dict[str, Any], shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store does not answer when the run is opened, and a bit of its newest copy has flipped."""
+    config["tiers"][0]["on_close"] = "keep"
+    two_steps(config)
+    image = next(key for key in shelf.of_step(2) if key.endswith(FILES[0]))
+    shelf.values[image] = shelf.values[image][:-1] + bytes([shelf.values[image][-1] ^ 1])
+    shelf.refused = {"run/latest": toolkit.UnreachableError}
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state, unreachable="ignore")
+        assert step_in(state) == 2
+        shelf.refused = {}
+        wait_until(lambda: "2@1 is damaged" in caplog.text, "it is read")
+        ckpt.drain(10.0)
+        assert shelf.steps() == [1, 2]
+    assert step_in(tierfall.load(config, step=1)) == 1
+
+
 # What is damage -----------------------------------------------------------------------------------
 
 

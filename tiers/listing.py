@@ -394,12 +394,10 @@ class TierCatalog:
         }
         named = {id for id in (latest, scan.origin) if id is not None}
         new = sorted((scan.folders.keys() | named) - cached.keys())
-        later = [id for id in new if id in listed] if newest else []
-        if len(later) > FEW:
-            later = sorted({*later} - named - scan.deciding())
-            new = sorted({*new} - {*later})
-        else:
-            later = []
+        later: set[CheckpointId] = set()
+        if newest and len(listed.keys() - cached.keys()) > FEW:
+            later = listed.keys() - cached.keys() - scan.deciding()
+            new = [id for id in new if id not in later]
         sizes = [listed[id].bytes if id in listed else None for id in new]
         read = run_in_parallel(
             lambda asked: self._try_read(*asked),

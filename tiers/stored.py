@@ -202,15 +202,16 @@ class StoredTier(TierCatalog):
         """
         began_s = time.monotonic()
         self.fence.check(attempt)
-        checkpoint = commit.lineage.checkpoint
+        checkpoint, is_new = commit.lineage.checkpoint, True
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._synced.add(checkpoint)
             self.delete_other_codecs(commit, attempt=attempt)
         else:
-            self._create_commit(commit, attempt)
+            is_new = self._create_commit(commit, attempt)
         try:
-            self.note_mended(commit)
+            if is_new:
+                self.note_mended(commit)
         except BackendError as error:
             # The copy is committed all the same, and counts as damaged until it is read.
             text = "%s: that the copy of %s is whole again is not noted: %s"
@@ -227,7 +228,8 @@ class StoredTier(TierCatalog):
                 self.name, checkpoint.attempt, error,
             )  # fmt: skip
 
-    def _create_commit(self, commit: Commit, attempt: Attempt) -> None:
+    def _create_commit(self, commit: Commit, attempt: Attempt) -> bool:
+        """Create a commit record; return False if the same one was there."""
         checkpoint = commit.lineage.checkpoint
         try:
             self._documents.create(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
@@ -236,7 +238,7 @@ class StoredTier(TierCatalog):
             is_same = found.lineage == commit.lineage and found.files == commit.files
             if is_same and self.backend.traits.durable:
                 self.sync_commit(checkpoint)
-                return
+                return False
             if not (is_same or (shards_of(commit) and same_checkpoint(found, commit))):
                 raise IntegrityError(
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
@@ -247,8 +249,9 @@ class StoredTier(TierCatalog):
             self._synced.add(checkpoint)
             if not is_same:
                 self.delete_other_codecs(commit, attempt=attempt)
-        else:
-            self._synced.add(checkpoint)
+            return not is_same
+        self._synced.add(checkpoint)
+        return True
 
     def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """Record how the attempt of a committed checkpoint began; see ``LineageRecords.create``."""

@@ -121,6 +121,8 @@ class TierCommits:
         self._pending: dict[_Copy, _PendingRecord] = {}
         self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
         self._uploaded: dict[_Copy, list[NamedFile]] = {}
+        self._found: set[_Copy] = set()
+        """On rank 0: the copies of which a rank has found its image, and not written it."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
 
@@ -223,6 +225,7 @@ class TierCommits:
         entry.uploaded_to -= {tier}
         self._uploaded.pop(copy, None)
         self._of_node.pop(copy, None)
+        self._found.discard(copy)
         self._ledger.committing.discard(copy)
         self._ledger.admitted.get(tier, {}).pop(entry.id, None)
 
@@ -238,8 +241,15 @@ class TierCommits:
 
     # Committing ------------------------------------------------------------------------------------
 
-    def contribute(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
-        """Contribute the files of this rank's image, which is on a tier now."""
+    def contribute(
+        self,
+        tier: str,
+        entry: LedgerEntry,
+        files: Collection[NamedFile],
+        *,
+        found: bool = False,
+    ) -> None:
+        """Contribute the files of this rank's image, which is on a tier now; ``found`` is as in ``UploadedFiles``."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
             self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=entry.shard)
@@ -248,7 +258,7 @@ class TierCommits:
         entry.uploaded_to |= {tier}
         self._uploaded[tier, entry.id] = list(files)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
-        body = UploadedFiles(files=tuple(files))
+        body = UploadedFiles(files=tuple(files), found=found)
         self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
 
     def on_all_uploaded(
@@ -265,6 +275,8 @@ class TierCommits:
         if entry is None or entry.commit is None or self.has_given_up(tier, id):
             return
         self._ledger.committing.add((tier, id))
+        if any(upload.found for upload in uploads.values()):
+            self._found.add((tier, id))
         if self._group.is_shared(tier):
             self._commit(entry, tier, replace(entry.commit, files=files_of_all(uploads)))
             return
@@ -371,7 +383,7 @@ class TierCommits:
     def _announce_committed(
         self, tier: str, id: CheckpointId, bytes_by_rank: Mapping[int, int]
     ) -> None:
-        body = CommittedCopy(bytes_by_rank=bytes_by_rank)
+        body = CommittedCopy(bytes_by_rank=bytes_by_rank, found=(tier, id) in self._found)
         self._messages.announce(MessageKind.COMMITTED, id, tier, body)
 
     def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
@@ -380,7 +392,8 @@ class TierCommits:
         self._forget(entry, tier)
         if tier in self._ledger.peer_tiers:
             entry.note_on_peers()
-        self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
+        size = message.bytes_by_rank[leader]
+        self._flusher.committed(tier, entry.id, size, found=message.found)
         self._on_committed(tier, entry)
         self._ledger.partial.discard((tier, entry.id))
         self._ledger.on_few_nodes.pop((tier, entry.id), None)

@@ -439,8 +439,11 @@ class Coordinator:
         if done is not None and active is not None:  # this rank's image is on the tier
             entry = active.entry
             self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
-            files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
-            self.commits.copies.contribute(lane.tier, entry, files)
+            if isinstance(done, Uploaded):
+                self.commits.copies.contribute(lane.tier, entry, done.files)
+            else:  # what this start has saved nobody else can have written
+                files, found = files_of(done, entry.shard), entry.handle is None
+                self.commits.copies.contribute(lane.tier, entry, files, found=found)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
@@ -448,11 +451,13 @@ class Coordinator:
 
     def _on_committed(self, tier: str, entry: LedgerEntry) -> None:
         """A checkpoint was committed on a tier."""
-        self.verifier.on_committed(tier)
+        is_good = tier in entry.verified
+        if is_good:
+            self.verifier.on_committed(tier)
         self._decisions.on_committed(tier)
         if self.ledger.group.decides and self.fenced is None:
             self._start_records.committed(tier, entry.commit)
-        if self._leftovers is not None and not self.ledger.restoring:
+        if self._leftovers is not None and is_good and not self.ledger.restoring:
             self._leftovers.on_committed(tier, entry)
 
     def _on_external_commit(self, tier: str, entry: LedgerEntry) -> None:

@@ -591,11 +591,13 @@ class Flusher:
         text = "tier %s accepts copies again; copies that it is still owed: %d"
         self._conditions.end(tier, text, tier, owed)
 
-    def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
-        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
+    def committed(self, tier: str, id: CheckpointId, stored_bytes: int, *, found: bool) -> None:
+        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``; ``found`` is as in
+        ``CommittedCopy``: what nobody has read or written in this start is not known to be good."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.verified |= {tier}
+        if not found:
+            entry.verified |= {tier}
         if entry.handle is not None:
             self._ledger.has_begun = True
         entry.owed -= {tier}

@@ -246,9 +246,10 @@ class SaveFailure(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadedFiles(Message):
-    """The files that a rank has uploaded."""
+    """The files of a rank's image on a tier. ``found``: they were there, and this start has not written them."""
 
     files: tuple[NamedFile, ...]
+    found: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,9 +270,11 @@ class CommittedBytes(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCopy(Message):
-    """The stored bytes of a committed copy, by the rank that wrote the commit record."""
+    """The stored bytes of a committed copy, by the rank that wrote the commit record. ``found``: this start has not
+    written all of it."""
 
     bytes_by_rank: Mapping[int, int]
+    found: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

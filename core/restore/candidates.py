@@ -63,11 +63,11 @@ def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> boo
         for copy in listing.copies
         if isinstance(copy.damage, NotReadError)
     ]
+    if not unread:
+        return False
     known = {start.attempt for start in starts_in(listings)}
     if any(id.attempt not in known for id in unread):
         return True  # how its attempt began may abandon what looks newest
-    if not unread:
-        return False
     fit = (c for c in reversed(merge(listings)) if _fits(c, request) and not _why_not(c, request))
     copies = next((c.copies.values() for c in fit), None)
     return copies is None or any(isinstance(copy.damage, NotReadError) for copy in copies)

@@ -207,19 +207,29 @@ def damage_of(tier: StoredTier) -> str:
 
 
 @pytest.mark.parametrize("repairs", [True, False])
-def test_a_damaged_copy_that_is_committed_again_is_mended(
-    disk: MemoryBackend, repairs: bool
-) -> None:
+def test_a_damaged_copy_that_is_written_again_is_mended(disk: MemoryBackend, repairs: bool) -> None:
     commit(tier_on(disk), 1)
     tier_on(disk).note_damaged(commit_of(1), "a flipped bit")
     tier = tier_on(disk)
     assert damage_of(tier) == "nvme: 1@1 was found damaged: a flipped bit"
+    if not repairs:
+        disk.delete("run/step-00000001-a0001/commit.json")
     tier.commit(commit_of(1), attempt=attempt(), repairs=repairs)
     assert damage_of(tier) == damage_of(tier_on(disk)) == ""
     other = tier_on(disk)
     other.decided.read()
     other.note_damaged(commit_of(1), "another one")
     assert damage_of(tier).endswith("another one")
+
+
+def test_a_damaged_copy_whose_record_is_there_already_is_not_mended_by_its_commit(
+    disk: MemoryBackend,
+) -> None:
+    commit(tier_on(disk), 1)
+    tier_on(disk).note_damaged(commit_of(1), "a flipped bit")
+    tier = tier_on(disk)
+    tier.commit(commit_of(1), attempt=attempt())
+    assert damage_of(tier).endswith("a flipped bit")
 
 
 def test_a_copy_that_nobody_found_damaged_is_not_noted_as_mended(disk: MemoryBackend) -> None:
