@@ -14,11 +14,11 @@ from tests.crash import interrupted
 MakeConfig = Callable[..., dict[str, Any]]
 
 
-def run(config: dict[str, Any], seconds: float, seed: int) -> int:
-    command = [interrupted.__file__, str(seconds), str(seed), json.dumps(config)]
-    done = forked.run(command, timeout=seconds + 120)
+def run(config: dict[str, Any], times: int, seed: int) -> None:
+    """Interrupt a trainer so often."""
+    command = [interrupted.__file__, str(times), str(seed), json.dumps(config)]
+    done = forked.run(command, timeout=times + 120)
     assert done.returncode == 0, done.stderr[-6000:]
-    return int(done.stdout)
 
 
 def config_of(make_config: MakeConfig) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def config_of(make_config: MakeConfig) -> dict[str, Any]:
 
 
 def test_a_save_after_an_interrupt_arrives(make_config: MakeConfig) -> None:
-    assert run(config_of(make_config), 1.5, 1) > 3
+    run(config_of(make_config), 8, 1)
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", range(8))
 def test_hundreds_of_interrupts_break_nothing(make_config: MakeConfig, seed: int) -> None:
-    assert run(config_of(make_config), 30.0, 100 + seed) > 100
+    run(config_of(make_config), 200, 100 + seed)
