@@ -34,7 +34,7 @@ from benchmarks.peers import measure as peers
 from benchmarks.peers import registry
 from benchmarks.plan import Plan
 from benchmarks.suite import Suite
-from tierfall.tiers.arena.folder import SHARED_MEMORY
+from tierfall.tiers.host_folder import SHARED_MEMORY
 
 FILE_PARTS = ("durable", "host", "cold", "warm")
 PARTS = (

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.memory`` prints one JSON object. The model, its gradients and the optimizer's state are there
 before, tierfall is imported, and what counts is what comes on top of the same process stepping its optimizer. Shared
-memory (the arena) is not anonymous and does not count: it is the host tier's own capacity, known from the start.
+memory is not anonymous and does not count: it is the host tier's own capacity, known from the start.
 """
 
 from __future__ import annotations

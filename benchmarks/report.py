@@ -63,7 +63,7 @@ def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
         lines += [
             f"state: {facts['state_bytes'] / GIB:.2f} GiB in {facts['tensors']} tensors, "
             f"{facts['parameters'] / 1e6:.0f} M parameters, fp32 with AdamW",
-            f"first save (allocates the arena): returned after {facts['first_save_blocked_s']:.2f} s, "
+            f"first save (reserves memory): returned after {facts['first_save_blocked_s']:.2f} s, "
             f"durable after {facts['first_save_s']:.2f} s",
         ]
     if "object_state_bytes" in facts:

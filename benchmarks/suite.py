@@ -254,7 +254,7 @@ class Suite:
         self._ratio("the same, over a cached read", "warm.tierfall", "warm.reference.read")
 
     def _start_contender(self, name: str, start: _Start) -> Contender:
-        """A restore into the state that is there, by a start that finds no arena."""
+        """A restore into the state that is there, by a start that finds nothing in memory."""
 
         def begin() -> None:
             self._work.spoil()
@@ -277,7 +277,7 @@ class Suite:
 
 
 class _Start:
-    """A start that finds the disk, and no arena; ``prepare`` puts the image into the page cache, or takes it out."""
+    """A start that finds the disk alone; ``prepare`` puts the image into the page cache, or takes it out."""
 
     def __init__(self, plan: Plan, prepare: Callable[[], None]) -> None:
         self._plan = plan

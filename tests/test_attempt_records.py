@@ -64,7 +64,7 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
     (memory_of(config) / "tiers.json").unlink()  # by which this machine knows the tiers
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
-    for output in (str(next(memory.rglob("*.arena"))), "1@1", "damaged", "tierfall drain"):
+    for output in (str(next(memory.rglob("*.image")).parent), "1@1", "damaged", "tierfall drain"):
         assert output in str(caught.value)
     drained = drain(load_config(make_config()), 30.0)
     assert [str(owed.checkpoint) for owed in drained.done] == ["1@1"]
@@ -81,7 +81,7 @@ def test_a_drain_leaves_memory_where_a_newer_record_is_damaged(
     record(tmp_path, 2).write_bytes(b"")
     with pytest.raises(IntegrityError, match=r"a0002\.json.*newer start.*start the training here"):
         drain(load_config(make_config()), 30.0)
-    assert list(memory.rglob("*.arena"))
+    assert list(memory.rglob("*.image"))
     record(tmp_path, 2).unlink()
     assert drain(load_config(make_config()), 30.0).done
 

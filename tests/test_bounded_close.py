@@ -97,7 +97,7 @@ def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
     assert "1@1 was not looked at" in caplog.text
     assert "1@1 is in the memory of this machine alone, unless pfs has it" in caplog.text
     assert "tier pfs was not closed" in caplog.text
-    assert list((tmp_path / "memory/r").glob("*/slot-0.arena"))
+    assert list((tmp_path / "memory/r").glob("*/slot-0.*.image"))
 
 
 def test_ctrl_c_in_close_waits_for_no_tier(
@@ -113,7 +113,7 @@ def test_ctrl_c_in_close_waits_for_no_tier(
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert time.monotonic() - began_s < LONG_S / 2
-    assert list((tmp_path / "memory/r").glob("*/slot-0.arena"))
+    assert list((tmp_path / "memory/r").glob("*/slot-0.*.image"))
     newest = "its newest checkpoint is 2@1, on host, disk; a restart continues there"
     assert f"run r is closed; {newest}" in caplog.text
 

@@ -287,7 +287,7 @@ def test_small_chunks_go_to_an_object_store_in_parts_that_it_takes(
     )
     done = run_copy(config, tier="store")
     assert set(done.sources) == {"host"}
-    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*/*.arena")
-    arena.unlink()
+    (image,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*/*.image")
+    image.unlink()
     shutil.rmtree(tmp_path / "disk")
     assert step_in(tierfall.load(config, step=1)) == 1

@@ -115,10 +115,13 @@ def test_damaged_records_of_an_image_in_memory_are_no_first_start(
 
 def damage_records(memory: Path, word: bytes, step: int) -> None:
     """Flip a bit of what follows a word in the record of a step's image."""
-    (arena,) = memory.rglob("*.arena")
-    data = arena.read_bytes()
-    found = re.search(rb'"run":"run","step":%d,.{,3000}?%b' % (step, word), data, re.DOTALL)
-    assert found is not None
-    with arena.open("r+b") as file:
+    of_step = re.compile(rb'"run":"run","step":%d,.{,3000}?%b' % (step, word), re.DOTALL)
+    (path, found), *_ = [
+        (path, found)
+        for path in memory.rglob("*.image")
+        if (found := of_step.search(path.read_bytes()))
+    ]
+    data = path.read_bytes()
+    with path.open("r+b") as file:
         file.seek(found.end() + 2)
         file.write(bytes([data[found.end() + 2] ^ 1]))

@@ -39,7 +39,7 @@ QUOTED = [
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
     gc.collect()  # the DataLoaders of other tests
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", memory)
+    monkeypatch.setattr("tierfall.tiers.host_folder.SHARED_MEMORY", memory)
 
 
 def run(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,7 @@ from tierfall.ops.drain import drain
 from tierfall.setup.host_memory import Slot, images_in
 from tierfall.setup.places import run_folder
 from tierfall.setup.tiers import open_slot
-from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.host import SealedImage, arena_slots
+from tierfall.tiers.host import SealedImage, image_files, lock_name
 from tierfall.tiers.stored import StoredTier
 
 
@@ -44,7 +43,7 @@ def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage
     folder = run_folder(config, config.run)
     with ExitStack() as owned:
         hosts = []
-        for slot in [slot for slot in arena_slots(folder) if slot >= first]:
+        for slot in [slot for slot in image_files(folder) if slot >= first]:
             lock = RunLock.acquire(folder / lock_name(slot), run=config.run)
             host = open_slot(folder, slot, name=config.host.name, run=config.run)
             owned.callback(Slot(lock, host).close, keep=True)
@@ -53,6 +52,11 @@ def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage
 
 
 FIRST = CheckpointId(1, 1)
+
+
+def image_of(folder: Path, slot: int) -> Path:
+    (path,) = folder.glob(f"slot-{slot}.*.image")
+    return path
 
 
 @pytest.fixture
@@ -122,7 +126,7 @@ def test_all_of_it_is_brought_with_its_pins_and_memory_is_given_back(
     assert (drained.left, drained.problems, drained.memory_kept) == ((), (), False)
     assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == WHOLE
     assert moved[-1][0] == moved[-1][1] > 0
-    assert not list(tmp_path.rglob("*.arena"))
+    assert not list(tmp_path.rglob("*.image"))
     assert len(list(tmp_path.glob("0/*/run/decided/*-pin-*"))) == 2
     assert again(tmp_path) == [0.0, 1.0]
 
@@ -130,7 +134,7 @@ def test_all_of_it_is_brought_with_its_pins_and_memory_is_given_back(
 def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept(
     left: Opener, tmp_path: Path
 ) -> None:
-    (memory_of(left.config(0)) / "slot-1.arena").unlink()
+    image_of(memory_of(left.config(0)), 1).unlink()
     data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
     data["tiers"][2]["shared"] = True
     drained = drain(Config.model_validate(data), None)
@@ -148,7 +152,7 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
 def test_the_memory_of_one_slot_is_no_whole_job_whichever_it_is(
     left: Opener, tmp_path: Path
 ) -> None:
-    (memory_of(left.config(0)) / "slot-0.arena").unlink()
+    image_of(memory_of(left.config(0)), 0).unlink()
     data = left.config(0, max_wait="0.3s").model_dump(mode="json", exclude_none=True)
     data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
     drained = drain(Config.model_validate(data), None)
@@ -163,16 +167,17 @@ def test_the_machine_that_comes_last_commits_what_all_have_brought(
     config = Config.model_validate(data)
     memory, elsewhere = memory_of(config), tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (memory / "slot-1.arena").rename(elsewhere / "slot-1.arena")
+    first, second = image_of(memory, 0), image_of(memory, 1)
+    second.rename(elsewhere / second.name)
     assert [owed.tier for owed in drain(config, None).left] == ["far"]
-    (memory / "slot-0.arena").rename(elsewhere / "slot-0.arena")
-    (elsewhere / "slot-1.arena").rename(memory / "slot-1.arena")
+    first.rename(elsewhere / first.name)
+    (elsewhere / second.name).rename(second)
     image = next((tmp_path / "0/far").rglob("rank-00000*.safetensors"))
     brought = image.stat().st_mtime_ns
     last = drain(config, None)
     assert (last.left, last.memory_kept) == ((), False)
     assert files_on(tmp_path, "far") == WHOLE
-    (elsewhere / "slot-0.arena").rename(memory / "slot-0.arena")
+    (elsewhere / first.name).rename(first)
     again = drain(config, None)
     assert (again.left, again.memory_kept) == ((), False)
     assert image.stat().st_mtime_ns == brought, "nobody wrote it twice"
@@ -188,4 +193,4 @@ def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: 
     with pytest.raises(FencedError, match=r"followed by attempt 2 \(process 1 on elsewhere"):
         drain(left.config(0), SOON_S)
     assert files_on(tmp_path, "nvme") == files_on(tmp_path, "far") == []
-    assert len(list(tmp_path.rglob("*.arena"))) == 2
+    assert len(list(tmp_path.rglob("*.image"))) == 2

@@ -229,13 +229,13 @@ def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_fil
 ) -> None:
     """The image in memory is written over right after each chunk of it was checked."""
     good = export_from(config, "raw", to=out / "good", only=only).path.read_bytes()
-    (arena,) = memory.rglob("*.arena")
+    (image,) = memory.rglob("*.image")
     real = images.chunk_digest
 
     def use_again(view: Any) -> str:
-        digest, start = real(view), arena.read_bytes().find(view)
+        digest, start = real(view), image.read_bytes().find(view)
         if start >= 0:
-            with open(arena, "r+b") as file:
+            with open(image, "r+b") as file:
                 file.seek(start)
                 file.write(bytes(len(view)))
         return digest

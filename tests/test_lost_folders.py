@@ -89,8 +89,8 @@ def test_memory_of_a_run_whose_tier_was_emptied_after_its_end_is_refused_with_th
     forget(load_config(config), "disk")
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
-    arena = next(memory.rglob("*.arena"))
-    assert f"{arena} holds 1@1" in str(caught.value)
+    folder = next(memory.rglob("*.image")).parent
+    assert f"{folder}/slot-0.*.image holds 1@1" in str(caught.value)
     for text in ("To continue from them", "'tierfall drain'", "'tierfall drain --discard'"):
         assert text in str(caught.value)
     assert [str(owed.checkpoint) for owed in drain(load_config(config), 30.0).done] == ["1@1"]

@@ -34,14 +34,14 @@ def no_collector() -> Iterator[None]:
 
 
 def held(folder: Path) -> list[str]:
-    """What this process has mapped or open of the arenas below a folder, removed ones too."""
+    """What this process has mapped or open of the images below a folder, removed ones too."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in lines if str(folder) in line and ".arena" in line]
+    mapped = [line for line in lines if str(folder) in line and ".image" in line]
     opened = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # other threads close files meanwhile
             opened.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [*mapped, *(name for name in opened if str(folder) in name and ".arena" in name)]
+    return [*mapped, *(name for name in opened if str(folder) in name and ".image" in name)]
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -29,7 +29,7 @@ except OSError:
     print("refused", flush=True)
 else:
     if sys.argv[2:]:
-        (path.parent / "slot-0.arena").write_bytes(b"theirs")
+        (path.parent / "slot-0.99.image").write_bytes(b"theirs")
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -50,8 +50,13 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone)
 
 
-def arena(config: dict[str, Any]) -> Path:
-    return memory_of(config) / "slot-0.arena"
+def images(config: dict[str, Any]) -> list[Path]:
+    return sorted(memory_of(config).glob("slot-0.*.image"))
+
+
+def remove_images(config: dict[str, Any]) -> None:
+    for path in images(config):
+        path.unlink()
 
 
 def lock(config: dict[str, Any]) -> Path:
@@ -73,20 +78,15 @@ def test_close_flushes_what_is_owed_without_the_file(
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
-    make_config: MakeConfig,
-    memory: Path,
-    tmp_path: Path,
-    warnings: Callable[[str], list[str]],
-    on_error: str,
+def test_close_says_what_is_lost(
+    make_config: MakeConfig, tmp_path: Path, warnings: Callable[[str], list[str]], on_error: str
 ) -> None:
     config = make_config(disk={"flush": {"every": 2}}, on_error=on_error, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     ckpt.save(2, state_of(2), block=True)
     ckpt.save(3, state_of(3)).captured()
-    arena(config).unlink()
-    arena(config).write_bytes(b"somebody else's")
+    remove_images(config)
     if on_error == "raise":
         with pytest.raises(FlushError, match="lost, as no other tier has it: 1@1, 3@1: host"):
             ckpt.close()
@@ -94,20 +94,19 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
         ckpt.close()
     assert warnings("in the memory of this machine alone") == []
     (lost,) = warnings("close: lost")
-    assert "1@1, 3@1: host: what is in memory ends with this process: its file" in lost
+    assert "1@1, 3@1: host: what is in memory ends with this process: its files" in lost
     assert warnings("the next start or 'tierfall drain' finishes it") == []
-    assert arena(config).read_bytes() == b"somebody else's"
     assert steps_on(tmp_path / "disk") == [2]
 
 
 def test_close_tells_of_each_image_by_itself_whether_it_is_lost(
     make_config: MakeConfig, warnings: Callable[[str], list[str]]
 ) -> None:
-    """The first image was in the removed file, the second one is in the new one."""
+    """The first image was in a removed file, the second one is in a new one."""
     config = make_config(disk={"flush": {"every": 10}}, max_wait="0.5s")
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
-    arena(config).unlink()
+    remove_images(config)
     ckpt.save(2, state_of(2)).captured()
     ckpt.close()
     (lost,) = warnings("close: lost")
@@ -120,17 +119,22 @@ def test_close_tells_of_each_image_by_itself_whether_it_is_lost(
 
 
 def test_a_second_start_is_refused_although_the_lock_was_removed(
-    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+    make_config: MakeConfig, warnings: Callable[[str], list[str]]
 ) -> None:
+    """Before the next save by the images that are in use, after it by a new lock."""
     config = make_config()
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
+        lock(config).unlink()
+        second = forked.run(["-c", f"import tierfall; tierfall.open({config!r})"])
+        assert "LockError" in second.stderr
+        assert "another process of this run uses it" in second.stderr
         lock(config).unlink()
         ckpt.save(2, state_of(2), block=True)
         assert warnings("slot-0.lock was removed")
         assert forked.run(["-c", HOLD, str(lock(config))]).stdout == "refused\n"
         assert survives(ckpt) == 2
-    assert not arena(config).exists()
+    assert images(config) == []
 
 
 def test_saves_in_a_row_go_on_while_files_are_removed(
@@ -146,21 +150,6 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
     assert steps_on(tmp_path / "disk") == list(range(1, 13))
 
 
-def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
-    make_config: MakeConfig, memory: Path, tmp_path: Path
-) -> None:
-    """Only the lock was removed, and a second start took it before that was noticed: memory is the other's now."""
-    config = make_config()
-    ckpt = tierfall.open(config)
-    ckpt.save(1, state_of(1), block=True)
-    lock(config).unlink()
-    with forked.start(["-c", HOLD, str(lock(config))]) as two:
-        assert two.stdout.readline() == b"held\n"
-        ckpt.close()
-        assert arena(config).exists()
-    assert steps_on(tmp_path / "disk") == [1]
-
-
 def test_another_process_that_took_the_place_keeps_its_files(
     make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:
@@ -169,12 +158,12 @@ def test_another_process_that_took_the_place_keeps_its_files(
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     remove(memory / "run")
-    with forked.start(["-c", HOLD, str(lock(config)), "with an arena"]) as two:
+    with forked.start(["-c", HOLD, str(lock(config)), "with an image"]) as two:
         assert two.stdout.readline() == b"held\n"
         ckpt.save(2, state_of(2)).captured()
-        assert len(warnings("was removed")) == 2, "the second one says that there is no new file"
+        assert len(warnings("were removed")) == 1
+        assert f"process {two.pid}" in warnings("place in memory cannot be held")[0]
         ckpt.close()
-        assert f"process {two.pid}" in warnings("no new file can be allocated")[0]
-        assert len(warnings("close: lost, as no other tier has it: 1@1, 2@1")) == 1
-        assert arena(config).read_bytes() == b"theirs"
+        assert len(warnings("close: lost, as no other tier has it: 1@1: ")) == 1
+        assert (memory_of(config) / "slot-0.99.image").read_bytes() == b"theirs"
         assert lock(config).exists()

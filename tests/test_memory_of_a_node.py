@@ -146,14 +146,14 @@ def test_memory_is_let_go_of_though_what_another_rank_left_cannot_be_closed(
 ) -> None:
     project = Project(tmp_path / "a", memory)
     project.leave(1)
-    (own,) = memory.rglob("slot-0.arena")
-    shutil.copy(own, own.with_name("slot-1.arena"))
+    (own,) = memory.rglob("slot-0.*.image")
+    shutil.copy(own, own.with_name("slot-1.0.image"))
     real, closed = HostTier.close, []
 
     def close(self: HostTier, *, keep: bool) -> None:
         real(self, keep=True)
-        closed.append(self.path.name)
-        if self.path.name == "slot-1.arena":
+        closed.append(self.slot)
+        if self.slot == 1:
             raise OSError("it cannot be closed")
 
     ckpt = project.open()
@@ -161,7 +161,7 @@ def test_memory_is_let_go_of_though_what_another_rank_left_cannot_be_closed(
         patch.setattr(HostTier, "close", close)
         with pytest.raises(OSError, match="it cannot be closed"):
             ckpt.close()
-    assert sorted(closed) == ["slot-0.arena", "slot-1.arena"]
+    assert sorted(closed) == [0, 1]
     with project.open() as ckpt:
         assert ckpt.restore(blank()) is not None
 
@@ -169,11 +169,10 @@ def test_memory_is_let_go_of_though_what_another_rank_left_cannot_be_closed(
 def test_memory_that_cannot_be_read_is_shown_and_can_be_freed(tmp_path: Path, memory: Path) -> None:
     project = Project(tmp_path / "one", memory)
     project.leave(1)
-    (arena,) = memory.rglob("*.arena")
-    with arena.open("r+b") as file:
-        file.seek(100)
+    (image,) = memory.rglob("*.image")
+    with image.open("r+b") as file:
         file.write(bytes(100))
-    with pytest.raises(ConfigError, match="host memory that an earlier start left is damaged"):
+    with pytest.raises(ConfigError, match="not those of an image in memory; remove"):
         project.open()
     (held,) = json_of("runs", "--config", str(project.file), code=1)["memory"]
     assert (held["steps"], len(held["problems"])) == ([], 1)
@@ -270,7 +269,7 @@ def test_a_later_start_of_this_memory_is_known_to_be_dead(
         project.configure(disk={})
         assert "flushed 1@1 to disk" in project.run_command("drain")
     assert steps_on(project.folder / "disk", "exp") == [1]
-    assert not list(memory.rglob("*.arena"))
+    assert not list(memory.rglob("*.image"))
 
 
 @pytest.mark.parametrize("deadline", ["20s", "10ms"])
@@ -285,7 +284,7 @@ def test_a_drain_on_a_signal_frees_memory_once_all_of_it_is_durable(
         trainer.send_signal(signal.SIGTERM)
         assert trainer.wait(60) == -signal.SIGTERM
     is_complete = deadline == "20s"
-    assert bool(list(memory.rglob("*.arena"))) != is_complete
+    assert bool(list(memory.rglob("*.image"))) != is_complete
     assert project.restored() == ((1, "disk") if is_complete else (2, "host"))
 
 
@@ -302,5 +301,5 @@ def test_a_drain_that_a_later_start_keeps_from_writing_says_what_to_start(
     for words in ("did not begin with this memory", "start the training here", "--discard"):
         assert words in output
     assert "remove" not in output
-    assert list(memory.rglob("*.arena"))
+    assert list(memory.rglob("*.image"))
     assert project.restored() == (3, "disk")

@@ -20,7 +20,7 @@ from tierfall.core.types.backend import Publish, put_object
 from tierfall.core.types.errors import ConfigError, StorageFullError
 from tierfall.setup import peers
 from tierfall.setup.peers import KeptFolders, PeerMemory, RoomCheck, close_peers, meet_peers
-from tierfall.tiers.arena.folder import RoomReport
+from tierfall.tiers.host_folder import RoomReport
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_memory_that_is_used_again_need_not_be_free(
     with kept.create("run/1/image", length=image.nbytes) as writer:
         writer.write(0, image)
         writer.publish()
-    monkeypatch.setattr(peers, "room_for_arena", full)
+    monkeypatch.setattr(peers, "measure_room", full)
     with pytest.raises(StorageFullError):
         kept.create("run/2/image", length=image.nbytes)
     kept.delete("run/1/image")

@@ -151,7 +151,7 @@ def test_a_run_needs_no_temporary_folder(
         config = make_config(host={} if folder is None else {"folder": folder})
         with tierfall.open(config, fresh=True) as ckpt:
             ckpt.save(1, state_of(1), block=True)
-    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tierfall.tiers.host_folder.SHARED_MEMORY", tmp_path / "none")
     config["tiers"][0].pop("folder")
     with pytest.raises(ConfigError, match="set the host tier's `folder`"):
         tierfall.open(config)

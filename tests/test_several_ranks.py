@@ -50,7 +50,7 @@ def test_ranks_that_come_to_where_others_were_keep_their_images_and_flush_none(
         assert [report.left for report in reports] == [(), ()]
         close_all(both)
     assert not list(tmp_path.glob("*/nvme/run/step-*"))
-    assert len(list(tmp_path.glob("*/memory/run/*/*.arena"))) == 2
+    assert len(list(tmp_path.glob("*/memory/run/*/*.image"))) == 2
     with network(["a", "b"]) as again:
         both = Opener(tmp_path, again).all_open()
         states: list[dict[str, Any]] = [{"w": torch.zeros(4), "rng": None} for _ in both]
@@ -83,7 +83,7 @@ def test_a_start_with_fewer_ranks_saves_at_once_and_to_every_tier(
         assert ckpt.drain(SOON_S).left == ()
         found = {c.step: sorted(c.tiers) for c in ckpt.checkpoints()}
         assert found == {2: ["far", "host", "nvme"]}
-    assert not list(tmp_path.glob("0/memory/run/*/*.arena")), "what was found is let go"
+    assert not list(tmp_path.glob("0/memory/run/*/*.image")), "what was found is let go"
 
 
 def test_images_of_ranks_that_are_gone_are_named_if_they_end_with_the_process(
@@ -104,8 +104,8 @@ def test_images_of_ranks_that_are_gone_are_named_if_they_end_with_the_process(
 
     monkeypatch.setattr(PosixBackend, "create", refuse_images)
     ckpt = tierfall.open(config.model_dump(mode="json", exclude_unset=True))
-    for arena in (tmp_path / "0/memory").rglob("*.arena"):
-        arena.unlink()
+    for image in (tmp_path / "0/memory").rglob("*.image"):
+        image.unlink()
     with pytest.raises(FlushError, match="lost, as no other tier has it: 1@1"):
         ckpt.close()
 
@@ -143,7 +143,7 @@ def _rank_of(self: Any, *args: Any) -> int:
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (HostTier, "_attach"),
+        (HostTier, "check_room"),
         (OpenedTiers, "_write_record"),
         (Saver, "__init__"),
     ],

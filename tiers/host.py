@@ -1,8 +1,9 @@
-"""The host tier: the images of one rank in memory that outlives its process.
+"""The host tier: the images of one rank in memory that outlives its process, a pool of image files.
 
-It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. If others remove the
-arena's file, the next images are in a new one. It does not choose which images are kept: it allocates a region, or
-returns None.
+It has as many files as its capacity holds, FILES_MAX at most. The first is reserved before the first save, the others
+in the background, and all are used again for later images. A file that is too small for an image is enlarged. What an
+earlier start left is the same: sealed images, and free files. A file that others removed is not used again. The tier
+does not choose which images are kept: it allocates a region, or returns None.
 """
 
 from __future__ import annotations
@@ -10,49 +11,67 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierfall.core.capture.snapshot import ON_PEERS
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.types.errors import (
-    BackendError,
     CapacityError,
     ConfigError,
     IntegrityError,
     KeyNotFoundError,
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
-from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
-from tierfall.tiers.arena.region import Region
+from tierfall.tiers.host_folder import WHAT_HELPS, measure_room, prepare_folder, sized
+from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, padded, room_for
+from tierfall.tiers.preparation import BUSY_S, Preparation
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("tierfall")
-_ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
-SPARE = 0.2
-PROGRESS_S = 2.0
-"""Seconds between two log lines about the allocation of host memory."""
+FILES_MAX = 63
+_FILE = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.image")
 
 
-def arena_slots(folder: Path) -> list[int]:
-    """Return the numbers of the slots that have an arena in a run's folder."""
-    found = (_ARENA.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+def lock_name(slot: int) -> str:
+    return f"slot-{slot}.lock"
+
+
+def image_files(folder: Path) -> dict[int, list[Path]]:
+    """Return the paths of the image files in a run's folder, by slot. Raises UnreachableError."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    try:
+        for path in folder.iterdir():
+            if match := _FILE.fullmatch(path.name):
+                found.setdefault(int(match[1]), []).append((int(match[2]), path))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
+    return {slot: [path for _, path in sorted(found[slot])] for slot in sorted(found)}
+
+
+def held_bytes(folder: Path) -> int:
+    """Return how much memory the image files in a run's folder take."""
+    total = 0
+    for path in [path for paths in image_files(folder).values() for path in paths]:
+        with suppress(OSError):  # it was removed meanwhile
+            total += path.stat().st_blocks * 512
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedImage:
-    """A sealed image in the arena, with its commit record. ``on_peers``: peer memory has committed its checkpoint."""
+    """A sealed image in memory, with its commit record. ``on_peers``: peer memory has committed its checkpoint."""
 
     region: Region
     commit: Commit
@@ -60,8 +79,7 @@ class SealedImage:
 
 
 class HostTier:
-    """One slot's arena, with what an earlier start left in it. ``allocate`` may be called from another thread than the
-    rest."""
+    """The image files of one slot. Its methods may be called from several threads."""
 
     def __init__(
         self,
@@ -72,72 +90,104 @@ class HostTier:
         slot: int,
         shard: Shard,
         capacity_bytes: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
         images: int = 2,
+        ranks: int = 1,
         writable: bool = True,
     ) -> None:
-        """Open the arena of an earlier start, if there is one. Raises ConfigError for an arena of another run,
-        IntegrityError where its header is damaged."""
-        self._images = images
+        """Open the files of an earlier start. ``images`` are needed if the configuration sets no capacity, and
+        ``ranks`` share the node's memory.
+
+        Raises ConfigError for a file that is no image of this run, LockError if another process uses one.
+        """
         self.name = name
+        self.folder = folder
+        self.slot = slot
         self._run = run
-        self._folder = folder
-        self._slot = slot
         self._shard = shard
+        self._images = images
+        self._ranks = ranks
         self._configured_bytes = capacity_bytes
-        self._progress = progress
-        self._largest_image_bytes = 0
-        self._refused_bytes = 0
-        """The capacity that the last failed growth asked for."""
+        self._capacity_bytes = capacity_bytes or 0
+        self._most_bytes = 0
+        """What the capacity may become by ``take_spare``."""
+        self._need_bytes = 0
+        """The room that the last image needed."""
+        self._is_short = False
+        """Whether memory was missing when a file was to be made or enlarged the last time."""
+        self._share_bytes: int | None = None
+        self._in_memory = False
+        self._device: torch.device | None = None
+        self._may_lock = True
+        self._closed = False
         self._conditions = Conditions()
         self._guard = threading.Lock()
-        self._arena = self._attach(writable=writable)
-        self._without_file: list[Arena] = []
-        """Earlier arenas, whose file was removed, with images that are still used."""
+        self._making = threading.Lock()
+        """Held while a file is made or enlarged, which takes long for a large one."""
+        self._files: list[ImageFile] = []
+        self._enlarged: ImageFile | None = None
+        """The file that is being enlarged: nobody takes it meanwhile."""
+        self._preparation = Preparation(self._prepare_some, name=run)
+        try:
+            for path in image_files(folder).get(slot, []):
+                with suppress(KeyNotFoundError):  # its owner has removed it meanwhile
+                    self._files.append(ImageFile.open(path, run=run, writable=writable))
+        except BaseException:
+            self.close(keep=True)
+            raise
 
     @property
-    def path(self) -> Path:
-        return self._folder / arena_name(self._slot)
+    def place(self) -> str:
+        """The pattern of the names of its files, for messages."""
+        return str(self.folder / f"slot-{self.slot}.*.image")
 
     @property
     def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes if self._arena else (self._configured_bytes or 0)
+        return self._capacity_bytes or _rooms(self._files)
 
     @property
     def free_bytes(self) -> int:
-        return self._arena.free_bytes if self._arena else 0
+        with self._guard:
+            return self._rest_bytes()
 
     @property
     def largest_free_bytes(self) -> int:
-        return self._arena.largest_free_bytes if self._arena else 0
+        """The room of the largest image that ``allocate`` would find a file for now."""
+        with self._guard:
+            return max(self._rest_bytes(), *(f.room_bytes for f in self._files if f.is_free), 0)
+
+    def _rest_bytes(self, without: Collection[object] = ()) -> int:
+        """Return what the files in use leave of the capacity, or of what is there if memory for more is missing; those
+        of the regions ``without`` do not count."""
+        gone = {id(region) for region in without}
+        busy = [file for file in self._files if not file.is_free and id(file.region) not in gone]
+        limit = _rooms(self._files) if self._is_short else self.capacity_bytes
+        return max(0, limit - _rooms(busy)) if len(busy) < FILES_MAX else 0
 
     # Images of an earlier start ----------------------------------------------------------------------
 
-    def _attach(self, *, writable: bool) -> Arena | None:
-        try:
-            return Arena.attach(self.path, run=self._run, writable=writable)
-        except KeyNotFoundError:
-            return None
-
     def is_empty(self) -> bool:
-        """Whether the arena has no sealed image, intact or damaged."""
-        return not any(self._examine()) and not self._damage
+        """Whether there is no sealed image, intact or damaged."""
+        return not any(self._examine())
 
     def images(self) -> dict[CheckpointId, SealedImage]:
         """Return the sealed images whose records are intact."""
         return self._examine()[0]
 
-    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], dict[Region, TierfallError]]:
+    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], dict[ImageFile, TierfallError]]:
         """Return the sealed images whose records are intact, and the errors of the others."""
         images: dict[CheckpointId, SealedImage] = {}
-        damaged: dict[Region, TierfallError] = {}
-        for region in self._regions():
-            if not region.sealed:
+        damaged: dict[ImageFile, TierfallError] = {}
+        with self._guard:
+            files = [(file, file.region) for file in self._files]
+        for file, region in files:
+            if file.damage is not None:
+                damaged[file] = file.damage
+            if region is None or not region.sealed:
                 continue
             try:
-                image = self._image(region)
+                image = self._image(file, region)
             except TierfallError as error:
-                damaged[region] = error
+                damaged[file] = error
                 continue
             except ValueError:
                 if not region.is_discarded:  # another thread has released it just now
@@ -146,38 +196,28 @@ class HostTier:
             images[image.commit.lineage.checkpoint] = image
         return images, damaged
 
-    def holds_damaged(self) -> bool:
-        """Whether an image with damaged records is there, which no save has released yet."""
-        return bool(self._damaged_regions())
-
-    def release_damaged(self) -> None:
-        """Release sealed images whose records are damaged; those of a newer tierfall are kept."""
-        for region in self._damaged_regions():
-            region.release()
-
-    def _damaged_regions(self) -> list[Region]:
-        errors = self._examine()[1]
-        return [region for region, error in errors.items() if isinstance(error, IntegrityError)]
-
-    @property
-    def _damage(self) -> tuple[IntegrityError, ...]:
-        """The errors of what was no image any more when the arena was attached."""
-        return self._arena.damage if self._arena else ()
-
-    def _regions(self) -> list[Region]:
-        return [region for arena in self._arenas() for region in arena.regions()]
-
-    def _arenas(self) -> list[Arena]:
-        return [*self._without_file, *filter(None, [self._arena])]
-
-    def _image(self, region: Region) -> SealedImage:
-        commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
+    def _image(self, file: ImageFile, region: Region) -> SealedImage:
+        commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {file.path}")
         region.manifest()  # is compared with its digest
         if commit.lineage.run != self._run:
             raise ConfigError(
-                f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
+                f"{self.name}: {file.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
             )
-        return SealedImage(region=region, commit=commit, on_peers=ON_PEERS in region.marks())
+        return SealedImage(region=region, commit=commit, on_peers=region.on_peers)
+
+    def holds_damaged(self) -> bool:
+        """Whether an image is there that cannot be read, and that no save has released yet."""
+        return bool(self._examine()[1])
+
+    def release_damaged(self) -> None:
+        """Release damaged images; those of a newer tierfall are kept."""
+        for file, error in self._examine()[1].items():
+            if not isinstance(error, IntegrityError):
+                continue
+            if file.region is None:
+                file.clear()
+            else:
+                file.region.release()
 
     def list(self) -> Listing:
         """List the sealed images."""
@@ -195,194 +235,290 @@ class HostTier:
         return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
-            damaged=(*self._damage, *damaged.values()),
+            damaged=tuple(damaged.values()),
         )
 
     # Room --------------------------------------------------------------------------------------------
 
-    def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save, or for an image that is brought back from another node. Grow it where
-        the configuration sets no capacity and images have become larger, and where an earlier start's arena is smaller
-        than the configured capacity.
+    def check_room(self) -> None:
+        """Compare the capacity of all ranks of the node with the memory that is free: all ranks do, before any of them
+        saves. Raises CapacityError."""
+        self._share_bytes = self._measure_share()
+        if self._configured_bytes is not None:
+            of_ranks = f" for each of {self._ranks} ranks" if self._ranks > 1 else ""
+            measure_room(self.folder).require(
+                self._ranks * self._configured_bytes - held_bytes(self.folder),
+                what=f"tier {self.name}: a capacity of {sized(self._configured_bytes)}{of_ranks}",
+            )
 
-        Raises CapacityError, with both numbers, where one image does not fit.
+    def _measure_share(self) -> int:
+        """Return how much of the node's memory this rank may use if the configuration sets no capacity: of three
+        quarters of what is free, as much as each other rank; of half if peers' images are kept there, too."""
+        room = measure_room(self.folder)
+        self._in_memory = room.in_memory
+        free_bytes = min(room.free_bytes, room.memory_free_bytes or room.free_bytes)
+        quarters = 3 if self._images == 2 else 2
+        return (free_bytes + held_bytes(self.folder)) * quarters // 4 // self._ranks
+
+    def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
+        """Have a file that an image fits in, once it is free: at the first save, for an image that has outgrown the
+        files, and for one that is brought back from another node. The other files are reserved in the background.
+
+        Raises CapacityError, with both numbers, if one image does not fit.
         """
-        need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
+        need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
         if self._configured_bytes is not None and need > self._configured_bytes:
             raise CapacityError(
                 f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
                 f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
                 "least two checkpoints, so that one can be flushed while the next is captured"
             )
+        if need == self._need_bytes:
+            return
         with self._guard:
-            if self._arena is None:
-                prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
-                self._arena = self._create(
-                    self._configured_bytes or self._default_bytes(image_bytes, need)
-                )
-                self._largest_image_bytes = image_bytes
-                return
-            current = self._arena.capacity_bytes
-            if self._configured_bytes is not None:
-                wanted = self._configured_bytes
-            elif image_bytes > self._largest_image_bytes:
-                wanted = max(self._images * need, int((self._images + SPARE) * image_bytes))
-                wanted += self._bytes_of_others()  # they stay until a newer one is on a tier
-            else:
-                wanted = need
-            self._largest_image_bytes = max(self._largest_image_bytes, image_bytes)
-            if need > current or wanted > max(current, self._refused_bytes):
-                self._grow(wanted, need=need)
+            has_file = any(file.room_bytes >= need for file in self._files)
+            if self._configured_bytes is None and need > self._need_bytes:
+                self._set_capacity(need)
+        if not has_file:
+            with self._making:
+                try:
+                    self._make(need)
+                except TierfallError as error:
+                    if all(file.is_free for file in self._files):
+                        raise
+                    self._note_shortage(error)  # the image in one of them may be evicted
+        self._need_bytes = need
+        self._preparation.resume()
 
-    def _bytes_of_others(self) -> int:
-        """Return the bytes of images that other ranks have saved."""
-        regions = self._arena.regions() if self._arena else ()
-        return sum(r.extent.length for r in regions if r.sealed and r.shard != self._shard)
+    def _set_capacity(self, need: int) -> None:
+        """Set a capacity that the configuration does not: for the images that are needed, or for fewer. Raises
+        CapacityError if there is no room for one."""
+        if self._share_bytes is None:
+            self._share_bytes = self._measure_share()
+        share = self._share_bytes
+        if need > share:
+            raise CapacityError(
+                f"tier {self.name} in {self.folder}: one image needs {sized(need)}, and without a `capacity` it takes "
+                f"{sized(share)} at most, its part of the memory that is free; set the tier's `capacity` to at least "
+                f"{sized(need)}, or {WHAT_HELPS}"
+            )
+        need = min(share, need + _slack(need))
+        # images of other ranks stay until a newer one is on a tier
+        others = [f for f in self._files if f.region is not None and f.region.shard != self._shard]
+        images, busy = share // need, [file for file in self._files if not file.is_free]
+        needed = min(images, self._images) * need + _rooms(others)
+        self._capacity_bytes = max(self._capacity_bytes, needed)
+        spare = min(images, self._images + 1) * need + _rooms(others)
+        self._most_bytes = max(spare, min(share, _rooms(busy) + need))
 
-    def _grow(self, capacity_bytes: int, *, need: int) -> None:
-        """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
-        assert self._arena is not None
-        try:
-            self._arena.grow(capacity_bytes, self._progress)
-        except CapacityError as error:
-            if need > self._arena.capacity_bytes:
-                if need >= capacity_bytes:
-                    raise
-                self._arena.grow(need, self._progress)
-            self._refused_bytes = capacity_bytes
-            self._conditions.report(
-                self.name, logging.WARNING, "%s: continues with %s of memory: %s",
-                self.name, format_size(self._arena.capacity_bytes), error,
-            )  # fmt: skip
-        else:
-            size = format_size(self._arena.capacity_bytes)
-            self._conditions.end(self.name, "%s: has %s of memory now", self.name, size)
-
-    def allocate_now(self) -> None:
-        """Give the arena its whole capacity at once where that is configured."""
-        with self._guard:
-            if self._configured_bytes is None:
-                return
-            if self._arena is None:
-                self._arena = self._create(self._configured_bytes)
-            elif self._arena.capacity_bytes < self._configured_bytes:
-                self._grow(self._configured_bytes, need=0)
-
-    def prepare(self, device: torch.device | None) -> None:
-        """Prepare the memory that there is, in the background, for images that come from a ``device`` (None: from host
-        memory). A save takes memory that is not prepared rather than waits."""
-        with self._guard:
-            if self._arena is not None:
-                self._arena.prepare(device)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the memory that there is is prepared, as far as ``prepare`` was told to."""
-        with self._guard:
-            return self._arena is None or self._arena.is_prepared
-
-    def _default_bytes(self, image_bytes: int, need: int) -> int:
-        room = room_for_arena(self._folder)
-        return room.default_capacity_bytes(
-            image_bytes=image_bytes, extent_bytes=need, images=self._images
-        )
-
-    def _create(self, capacity_bytes: int) -> Arena:
-        return Arena.create(
-            self.path,
-            run=self._run,
-            shard=self._shard,
-            slot=self._slot,
-            capacity_bytes=capacity_bytes,
-            progress=self._progress,
-        )
+    def take_spare(self) -> bool:
+        """Have room for one image more than is needed, if the configuration sets no capacity, and there is room. Return
+        whether this has changed anything."""
+        if self._capacity_bytes >= self._most_bytes:
+            return False
+        self._capacity_bytes = self._most_bytes
+        return True
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> Region | None:
+        """Allocate a region for an image; None if no file is free, and no other may be made."""
+        need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
+        try:
+            if (region := self._take(image_bytes, need)) is not None:
+                return region
+            with self._making:
+                while (region := self._take(image_bytes, need)) is None:
+                    if not self._make(need):
+                        return None
+                return region
+        except TierfallError as error:
+            self._note_shortage(error)
+            return None
+
+    def _take(self, image_bytes: int, need: int) -> Region | None:
+        """Take the smallest free file with that room, if there is one."""
         with self._guard:
-            if self._arena is None:
+            self._drop_removed()
+            free = (f for f in self._files if f.is_free and f is not self._enlarged)
+            fitting = [file for file in free if file.room_bytes >= need]
+            if not fitting or self._closed:
                 return None
-            return self._arena.allocate(
-                image_bytes=image_bytes, records_bytes=records_bytes, shard=self._shard
-            )
+            file = min(fitting, key=lambda file: file.room_bytes)
+            return file.take(image_bytes=image_bytes, shard=self._shard)
 
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[object]
     ) -> bool:
+        """Whether ``allocate`` would find a file if the regions ``without`` were released."""
+        need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
+        gone = {id(region) for region in without}
         with self._guard:
-            return self._arena is not None and self._arena.would_fit(
-                image_bytes=image_bytes, records_bytes=records_bytes, without=without
+            free = (f for f in self._files if f.is_free or id(f.region) in gone)
+            return need <= self._rest_bytes(without) or any(f.room_bytes >= need for f in free)
+
+    def _beside(self, need: int) -> tuple[Sequence[ImageFile], int]:
+        """Return the free files that are too small for an image, the smallest first, and the room for a file beside all
+        others."""
+        small = [file for file in self._files if file.is_free and file.room_bytes < need]
+        others = [file for file in self._files if file not in small]
+        room = self.capacity_bytes - _rooms(others) if len(others) < FILES_MAX else 0
+        return sorted(small, key=lambda file: file.room_bytes), room
+
+    def _make(self, need: int) -> bool:
+        """Make a file with that room, or enlarge a free one; of free files that are too small, those go that it has no
+        room beside. False if what is in use leaves no room. Raises CapacityError if memory is missing."""
+        dropped = []
+        with self._guard:
+            smaller, room = self._beside(need)
+            if self._closed or need > room:
+                return False
+            small = [*smaller]
+            self._enlarged = small.pop() if small else None
+            while need + _rooms(small) > room:
+                dropped.append(small.pop(0))
+            self._files = [file for file in self._files if file not in dropped]
+            # Records become a little larger with metrics and tags; that must not cost an image.
+            least = self.capacity_bytes // (self.capacity_bytes // need)
+            room = min(need + _slack(need), least, room - _rooms(small)) // PAGE_BYTES * PAGE_BYTES
+        for file in dropped:
+            file.close(keep=False)
+        try:
+            if self._enlarged is not None:
+                self._enlarged.resize(room, lambda: self._closed)
+            else:
+                made = self._create(room)
+                with self._guard:
+                    self._files.append(made)
+        finally:
+            self._enlarged = None
+        self._is_short = False
+        self._conditions.end(self.name, "%s: has memory for more again", self.name)
+        return True
+
+    def _create(self, room_bytes: int) -> ImageFile:
+        prepare_folder(self.folder)  # a cleaner of temporary files may have removed it
+        if self._in_memory and not measure_room(self.folder).in_memory:
+            raise ConfigError(
+                f"{self.name}: the file system of {self.folder} was unmounted, and the one that is there now is not "
+                "in memory; mount it again"
+            )
+        taken = {path.name for path in image_files(self.folder).get(self.slot, [])}
+        names = (f"slot-{self.slot}.{number}.image" for number in range(len(taken) + 1))
+        path = self.folder / next(name for name in names if name not in taken)
+        return ImageFile.create(
+            path, run=self._run, room_bytes=room_bytes, stopped=lambda: self._closed
+        )
+
+    def _note_shortage(self, error: TierfallError) -> None:
+        if self._closed:
+            return
+        self._is_short = True
+        self._conditions.report(
+            self.name, logging.WARNING, "%s: continues with %s of memory: %s",
+            self.name, format_size(_rooms(self._files)), error,
+        )  # fmt: skip
+
+    # Preparation -------------------------------------------------------------------------------------
+
+    def prepare(self, device: torch.device | None) -> None:
+        """Prepare the memory that there is, in the background, for images that come from a ``device`` (None: from host
+        memory). A save takes memory that is not prepared rather than waits."""
+        if device is not None:
+            self._device = device
+        if self._files:
+            self._preparation.resume()
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the memory that there may be is reserved and touched and, for copies from the device that ``prepare``
+        was given, locked."""
+        locks = self._device is not None and self._may_lock
+        with self._guard:
+            return not self._lacks_file() and all(
+                file.touched_bytes == file.room_bytes
+                and (not locks or file.locked_bytes == file.room_bytes)
+                for file in self._files
+                if file.damage is None
             )
 
-    # Its file ----------------------------------------------------------------------------------------
+    def _lacks_file(self) -> bool:
+        """Whether there is room for another file of the size that the last image needed."""
+        need = self._need_bytes
+        return bool(need) and not self._is_short and need <= self._beside(need)[1]
 
-    def file_exists(self) -> bool:
-        """Whether the next image will be in a file, or there is no arena. Raises BackendError where that is unknown."""
-        return self._arena is None or self._arena.file_exists()
-
-    def regions_without_file(self) -> Sequence[Region]:
-        """Return the regions of images that end with this process, since the file was removed. Raises BackendError
-        where that is unknown."""
-        lost = [arena for arena in self._arenas() if not arena.file_exists()]
-        return [region for arena in lost for region in arena.regions()]
-
-    def replace_file(self) -> None:
-        """If the arena's file was removed, allocate another arena for the next images. The images in the old one stay
-        readable; its memory is freed once all are released.
-
-        Raises CapacityError if memory is missing, and ConfigError if another file has the name: the old arena is used
-        on then.
-        """
+    def _prepare_some(self) -> float | None:
+        """Reserve a file, or touch or lock some pages, those of free files first; see ``Preparation``."""
         with self._guard:
-            unused = [arena for arena in self._without_file if not arena.regions()]
-            self._without_file = [each for each in self._without_file if each not in unused]
-            old = self._arena
-        for arena in unused:
-            arena.close(keep=True)
-        if old is None or old.file_exists():
-            return
-        old.check_place()
-        new = self._create(old.capacity_bytes)
+            need, lacks = self._need_bytes, self._lacks_file()
+            files = sorted(self._files, key=lambda file: not file.is_free)
+        if lacks:
+            with self._making:
+                try:
+                    if self._make(need):
+                        return 0.0
+                except TierfallError as error:
+                    self._note_shortage(error)
+        for file in files:
+            if file.touch_some() or self._lock_some(file):
+                return 0.0
+        return None if self.is_prepared else BUSY_S
+
+    def _lock_some(self, file: ImageFile) -> bool:
+        """Lock some pages of a file, if there are some to lock now. A refusal is logged once."""
+        if self._device is None or not self._may_lock:
+            return False
+        refusal = file.lock_some(self._device)
+        if refusal:
+            self._may_lock = False
+            logger.warning(
+                "%s: its memory could not be page-locked beyond %s: %s; copies from the GPU continue, slower; raise "
+                "`ulimit -l` (or --ulimit memlock=-1 of a container) or set a smaller `capacity`",
+                self.name,
+                sized(sum(each.locked_bytes for each in self._files)),
+                refusal,
+            )
+        return refusal == ""
+
+    # Its files ---------------------------------------------------------------------------------------
+
+    def lost_regions(self) -> Sequence[Region]:
+        """Return the regions of images that end with this process, since their files were removed. Raises BackendError
+        if that is unknown."""
         with self._guard:
-            self._without_file.append(old)
-            self._arena = new
+            used = [(file, file.region) for file in self._files if file.region is not None]
+        return [region for file, region in used if not file.exists()]
+
+    def _drop_removed(self) -> None:
+        """Drop the free files that were removed."""
+        for file in [f for f in self._files if f.is_free and f is not self._enlarged]:
+            try:
+                is_there = file.exists()
+            except TierfallError as error:
+                logger.debug("%s", error)
+                continue
+            if not is_there:
+                self._files.remove(file)
+                file.close(keep=True)
 
     # The end -----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Delete the arena's file, whatever is in it; who has mapped it may use it until then."""
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise BackendError(f"{self.name}: {self.path} cannot be removed: {error}") from error
+        """Delete the files, whatever is in them; who has mapped them may use them until then."""
+        self._closed = True
+        for file in self._files:
+            file.remove()
 
     def close(self, *, keep: bool) -> None:
-        """Close the arena; delete its file, and the images in it, unless ``keep``."""
-        with self._guard:
-            for arena in self._without_file:
-                arena.close(keep=True)
-            if self._arena is not None:
-                # one that has no image yet, after the file was removed, would only hold memory
-                has_use = bool(self._arena.regions()) or not self._without_file
-                self._arena.close(keep=keep and has_use)
+        """Close the files; delete them, and the images in them, unless ``keep``. Free ones are deleted."""
+        self._closed = True
+        self._preparation.close()
+        with self._making, ExitStack() as closing:  # each is closed, whatever another one raises
+            for file in self._files:
+                closing.callback(file.close, keep=keep)
 
 
-def damaged_arena_error(error: IntegrityError, path: Path) -> ConfigError:
-    """Make the error of a start that finds an arena whose header is damaged."""
-    return ConfigError(
-        f"open: the host memory that an earlier start left is damaged: {error}. If nothing in it is needed, remove "
-        f"{path} and start again; what was flushed is restored from the other tiers"
-    )
+def _rooms(files: Collection[ImageFile]) -> int:
+    return sum(file.room_bytes for file in files)
 
 
-def log_allocation(tier: str) -> Callable[[int, int], None]:
-    """Return a function that logs the progress of allocating host memory, every PROGRESS_S seconds."""
-    last = time.monotonic()
-
-    def log(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_S and done < total:
-            last = now
-            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
-
-    return log
+def _slack(need: int) -> int:
+    return padded(need // 64)

@@ -17,7 +17,7 @@ from benchmarks.gpu.large import LargeWorkload, shape_of
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, run_rounds
 from benchmarks.workload import bytes_of
-from tierfall.tiers.arena.folder import room_for_arena
+from tierfall.tiers.host_folder import measure_room
 
 BUDGET_S = 210.0
 """For the part, of the four minutes that the command takes at most: the rest is for imports, and what takes longer than
@@ -88,7 +88,7 @@ class Bench:
         if device_bytes:
             give_back_freed()
         host_bytes = self.capacity_bytes(images)
-        room = room_for_arena(self.plan.memory)
+        room = measure_room(self.plan.memory)
         needs = (
             ("of memory of the device", device_bytes, self.accelerator.free_bytes()),
             ("of shared memory", host_bytes, room.free_bytes),

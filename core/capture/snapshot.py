@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from tierfall.core.state.view import StateView
 
 
-ON_PEERS = b"on-peers"
-"""A mark of an image in memory: peer memory has committed its checkpoint. It is written before that is reported."""
-
-
 class HostRegion(Protocol):
     """The memory of one image, which outlives the process."""
 
@@ -52,15 +48,16 @@ class HostRegion(Protocol):
 
     def commit(self) -> bytes: ...
 
-    def add_mark(self, data: bytes) -> None: ...
-
-    def marks(self) -> tuple[bytes, ...]: ...
+    def note_on_peers(self) -> None:
+        """Note that peer memory has committed the checkpoint: before that is reported."""
+        ...
 
     def release(self) -> None: ...
 
 
 class HostMemory(Protocol):
-    """The host tier as the coordinator uses it; ``allocate`` never waits, and returns None for lack of room."""
+    """The host tier as the coordinator uses it; ``allocate`` waits for no image to be released, and returns None for
+    lack of room."""
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None: ...
 
@@ -68,6 +65,10 @@ class HostMemory(Protocol):
         self, *, image_bytes: int, records_bytes: int, without: Collection[HostRegion]
     ) -> bool:
         """Whether ``allocate`` would succeed if the regions ``without`` were released."""
+        ...
+
+    def take_spare(self) -> bool:
+        """Have room for one image more than is needed, if there is room; return whether this has changed anything."""
         ...
 
     @property

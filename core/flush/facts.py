@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import ON_PEERS, HostRegion, ReplicaShare, Snapshot
+from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.flush.rates import TierThroughput
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.format.commit_files import plain
@@ -124,15 +124,10 @@ class LedgerEntry:
         )
 
     def note_on_peers(self) -> None:
-        """Note beside the image in memory, once, that peer memory has committed its checkpoint: a start after a loss
-        sees which checkpoints were reported."""
-        if self.region is None or not self.region.sealed:
-            return
-        try:
-            if ON_PEERS not in self.region.marks():
-                self.region.add_mark(ON_PEERS)
-        except TierfallError as error:
-            logger.warning("%s in memory does not say that peer memory has it: %s", self.id, error)
+        """Note with the image in memory that peer memory has committed its checkpoint: a start after a loss sees which
+        checkpoints were reported."""
+        if self.region is not None and self.region.sealed:
+            self.region.note_on_peers()
 
     def free(self) -> None:
         """Release its memory region."""

@@ -220,8 +220,8 @@ class Admissions:
             self._backlog.on_save_admitted(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
-        """Allocate a region; evict images one by one until it fits. Free memory may be fragmented, so that its size
-        does not tell: each eviction is followed by an attempt."""
+        """Allocate a region; evict images one by one until it fits. Files may be of several sizes, so that the free
+        bytes do not tell: each eviction is followed by an attempt."""
         while True:
             region = self._host.allocate(
                 image_bytes=request.image_bytes, records_bytes=request.records_bytes
@@ -245,6 +245,8 @@ class Admissions:
             return True
         if evictable:
             self._evict(evictable[0])
+            return True
+        if self._host.take_spare():
             return True
         for decision in plan.deletions:
             self._ask_to_give_up(decision)
@@ -298,7 +300,7 @@ class Admissions:
             kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
-            f"{format_size(self._host.largest_free_bytes)} in one piece, of {format_size(self._host.capacity_bytes)}; "
+            f"{format_size(self._host.largest_free_bytes)}, of {format_size(self._host.capacity_bytes)}; "
             f"the image needs {format_size(request.image_bytes + request.records_bytes)}, and "
             f"{waited}{behind}{kept}: this save is skipped. "
             "Raise the tier's capacity, save less often, or flush less"

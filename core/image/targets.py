@@ -1,6 +1,6 @@
 """Views of a region's memory as the tensors of a layout, created once and reused.
 
-The same regions of the arena are used again every few saves, so that the views of thousands of small tensors need not
+The same files of host memory are used again every few saves, so that the views of thousands of small tensors need not
 be created for every save.
 """
 
@@ -54,11 +54,15 @@ class TargetCache:
         self._layout: Layout | None = None
         self._by_address: dict[int, RegionTargets] = {}
 
-    def of(self, memory: torch.Tensor, layout: Layout) -> RegionTargets:
-        """The targets of the region with these bytes."""
+    def use(self, layout: Layout) -> None:
+        """Drop the views of another layout: they keep memory mapped, which its files may need."""
         if layout is not self._layout:
             self.clear()
             self._layout = layout
+
+    def of(self, memory: torch.Tensor, layout: Layout) -> RegionTargets:
+        """The targets of the region with these bytes."""
+        self.use(layout)
         address = memory.data_ptr()
         found = self._by_address.get(address) or RegionTargets(memory, layout)
         if (len(self._by_address) + 1) * len(layout.placements) <= VIEWS_MAX:

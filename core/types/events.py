@@ -183,8 +183,8 @@ class DropFailed(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFailing(Event):
-    """A tier has accepted no copies for ``max_wait``, or cannot for a permanent reason. For the host tier: the arena's
-    file was removed, so its images end with this process."""
+    """A tier has accepted no copies for ``max_wait``, or cannot for a permanent reason. For the host tier: the files
+    of images were removed, so that these end with this process."""
 
     kind: ClassVar[str] = "tier_failing"
     tier: str

@@ -15,7 +15,7 @@ from tierfall.config import Config, load_config
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
     (tmp_path / "gpt").mkdir()
     monkeypatch.chdir(tmp_path / "gpt")
-    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", memory)
+    monkeypatch.setattr("tierfall.tiers.host_folder.SHARED_MEMORY", memory)
 
 
 def written() -> Config:

@@ -12,7 +12,7 @@ from cli_kit import Cli, Trainer, flip, save_on_two_nodes
 
 import tierfall
 from tests.steps import state_of, wait_until
-from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START
+from tierfall.tiers.image_file import IMAGE_START
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -87,31 +87,31 @@ def kept(make_cli: MakeCli) -> Cli:
     return cli
 
 
-def arena(memory: Path) -> Path:
-    return next((memory / "run").glob("*/slot-0.arena"))
+def image_in(memory: Path) -> Path:
+    return next((memory / "run").glob("*/slot-0.*.image"))
 
 
 def record_offset(memory: Path, start: bytes) -> int:
-    """Where a record of that kind begins in the arena's extents."""
-    return arena(memory).read_bytes().index(start, EXTENTS_START + 70_000)
+    """Where a record of that kind begins after the image."""
+    return image_in(memory).read_bytes().index(start, IMAGE_START + 70_000)
 
 
 def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path) -> None:
     places = {
         "manifest": record_offset(memory, b'{"format":1') + 40,
         "commit record": record_offset(memory, b'"wall_time_s"') + 20,
-        "seal": BLOCK_BYTES + 100,
+        "header": 100,
     }
     for what, place in places.items():
-        flip(arena(memory), place)
+        flip(image_in(memory), place)
         (found,) = damage(kept)
         assert (found["tier"], found["step"]) == ("host", None), what
         assert found["problem"], what
-        flip(arena(memory), place)
+        flip(image_in(memory), place)
 
 
-def test_an_arena_without_a_usable_header_could_not_be_read(kept: Cli, memory: Path) -> None:
-    flip(arena(memory), 40)
+def test_memory_that_is_no_image_could_not_be_read(kept: Cli, memory: Path) -> None:
+    flip(image_in(memory), 3)
     document = kept.json("verify", code=1)
     assert [one["place"] for one in document["unread"]] == ["host"]
     assert [c["tier"] for c in document["copies"]] == ["disk"]

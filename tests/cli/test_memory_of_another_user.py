@@ -47,7 +47,7 @@ def test_what_is_not_seen_of_other_users_is_not_called_nothing(
     make_cli: Callable[..., Cli], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default folder is that of one user; a folder that the file names is looked at whosever it is."""
-    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tierfall.tiers.host_folder.SHARED_MEMORY", tmp_path)
     cli = make_cli(disk={})
     host, *others = cli.config["tiers"]
     for folder, whose in ((host["folder"], ""), (None, " of this user")):
@@ -58,7 +58,7 @@ def test_what_is_not_seen_of_other_users_is_not_called_nothing(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
-@pytest.mark.parametrize("given", ["*.arena", "*.lock"])
+@pytest.mark.parametrize("given", ["*.image", "*.lock"])
 def test_root_is_told_to_act_as_the_user_whose_memory_it_is(
     make_cli: Callable[..., Cli], memory: Path, given: str
 ) -> None:
@@ -74,4 +74,4 @@ def test_root_is_told_to_act_as_the_user_whose_memory_it_is(
     held = next(
         line for line in cli("runs", code=-1).out.splitlines()[-2:] if line.startswith("run ")
     )
-    assert held.split()[1] == ("?" if given == "*.arena" else "1"), "the number of its steps"
+    assert held.split()[1] == ("?" if given == "*.image" else "1"), "the number of its steps"

@@ -22,9 +22,9 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.memory import Admissions, Superseder
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.tiers.arena.arena import Arena
-from tierfall.tiers.arena.region import Region
 from tierfall.tiers.attempts import Fence
+from tierfall.tiers.host import HostTier
+from tierfall.tiers.image_file import ImageFile, Region
 from tierfall.tiers.stored import StoredTier
 
 RUN = "doomed"
@@ -174,7 +174,7 @@ CAPTURE = {
     "capture-copy": Point(owner=ImageCopier, method="copy_next", calls=(2, 60)),
     "capture-copied": Point(owner=ImageCopier, method="copy_next", after=True, calls=(2, 60)),
     "capture-hash": Point(owner=ImageCopier, method="hash_ready", calls=(2, 60)),
-    "capture-room": Point(owner=Arena, method="allocate", after=True, calls=(1, 6)),
+    "capture-room": Point(owner=HostTier, method="allocate", after=True, calls=(1, 6)),
     "capture-unsealed": Point(owner=Region, method="seal", calls=(1, 5)),
     "capture-sealed": Point(owner=Region, method="seal", after=True, calls=(1, 5)),
 }
@@ -269,7 +269,7 @@ PRUNE = {
     ),
 }
 ADOPTION = {
-    "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
+    "adopt-attached": Point(owner=ImageFile, method="_adopt", after=True),
     "adopt-attempt": Point(owner=OpenedTiers, method="claim_from"),
     "adopt-took": Point(owner=Fence, method="create", after=True, fits=_of_fence_on("slow")),
     "adopt-started": Point(owner=Coordinator, method="start", after=True),

@@ -14,7 +14,7 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.run.session import Session
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.tiers.arena.region import Region
+from tierfall.tiers.image_file import Region
 from tierfall.tiers.image_writer import RawImageWriter
 from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier

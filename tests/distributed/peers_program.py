@@ -230,12 +230,12 @@ def wait_until(holds: Callable[[], object]) -> None:
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
     """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
     if on == RANK:
-        measure = peers.room_for_arena
+        measure = peers.measure_room
 
         def little(place: Path) -> Any:
             return replace(measure(place), file_system_free_bytes=free)
 
-        peers.room_for_arena = little  # type: ignore[assignment]
+        peers.measure_room = little  # type: ignore[assignment]
     stored = {"flush": {"every": 1}}
     with tierfall.open(config(folder, pfs=stored, **changes)) as ckpt:
         why = ""

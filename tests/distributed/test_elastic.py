@@ -40,8 +40,9 @@ def save_and_kill(job: Job, **arguments: Any) -> None:
     job.kill()
 
 
-def arenas(folder: Path, node: int = 0) -> list[str]:
-    return sorted(path.name for path in (folder / f"memory-{node}/many").glob("*/slot-*.arena"))
+def slots_in_memory(folder: Path, node: int = 0) -> list[str]:
+    found = (folder / f"memory-{node}/many").glob("*/slot-*.image")
+    return sorted({path.name.partition(".")[0] for path in found})
 
 
 def test_torchrun_starts_all_ranks_again_and_they_restore_from_memory(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_torchrun_starts_all_ranks_again_and_they_restore_from_memory(tmp_path: 
         found = json.loads((tmp_path / f"answer-{rank}").read_text())
         assert (found["step"], found["good"], found["tiers"]) == (1, True, ["host"])
         assert [step for step, _, tiers in found["known"] if "pfs" in tiers] == [1, 2]
-    assert not arenas(tmp_path), "all is durable: memory is given back"
+    assert not slots_in_memory(tmp_path), "all is durable: memory is given back"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_what_was_in_memory_alone_is_restored_by_any_number_of_ranks_and_flushed
         assert [step for step, _, tiers in answer["known"] if "pfs" in tiers] == [3]
     assert not list(tmp_path.glob("*/many/step-00000002-*")), "the next save is what lasts"
     assert tierfall.load(tmp_path / "pfs/many/step-00000003-a0002")["extra"] == {"step": 3}
-    assert not arenas(tmp_path), "all is durable: memory is given back"
+    assert not slots_in_memory(tmp_path), "all is durable: memory is given back"
 
 
 @pytest.mark.torture
@@ -83,7 +84,7 @@ def test_memory_of_ranks_that_are_gone_goes_once_something_newer_is_durable(
     save_and_kill(start(4), steps=[1])
     job = start(2).start("stay_whole", parts=4, step=2)
     job.wait_ready()
-    assert arenas(tmp_path) == ["slot-0.arena", "slot-1.arena"], "those of the ranks of now"
+    assert slots_in_memory(tmp_path) == ["slot-0", "slot-1"], "those of the ranks of now"
     job.kill()
     answers = start(2).run("go_on_whole", parts=4)
     assert answers == [{"step": 2, "good": True, "tiers": ["host"]}] * 2
@@ -111,7 +112,7 @@ def test_fewer_nodes_restore_from_memory_and_the_shared_tier(
     for answer in answers:
         assert (answer["step"], answer["good"]) == (2, True), answer
         assert answer["tiers"] == ["host", "pfs"], "half of it is in the memory that is left"
-    assert not arenas(tmp_path), "step 3 is durable"
+    assert not slots_in_memory(tmp_path), "step 3 is durable"
 
 
 @pytest.mark.torture
@@ -126,7 +127,7 @@ def test_what_only_missing_nodes_complete_stays_until_something_newer_is_durable
     assert [answer["step"] for answer in answers] == [1, 1], "the older one, of which all is there"
     job = start(2)
     assert "is in memory, the others' are not" in job.log(0)
-    assert arenas(tmp_path) == ["slot-0.arena", "slot-1.arena"]
+    assert slots_in_memory(tmp_path) == ["slot-0", "slot-1"]
     back = start(4, nodes).run("go_on", parts=4, steps=[3])
     assert [(a["step"], a["good"], a["tiers"]) for a in back] == [(2, True, ["host"])] * 4
 

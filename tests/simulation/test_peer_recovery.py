@@ -19,7 +19,6 @@ from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFailedError
 from tests.simulation.world import FakeRegion, commit_in_memory, file_rules
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import ON_PEERS
 from tierfall.core.flush import worker
 from tierfall.core.flush.commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import (
@@ -293,7 +292,7 @@ def test_an_image_in_memory_says_once_that_peer_memory_has_it_before_a_handle_do
 
     def look(handle: SaveHandle, tier: str) -> None:
         regions = [region for rank in world.ranks for region in rank.memory.regions]
-        seen.append(any(found for id, found in marks(regions) if id == CheckpointId(2, 1)))
+        seen.append(any(noted for id, noted in notes(regions) if id == CheckpointId(2, 1)))
         on_committed(handle, tier)
 
     monkeypatch.setattr(SaveHandle, "on_committed", look)
@@ -304,20 +303,17 @@ def test_an_image_in_memory_says_once_that_peer_memory_has_it_before_a_handle_do
     for _ in range(2):
         world.replace([0])
         (region,) = world.ranks[0].memory.regions
-        assert marks([region]) == [(CheckpointId(2, 1), [ON_PEERS])]
+        assert notes([region]) == [(CheckpointId(2, 1), True)]
         world.settle(after_each=world.watch.look)
     for rank in world.ranks:
-        newest = max(marks(rank.memory.regions))
-        assert newest == (CheckpointId(2, 1), [ON_PEERS])
+        newest = max(notes(rank.memory.regions))
+        assert newest == (CheckpointId(2, 1), True)
 
 
-def marks(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, list[bytes]]]:
-    """The checkpoints of sealed images, and their marks."""
+def notes(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, bool]]:
+    """The checkpoints of sealed images, and whether peer memory had committed them."""
     return [
-        (
-            commit_in_memory(region.commit()).lineage.checkpoint,
-            list(region.marks()),
-        )
+        (commit_in_memory(region.commit()).lineage.checkpoint, region.on_peers)
         for region in regions
         if region.sealed
     ]

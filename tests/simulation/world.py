@@ -19,7 +19,6 @@ from tests.simulation.wants import metrics_of, tags_of
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import (
-    ON_PEERS,
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
@@ -151,7 +150,7 @@ class FakeRegion:
         self.image = memoryview(bytearray(image_bytes))
         self.sealed = False
         self._records: tuple[bytes, bytes] = (b"", b"")
-        self._marks: list[bytes] = []
+        self.on_peers = False
 
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self.image, dtype=torch.uint8)
@@ -179,11 +178,8 @@ class FakeRegion:
     def commit(self) -> bytes:
         return self._records[1]
 
-    def add_mark(self, data: bytes) -> None:
-        self._marks.append(data)
-
-    def marks(self) -> tuple[bytes, ...]:
-        return tuple(self._marks)
+    def note_on_peers(self) -> None:
+        self.on_peers = True
 
     def release(self) -> None:
         """Give the memory back, as something that others write to at once: a reader without a lease would see it."""
@@ -207,6 +203,9 @@ class FakeMemory:
     @property
     def largest_free_bytes(self) -> int:
         return self.free_bytes
+
+    def take_spare(self) -> bool:
+        return False
 
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[object]
@@ -259,7 +258,7 @@ def found_in(region: FakeRegion) -> FoundCopy:
         state=CopyState.SEALED,
         bytes=IMAGE,
         commit=commit,
-        on_peers=ON_PEERS in region.marks(),
+        on_peers=region.on_peers,
     )
 
 

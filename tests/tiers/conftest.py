@@ -1,4 +1,4 @@
-"""Folders in memory for arenas, removed after each test."""
+"""Folders in memory for image files, removed after each test."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arena_help import scratch
-
-from tierfall.tiers.arena.arena import arena_name
+from host_help import scratch
 
 
 @pytest.fixture
@@ -21,4 +19,4 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def path(folder: Path) -> Path:
-    return folder / arena_name(0)
+    return folder / "slot-0.0.image"

@@ -1,24 +1,32 @@
-"""The host tier: when its memory is taken and how much, what an earlier start left in it, and when it goes."""
+"""The host tier: how many files it has, what an earlier start left in them, and when they go."""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from arena_help import KIB, MIB, flip
+from host_help import KIB, MIB, PAGE, SHARD, flip, host_in, prepare, put
 
-from tierfall.core.capture.snapshot import ON_PEERS
+from tests.tiers.test_image_file import forge, newer_document
 from tierfall.core.format.records import Commit, Lineage, NamedFile
-from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError
+from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError, LockError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
-from tierfall.tiers.arena.region import Region
-from tierfall.tiers.host import HostTier
+from tierfall.tiers import host as host_module
+from tierfall.tiers import image_file
+from tierfall.tiers.host import FILES_MAX, HostTier
+from tierfall.tiers.host_folder import RoomReport
+from tierfall.tiers.image_file import Region, room_for
 
-SHARD = Shard(0, 1)
 IMAGE_BYTES = 100 * KIB
 RECORDS_BYTES = 8 * KIB
+ONE = room_for(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
 
 
 def commit_of(step: int, run: str = "gpt") -> Commit:
@@ -37,77 +45,280 @@ def commit_of(step: int, run: str = "gpt") -> Commit:
     )
 
 
-def host_in(folder: Path, **options: Any) -> HostTier:
-    given = {"run": "gpt", "capacity_bytes": None, **options}
-    return HostTier(name="host", folder=folder, slot=0, shard=SHARD, **given)
-
-
-def room_for(host: HostTier, image_bytes: int = IMAGE_BYTES) -> Region | None:
-    return host.allocate(image_bytes=image_bytes, records_bytes=RECORDS_BYTES)
-
-
-def put(host: HostTier, step: int, run: str = "gpt") -> Region:
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    region = room_for(host)
+def save(host: HostTier, step: int, run: str = "gpt") -> Region:
+    region = room_in(host)
     assert region is not None
     region.image[:] = bytes([step]) * IMAGE_BYTES
     region.seal(manifest=b"manifest", commit=commit_of(step, run).encode())
     return region
 
 
+def room_in(host: HostTier, image_bytes: int = IMAGE_BYTES) -> Region | None:
+    host.ensure_capacity(image_bytes=image_bytes, records_bytes=RECORDS_BYTES)
+    return host.allocate(image_bytes=image_bytes, records_bytes=RECORDS_BYTES)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def room(free: int, memory: int | None = None) -> RoomReport:
+    return RoomReport(
+        folder=Path("/dev/shm/x"),
+        file_system_free_bytes=free,
+        memory_free_bytes=memory,
+        in_memory=True,
+    )
+
+
 # How much --------------------------------------------------------------------------------------------
 
 
-def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(folder: Path) -> None:
+def test_there_are_as_many_files_as_the_capacity_holds_and_they_are_used_again(
+    folder: Path,
+) -> None:
+    host = host_in(folder, capacity_bytes=3 * ONE + PAGE)
+    host.check_room()
+    assert files(folder) == [], "nothing is reserved before an image is known"
+    regions = [save(host, step) for step in (1, 2, 3)]
+    assert room_in(host) is None
+    assert (host.free_bytes, host.capacity_bytes) == (PAGE, 3 * ONE + PAGE)
+    regions[1].release()
+    assert save(host, 4).image[:1] == b"\x04"
+    assert len(files(folder)) == 3
+    host.close(keep=False)
+    assert files(folder) == []
+
+
+def test_the_other_files_are_reserved_in_the_background(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=3 * ONE)
+    save(host, 1)
+    prepare(host)
+    assert len(files(folder)) == 3
+    assert sum(path.stat().st_blocks * 512 for path in folder.iterdir()) >= 3 * ONE
+    host.close(keep=False)
+
+
+def test_a_capacity_that_holds_very_many_images_has_a_bound(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=100 * MIB)
+    save(host, 1)
+    prepare(host)
+    assert len(files(folder)) == FILES_MAX
+    host.close(keep=False)
+
+
+def test_a_file_that_an_image_has_outgrown_is_enlarged_and_views_stay_valid(folder: Path) -> None:
     host = host_in(folder)
-    first = put(host, 1)
+    first = save(host, 1)
     view = first.image
-    host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    large = room_in(host, 5 * IMAGE_BYTES)
+    assert large is not None
+    large.image[:] = b"x" * 5 * IMAGE_BYTES
     assert host.capacity_bytes >= 10 * IMAGE_BYTES
-    assert room_for(host, 5 * IMAGE_BYTES) is not None
     assert bytes(view[:4]) == b"\x01" * 4
     assert [c.id.step for c in host.list().copies] == [1]
     before = host.capacity_bytes
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes == before
+    assert room_in(host) is not None
+    assert host.capacity_bytes == before, "smaller images take the same files"
     host.close(keep=False)
 
 
-def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyond(
-    folder: Path,
+def test_images_that_grow_a_little_each_time_do_not_reserve_anew_each_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = host_in(folder, capacity_bytes=128 * KIB)
-    put(small, 1)
-    small.close(keep=True)
-    host = host_in(folder, capacity_bytes=256 * KIB)
-    assert host.capacity_bytes == 128 * KIB
-    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes == 256 * KIB
-    assert room_for(host) is not None
+    """Their records do, with metrics and tags."""
+    resized = list[int]()
+    real = image_file.ImageFile.resize
+
+    def resize(self: image_file.ImageFile, room_bytes: int, *more: Any) -> None:
+        resized.append(room_bytes)
+        real(self, room_bytes, *more)
+
+    host = host_in(folder, capacity_bytes=8 * MIB)
+    monkeypatch.setattr(image_file.ImageFile, "resize", resize)
+    for pages in range(40):
+        region = room_in(host, MIB + pages * PAGE)
+        assert region is not None
+        region.release()
+    prepare(host)
+    assert len(resized) < 40
     host.close(keep=False)
 
 
-def test_memory_that_cannot_grow_for_two_images_grows_for_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("free_images", "needed", "most"), [(100, 2, 3), (4.2, 2, 3), (3, 2, 2), (2, 1, 1)]
+)
+def test_without_a_capacity_two_images_are_needed_and_a_third_is_taken_if_there_is_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free_images: float, needed: int, most: int
 ) -> None:
-    """As in a container with a small /dev/shm, when the optimizer's state appears after the first save."""
+    monkeypatch.setattr(host_module, "measure_room", lambda folder: room(int(free_images * ONE)))
     host = host_in(folder)
-    put(host, 1)
-    real = Arena.grow
-    one = extent_bytes(image_bytes=4 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    host.check_room()
+    monkeypatch.undo()
+    regions = [room_in(host)]
+    while (region := room_in(host)) is not None:
+        regions.append(region)
+    assert len(regions) == needed
+    assert host.take_spare() == (most > needed)
+    assert not host.take_spare()
+    assert (room_in(host) is not None) == (most > needed)
+    assert room_in(host) is None
+    host.close(keep=False)
 
-    def refuse(arena: Arena, capacity_bytes: int, progress: object = None) -> None:
-        if capacity_bytes > one:
-            raise CapacityError(f"no room for {capacity_bytes}")
-        real(arena, capacity_bytes)
 
-    monkeypatch.setattr(Arena, "grow", refuse)
-    for _ in range(2):
-        host.ensure_capacity(image_bytes=4 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-        assert host.capacity_bytes == one
+def test_after_growth_there_is_room_for_two_images_as_before(folder: Path) -> None:
+    """In the pool the first image is sealed, and the second is free, when they begin to grow."""
+    host = host_in(folder)
+    host._most_bytes = 0  # there is no room for a third
+    first = save(host, 1)
+    prepare(host)
+    for image_bytes in (IMAGE_BYTES + PAGE, 2 * IMAGE_BYTES, 3 * IMAGE_BYTES):
+        host.ensure_capacity(image_bytes=image_bytes, records_bytes=RECORDS_BYTES)
+        host._most_bytes = 0
+        second = room_in(host, image_bytes)
+        assert second is not None
+        first.release()
+        first = room_in(host, image_bytes) or first
+        assert first.filling, "there are two"
+        second.release()
+    host.close(keep=False)
+
+
+def test_ranks_of_a_node_share_what_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of eight sees all that is free, since none has saved yet."""
+    monkeypatch.setattr(host_module, "measure_room", lambda folder: room(8 * ONE, 16 * ONE))
+    alone, eighth = host_in(folder), host_in(folder, slot=1, ranks=8)
+    for host in (alone, eighth):
+        host.check_room()
+    with pytest.raises(CapacityError, match=r"without a `capacity` it takes .* set the tier's"):
+        eighth.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    configured = host_in(folder, slot=2, ranks=8, capacity_bytes=2 * ONE)
+    with pytest.raises(CapacityError, match=r"for each of 8 ranks: needed .* available"):
+        configured.check_room()
+    for host in (alone, eighth, configured):
+        host.close(keep=False)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``short(free)``: from now on so many bytes are free for files."""
+
+    def set_free(free_bytes: int) -> None:
+        monkeypatch.setattr(image_file, "measure_room", lambda folder: room(free_bytes))
+
+    return set_free
+
+
+def test_memory_that_does_not_suffice_for_two_images_suffices_for_one(
+    folder: Path, short: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with a small /dev/shm. What is said, and superseded, is by what there is."""
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    first = save(host, 1)
+    short(0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert room_in(host) is None
     assert len([r for r in caplog.records if "continues with" in r.getMessage()]) == 1
-    with pytest.raises(CapacityError, match="no room for"):
-        host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert len(files(folder)) == 1, "what was refused leaves nothing"
+    asked = {"image_bytes": IMAGE_BYTES, "records_bytes": RECORDS_BYTES}
+    assert (host.free_bytes, host.largest_free_bytes) == (0, 0)
+    assert not host.would_fit(**asked, without=[])
+    assert host.would_fit(**asked, without=[first])
+    short(1000 * ONE)
+    assert room_in(host) is not None
+    assert caplog.messages[-1] == "host: has memory for more again"
+    host.close(keep=False)
+
+
+def test_an_image_that_grows_if_memory_is_short_waits_for_the_one_before_it(
+    folder: Path, short: Callable[[int], None]
+) -> None:
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    first = save(host, 1)
+    short(2 * PAGE)
+    assert room_in(host, IMAGE_BYTES + PAGE) is None, "no error: the first may be released"
+    first.release()
+    assert room_in(host, IMAGE_BYTES + PAGE) is not None
+    host.close(keep=False)
+
+
+def test_memory_that_has_no_room_for_one_image_is_an_error(
+    folder: Path, short: Callable[[int], None]
+) -> None:
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    short(ONE // 2)
+    with pytest.raises(CapacityError, match=r"needed .* available"):
+        room_in(host)
+    assert files(folder) == []
+    host.close(keep=False)
+
+
+def test_closing_waits_for_no_reservation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, slow = os.posix_fallocate, threading.Event()
+
+    def reserve(fd: int, start: int, length: int) -> None:
+        if len(files(folder)) > 1:
+            slow.set()
+            time.sleep(0.2)
+        real(fd, start, length)
+
+    monkeypatch.setattr(image_file, "RESERVE_BYTES", PAGE)
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    save(host, 1)
+    assert slow.wait(10)
+    began = time.monotonic()
+    host.close(keep=False)
+    assert time.monotonic() - began < ONE // PAGE * 0.2 / 2
+    assert files(folder) == []
+
+
+def test_an_image_above_the_capacity_is_refused_with_both_numbers(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    with pytest.raises(CapacityError, match=r"takes 2 MiB .* its capacity is 1 MiB"):
+        host.ensure_capacity(image_bytes=2 * MIB, records_bytes=RECORDS_BYTES)
+    host.close(keep=False)
+
+
+@pytest.mark.parametrize("gone", [(), (0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("pages", [1, 2, 3, 4, 5, 6, 7])
+def test_what_would_fit_is_what_fits_once_those_are_gone(
+    folder: Path, gone: tuple[int, ...], pages: int
+) -> None:
+    host = host_in(folder, capacity_bytes=6 * PAGE)
+    regions = []
+    for _ in range(3):
+        host.ensure_capacity(image_bytes=PAGE, records_bytes=1)
+        region = host.allocate(image_bytes=PAGE, records_bytes=1)
+        assert region is not None
+        regions.append(region)
+    asked = {"image_bytes": pages * PAGE - PAGE + 1, "records_bytes": 0}
+    output = host.would_fit(**asked, without=[regions[index] for index in gone])
+    for index in gone:
+        regions[index].release()
+    assert output == (host.allocate(**asked) is not None)
+    host.close(keep=False)
+
+
+def test_threads_get_files_of_their_own(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=48 * PAGE)
+    host.ensure_capacity(image_bytes=PAGE, records_bytes=0)
+    got: list[Region] = []
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            region = host.allocate(image_bytes=PAGE, records_bytes=0)
+            assert region is not None
+            region.image[:] = bytes([number]) * PAGE
+            got.append(region)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(bytes(r.image)[0] for r in got) == sorted(list(range(8)) * 6)
     host.close(keep=False)
 
 
@@ -117,9 +328,10 @@ def test_memory_that_cannot_grow_for_two_images_grows_for_one(
 def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=MIB)
     for step in (3, 1):
-        put(host, step)
-    assert room_for(host) is not None  # filling, when the process dies
+        save(host, step)
+    assert room_in(host) is not None  # filling, when the process ends
     host.close(keep=True)
+    assert len(files(folder)) == 2
     after = host_in(folder)
     listing = after.list()
     assert [c.id.step for c in listing.copies] == [1, 3]
@@ -129,104 +341,157 @@ def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Pa
     held = after.images()[CheckpointId(3, 1)]
     assert bytes(held.region.image[:2]) == b"\x03\x03"
     assert held.commit == commit_of(3)
-    assert after.free_bytes == MIB - 2 * extent_bytes(
-        image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES
-    )
-    after.close(keep=False)
+    with pytest.raises(LockError):
+        host_in(folder)
+    after.close(keep=True)
+    assert len(files(folder)) == 2
+    host_in(folder).close(keep=False)
+    assert files(folder) == []
 
 
 def test_the_next_start_sees_which_images_peer_memory_had_committed(folder: Path) -> None:
     host = host_in(folder)
-    put(host, 1).add_mark(ON_PEERS)
-    put(host, 2)
+    save(host, 1).note_on_peers()
+    save(host, 2)
     host.close(keep=True)
     after = host_in(folder)
     assert [copy.on_peers for copy in after.list().copies] == [True, False]
     after.close(keep=False)
 
 
-def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folder: Path) -> None:
-    host = host_in(folder, capacity_bytes=256 * KIB)
-    put(host, 1)
-    put(host, 2)
+@pytest.mark.parametrize("where", ["header", "records"])
+def test_damage_costs_its_image_alone_and_its_room_can_be_had_again(
+    folder: Path, where: str
+) -> None:
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    save(host, 1)
+    save(host, 2)
     host.close(keep=True)
-    data = host.path.read_bytes()
-    at = data.index(commit_of(2).encode())
-    flip(host.path, at + 20, 3)
-    after = host_in(folder)
+    (path,) = [p for p in folder.iterdir() if commit_of(2).encode() in p.read_bytes()]
+    flip(path, 100 if where == "header" else path.read_bytes().index(commit_of(2).encode()) + 20, 3)
+    after = host_in(folder, capacity_bytes=2 * ONE)
     listing = after.list()
     assert [c.id.step for c in listing.copies] == [1]
     (damage,) = listing.damaged
     assert isinstance(damage, IntegrityError)
-    assert room_for(after) is None
+    assert str(path) in str(damage)
+    assert after.holds_damaged()
+    assert room_in(after) is None
     after.release_damaged()
+    assert not after.holds_damaged()
     assert after.list().damaged == ()
-    assert room_for(after) is not None
+    assert room_in(after) is not None
     assert [c.id.step for c in after.list().copies] == [1]
     after.close(keep=False)
 
 
-# The end ---------------------------------------------------------------------------------------------
+def test_images_of_other_ranks_are_counted_beside_those_that_are_needed(folder: Path) -> None:
+    host = host_in(folder, shard=Shard(0, 2))
+    save(host, 1)
+    host.close(keep=True)
+    after = host_in(folder, shard=Shard(0, 1))
+    after.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert after.capacity_bytes > 3 * ONE
+    after.close(keep=False)
 
 
-def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -> None:
-    path = folder / arena_name(0)
-    host = host_in(folder, capacity_bytes=MIB)
+def test_an_image_of_a_newer_tierfall_is_kept(folder: Path) -> None:
+    forge(folder / "slot-0.0.image", newer_document())
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    assert host.holds_damaged()
+    host.release_damaged()
+    assert host.holds_damaged()
+    prepare(host)
+    host.close(keep=True)
+    assert files(folder) == ["slot-0.0.image"]
+
+
+def test_a_reader_does_not_mind_a_file_that_goes_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_in(folder, capacity_bytes=2 * ONE)
+    save(host, 1)
+    paths = {0: [folder / "slot-0.7.image", *sorted(folder.iterdir())]}
+    monkeypatch.setattr(host_module, "image_files", lambda folder: paths)
+    reader = host_in(folder, writable=False)
+    assert [c.id.step for c in reader.list().copies] == [1]
+    reader.close(keep=True)
+    host.close(keep=False)
+
+
+def test_what_is_discarded_is_deleted_and_no_file_of_another_start(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=3 * ONE)
+    save(host, 1)
+    prepare(host)
+    other = folder / "slot-0.9.image"
+    other.write_bytes(b"theirs")
+    host.discard()
+    assert files(folder) == [other.name]
+    host.close(keep=True)
+    assert files(folder) == [other.name]
+
+
+def test_a_file_that_is_no_image_is_refused_and_stays(folder: Path) -> None:
+    path = folder / "slot-0.0.image"
     path.write_bytes(b"mine")
-    with pytest.raises((ConfigError, IntegrityError)):
+    with pytest.raises(ConfigError, match=str(path)):
         host_in(folder, capacity_bytes=MIB)
-    with pytest.raises(ConfigError):
-        host.allocate_now()
     assert path.read_bytes() == b"mine"
 
 
-# The file is removed by others -----------------------------------------------------------------------
+# Files are removed by others -------------------------------------------------------------------------
 
 
-def test_after_a_removal_the_next_image_is_in_a_new_file_and_the_old_ones_are_read_on(
+def test_after_a_removal_the_next_images_have_new_files_and_the_old_ones_are_read_on(
     folder: Path,
 ) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    first = put(host, 1)
-    host.path.unlink()
-    assert not host.file_exists()
-    host.replace_file()
-    assert host.file_exists()
-    assert host.regions_without_file() == [first]
-    second = put(host, 2)
+    host = host_in(folder, capacity_bytes=3 * ONE)
+    first = save(host, 1)
+    prepare(host)
+    gone = folder.with_name(f"{folder.name}-gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
+    assert host.lost_regions() == [first]
+    second = save(host, 2)
+    assert 1 <= len(files(folder)) <= 2
+    assert host.lost_regions() == [first]
     assert bytes(first.image) == bytes([1]) * IMAGE_BYTES
     assert set(host.images()) == {CheckpointId(1, 1), CheckpointId(2, 1)}
     first.release()
-    assert host.regions_without_file() == []
-    host.replace_file()
-    assert set(host.images()) == {CheckpointId(2, 1)}
+    assert host.lost_regions() == []
+    save(host, 3)
+    assert set(host.images()) == {CheckpointId(2, 1), CheckpointId(3, 1)}
     host.close(keep=True)
-    assert second.is_discarded is False
+    assert second.image == b"", "it was closed"
     again = host_in(folder)
-    assert set(again.images()) == {CheckpointId(2, 1)}
+    assert set(again.images()) == {CheckpointId(2, 1), CheckpointId(3, 1)}
     again.close(keep=False)
 
 
-def test_the_removed_memory_is_used_on_while_there_is_no_room_for_more(
+def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = host_in(folder, capacity_bytes=MIB)
-    put(host, 1)
-    host.path.unlink()
-    monkeypatch.setattr("tierfall.tiers.arena.folder._memory_free_bytes", lambda: 0)
-    with pytest.raises(CapacityError):
-        host.replace_file()
-    put(host, 2)
-    assert len(host.regions_without_file()) == 2
+    """The file system in memory was unmounted: its mount point is a folder on the root disk."""
+    host = host_in(folder, capacity_bytes=4 * ONE)
+    host.check_room()
+    monkeypatch.setattr("tierfall.tiers.host_folder.is_in_memory", lambda place: False)
+    with pytest.raises(ConfigError, match="is not in memory; mount it again"):
+        room_in(host)
     host.close(keep=False)
 
 
-def test_another_file_of_the_name_is_left_as_it_is(folder: Path) -> None:
+# What is put there and read ---------------------------------------------------------------------------
+
+
+def test_an_image_is_read_as_it_was_sealed(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=MIB)
-    put(host, 1)
-    host.path.unlink()
-    host.path.write_bytes(b"theirs")
-    with pytest.raises(ConfigError, match="another one has its name by now; it is left as it is"):
-        host.replace_file()
+    image = os.urandom(5000)
+    region = put(host, image, b"the manifest", b"the commit")
+    assert region is not None
+    assert (region.image, region.manifest(), region.commit()) == (
+        image,
+        b"the manifest",
+        b"the commit",
+    )
+    assert region.shard == SHARD
     host.close(keep=False)
-    assert host.path.read_bytes() == b"theirs"

@@ -1,9 +1,8 @@
-"""Preparation of an arena's memory in the background: open and saves wait for none of it, restores need none of it."""
+"""Preparation of memory in the background: open and saves wait for none of it, restores need none of it."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import signal
 import textwrap
@@ -18,140 +17,130 @@ import tierfall
 from tests import forked
 from tests.core.fake_device import FakeLocks
 from tests.steps import wait_until
-from tests.tiers.arena_help import DEVICE, MIB, RUN, add, create, prepare
-from tierfall.tiers.arena import file as file_module
-from tierfall.tiers.arena import preparation
-from tierfall.tiers.arena.arena import Arena
+from tests.tiers.host_help import DEVICE, MIB, host_in, prepare, put
+from tests.tiers.test_image_file import resident_bytes
+from tierfall.tiers import image_file, preparation
 
 PATIENCE_S = 20.0
 PIECE = MIB
 
 
 @pytest.fixture
-def path(memory: Path) -> Path:
-    return memory / "slot-0.arena"
-
-
-@pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 1 MiB: the extents of an arena begin with its third."""
-    for module in (file_module, preparation):
-        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(preparation, "TOUCH_BYTES", PIECE // 4)
+    monkeypatch.setattr(image_file, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(image_file, "TOUCH_BYTES", PIECE // 4)
     monkeypatch.setattr(preparation, "BUSY_S", 0.001)
-
-
-def resident_bytes(path: Path) -> int:
-    """How much of a file's mappings is in this process's page table."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            inside = line.endswith(str(path))
-        elif inside and first == "Rss:":
-            found += int(line.split()[1]) << 10
-    return found
 
 
 # What waits for nothing ------------------------------------------------------------------------------
 
 
-def test_creating_an_arena_touches_no_page_of_its_images(path: Path) -> None:
-    arena = create(path, 16 * MIB)
-    assert resident_bytes(path) < MIB
-    prepare(arena)
-    assert resident_bytes(path) >= 16 * MIB
-    arena.close(keep=False)
-
-
-def test_an_image_of_an_earlier_start_is_read_without_touching_its_pages(path: Path) -> None:
-    first = create(path, 32 * MIB)
-    add(first, b"i" * (24 * MIB))
-    first.close(keep=True)
-    arena = Arena.attach(path, run=RUN)
-    (region,) = arena.regions()
-    view = memoryview(bytearray(24 * MIB))
-    region.read_into(0, view)
-    assert bytes(view[:3]) == b"iii"
-    assert view[-1] == ord("i")
-    assert resident_bytes(path) < MIB
-    del view
-    arena.close(keep=False)
+def test_memory_is_reserved_touched_and_locked_for_the_next_image_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = FakeLocks(monkeypatch)
+    host = host_in(folder, capacity_bytes=17 * MIB)
+    region = put(host, b"i" * (8 * MIB), b"")
+    assert region is not None
+    prepare(host, DEVICE)
+    first, second = sorted(folder.iterdir())
+    assert min(resident_bytes(first), resident_bytes(second)) >= 8 * MIB
+    assert sum(lock.length_bytes for lock in locks.made) >= 16 * MIB
+    host.close(keep=False)
+    assert len(locks.unlocked) == len(locks.made)
 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_pages_are_locked_piece_by_piece_and_not_while_an_image_is_filled_there(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy to memory that is locked in part is refused by the driver."""
     locks = FakeLocks(monkeypatch)
-    arena = create(path, 4 * MIB)
-    region = arena.allocate(image_bytes=MIB, records_bytes=100)
+    host = host_in(folder, capacity_bytes=4 * MIB)
+    host.ensure_capacity(image_bytes=2 * MIB, records_bytes=0)
+    region = host.allocate(image_bytes=2 * MIB, records_bytes=0)
     assert region is not None
-    arena.prepare(DEVICE)
-    wait_until(lambda: len(locks.made) >= 3, "the rest is locked")
+    host.prepare(DEVICE)
+    wait_until(lambda: len(locks.made) >= 2, "the other file is locked")
     time.sleep(0.05)
-    assert not arena.is_prepared
+    assert not host.is_prepared
     start = region.tensor().data_ptr()
-    assert not any(
-        lock.address < start + MIB and start < lock.address + lock.length_bytes
-        for lock in locks.made
-    )
+    assert not any(start <= lock.address < start + 2 * MIB for lock in locks.made)
     region.seal(manifest=b"", commit=b"")
-    prepare(arena, DEVICE)
+    prepare(host, DEVICE)
     assert {lock.length_bytes for lock in locks.made} == {PIECE}
     del region
-    arena.close(keep=False)
+    host.close(keep=False)
     assert len(locks.unlocked) == len(locks.made)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_file_that_is_enlarged_is_locked_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is mapped anew: memory of the program could be where the driver believes the old pages."""
+    locks = FakeLocks(monkeypatch)
+    host = host_in(folder, capacity_bytes=3 * MIB)
+    region = put(host, b"i" * (2 * MIB), b"")
+    assert region is not None
+    prepare(host, DEVICE)
+    before = len(locks.made)
+    assert before >= 2
+    region.release()
+    del region
+    host.ensure_capacity(image_bytes=3 * MIB, records_bytes=0)
+    assert len(locks.unlocked) == before
+    prepare(host, DEVICE)
+    assert sum(lock.length_bytes for lock in locks.made[before:]) == 3 * MIB
+    host.close(keep=False)
 
 
 # Bad days --------------------------------------------------------------------------------------------
 
 
 def test_memory_that_cannot_be_touched_is_reported_once_and_saves_go_on(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*arguments: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(file_module, "populate", refused)
-    arena = create(path)
+    monkeypatch.setattr(image_file, "populate", refused)
+    host = host_in(folder, capacity_bytes=MIB)
     with caplog.at_level(logging.WARNING):
-        arena.prepare(None)
+        first = put(host, b"image")
         wait_until(lambda: bool(caplog.records), "it is reported")
     (entry,) = caplog.records
     assert "Cannot allocate memory; saves go on, slower" in entry.getMessage()
-    add(arena, b"image")
-    arena.close(keep=False)
+    assert first is not None
+    assert put(host, b"another image") is not None
+    host.close(keep=False)
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_what_is_locked_stays_mapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth maps the file again; else memory of the program could be where the driver believes the old pages."""
-    locks = FakeLocks(monkeypatch)
-    arena = create(path, 4 * MIB)
-    prepare(arena, DEVICE)
-    arena.grow(8 * MIB)
-    prepare(arena, DEVICE)
-    gc.collect()
-    mapped = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(str(path)):
-            mapped.append([int(each, 16) for each in line.split()[0].split("-")])
-    for lock in locks.made:
-        low, high = lock.address, lock.address + lock.length_bytes
-        assert any(start <= low and high <= end for start, end in mapped)
-    arena.close(keep=False)
+def test_refused_page_lock_is_reported_once_and_work_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")
+    with caplog.at_level(logging.WARNING):
+        host = host_in(folder, capacity_bytes=4 * MIB)
+        put(host, b"i" * MIB)
+        prepare(host, DEVICE)
+        put(host, b"i" * MIB)
+        prepare(host, DEVICE)
+    (entry,) = caplog.records
+    assert "out of memory" in entry.getMessage()
+    assert "ulimit -l" in entry.getMessage()
+    host.close(keep=False)
+    assert locks.unlocked == []
 
 
 def test_closing_does_not_wait_for_what_is_not_prepared(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "REST_S", PATIENCE_S)
-    arena = create(path, 256 * MIB)
-    arena.prepare(None)
+    host = host_in(folder, capacity_bytes=256 * MIB)
+    put(host, b"i" * (64 * MIB))
     began = time.monotonic()
-    arena.close(keep=False)
+    host.close(keep=False)
     assert time.monotonic() - began < PATIENCE_S / 2
 
 
@@ -176,7 +165,7 @@ def test_a_process_killed_while_memory_is_prepared_loses_nothing(folder: Path) -
     config = config_of(folder, "256MiB")
     program = f"""
         import os, signal, torch, tierfall
-        from tierfall.tiers.arena import preparation
+        from tierfall.tiers import preparation
         preparation.REST_S = 5.0  # many seconds until all is prepared
         with tierfall.open({config!r}) as ckpt:
             ckpt.save(1, {{"x": torch.arange(1000.0)}}).captured()

@@ -203,7 +203,7 @@ def rm_run(asked: Asked, steps: list[StepName]) -> None:
             refuse(f"rm: no tier has a file of run {run!r}{name_other_runs(settings)}")
         commands.check_folders(settings)
         places = {name: store.place for name, store in reader.stores.items()}
-        places[reader.config.host.name] = str(reader.memory_path.parent)
+        places[reader.config.host.name] = str(reader.memory_folder)
     warn_of(elsewhere)
     say = partial(typer.echo, err=asked.as_json)
     say(f"all of run {run} is to be deleted:")

@@ -25,7 +25,7 @@ from tierfall.config import Config, load_config
 from tierfall.config.fields import is_address, parse_every
 from tierfall.core.types.errors import BackendError, ConfigError
 from tierfall.core.types.units import format_period, format_size
-from tierfall.tiers.arena.folder import default_folder, room_for_arena
+from tierfall.tiers.host_folder import default_folder, measure_room
 
 T = TypeVar("T")
 DISK, EVERY_S, LOSE_S, LOSE_SAVES = "./checkpoints", 600.0, 3600.0, 10
@@ -192,7 +192,7 @@ def measure_free(answers: Answers, base: Path) -> FreeSpace:
     """Measure what is free in memory, and on the disks that are named; relative ones start at ``base``."""
     folder = default_folder()
     try:
-        room = room_for_arena(folder if folder.is_dir() else folder.parent)
+        room = measure_room(folder if folder.is_dir() else folder.parent)
     except BackendError:
         room = None
     disks = {}
@@ -384,7 +384,7 @@ def _host(answers: Answers, free: FreeSpace) -> Iterator[str]:
     if capacity is None or image is None:
         if image is not None:
             yield f"  # An image of {format_size(image)} does not fit into what is free here now."
-        yield "  # It takes 2.2 times the first image, at most half of what is free; capacity: 16GiB would set it."
+        yield "  # It takes two images, and a third if saves wait and there is room; capacity: 16GiB would set it."
         yield "  - {name: host, kind: host}"
         return
     of = "" if answers.ranks == 1 else f", divided among {answers.ranks} ranks"

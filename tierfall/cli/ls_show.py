@@ -377,7 +377,7 @@ def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[
     return {
         "name": listing.tier,
         "kind": str(kind),
-        "place": store.place if store else places.get(listing.tier, str(reader.memory_path)),
+        "place": store.place if store else places.get(listing.tier, str(reader.memory_folder)),
         "not_created": listing.tier in facts.not_created,
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),

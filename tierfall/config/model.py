@@ -55,7 +55,7 @@ from tierfall.config.source import Problem, write_place
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import Driver, OnError, TierKind, WhenFull
-from tierfall.tiers.arena.folder import default_folder
+from tierfall.tiers.host_folder import default_folder
 
 FOLDER = "file://"
 PEER_FOLDER = ".peers"
@@ -91,8 +91,8 @@ class HostTierConfig(_Tier):
     capacity_bytes: Size | None = Field(
         default=None,
         alias="capacity",
-        description="How much to allocate, per rank; absent: 2.2 times the first image, with a peer tier 3.2 times, at "
-        "most half of the free memory.",
+        description="How much to take, per rank; absent: two images, with a peer tier three, and one more if saves "
+        "wait and there is room; the ranks of a node together at most three quarters of the free memory.",
         examples=["16GiB"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(

@@ -61,8 +61,8 @@ from tierfall.setup.tiers import (
     tier_rules,
 )
 from tierfall.telemetry.status import remove_status
-from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.host import lock_name
+from tierfall.tiers.host_folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -625,7 +625,7 @@ def delete_run(config: Config, shown: Iterable[Listing]) -> DeletedRun:
         kept = foreign_files(tiers.config, done)
         if not failed:
             (tiers.memory.folder / MEMORY_NAME).unlink(missing_ok=True)
-        remove_status(tiers.memory.host.path)
+        remove_status(tiers.memory.folder, tiers.memory.host.slot)
         undo.pop_all()
     tiers.close(keep=False)
     names = (tier.name for tier in config.chain)

@@ -70,7 +70,7 @@ from tierfall.setup.tiers import (
     open_stores,
     shared_setting,
 )
-from tierfall.tiers.host import SealedImage, arena_slots
+from tierfall.tiers.host import SealedImage, image_files
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -213,7 +213,7 @@ class _Drain:
         self._config = tiers.config
         self._until_s = until_s
         self._images = tiers.memory.images()
-        self._slots = len(arena_slots(tiers.memory.folder))
+        self._slots = len(image_files(tiers.memory.folder))
         """How many ranks have left memory on this machine."""
         _, newest = max(self._images, key=lambda held: (held[0].attempt, held[0].step))
         self._attempt = writer_of(newest, tiers)
@@ -604,7 +604,7 @@ def writer_of(newest: SealedImage, tiers: OpenedTiers) -> Attempt:
         later = newest_attempt(listings, stores, above=number)
     except IntegrityError as error:
         raise IntegrityError(
-            f"drain: {error}: it may be of a newer start than the one that left {tiers.memory.host.path}, and nothing "
+            f"drain: {error}: it may be of a newer start than the one that left {tiers.memory.host.place}, and nothing "
             f"is written beside a newer start. If no newer start of run {line.run!r} is alive, {start}"
         ) from error
     if later is None:

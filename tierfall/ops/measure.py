@@ -43,7 +43,7 @@ from tierfall.ops.reader import RunReader, known_slots
 from tierfall.ops.sync import open_writable
 from tierfall.setup.places import memory_root, run_folder
 from tierfall.setup.tiers import call_tiers, lane_limits
-from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
+from tierfall.tiers.host_folder import measure_room, prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 PROBE_PREFIX = "tierfall-check-"
@@ -113,7 +113,7 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
         known_slots(prepare_folder(run_folder(config, config.run), create=False))
         # Of the folder, or its nearest parent that this user can see.
         nearest = next(each for each in (folder, *folder.parents) if os.path.isdir(each))
-        free = room_for_arena(nearest).free_bytes
+        free = measure_room(nearest).free_bytes
     except TierfallError as error:
         return replace(known, error=error)
     return replace(known, free_bytes=free)
@@ -167,7 +167,7 @@ def _measure_stored(
 
 
 def _free_bytes(folder: Path | None) -> int | None:
-    return None if folder is None else room_for_arena(folder).file_system_free_bytes
+    return None if folder is None else measure_room(folder).file_system_free_bytes
 
 
 def _measure_bytes(

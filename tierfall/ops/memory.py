@@ -13,15 +13,16 @@ from pathlib import Path
 
 from tierfall.config import Config, load_config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
-from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
+from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.ops.reader import PATH_ANSWER_S, find_owner, known_slots, names_in_memory, open_memory
 from tierfall.setup.host_memory import images_in
 from tierfall.setup.peers import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
 from tierfall.telemetry.status import remove_status
-from tierfall.tiers.arena.arena import arena_name, lock_name
-from tierfall.tiers.arena.folder import default_folder
+from tierfall.tiers.host import held_bytes, image_files, lock_name
+from tierfall.tiers.host_folder import default_folder
+from tierfall.tiers.image_file import remove_image_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class HeldMemory:
 
     def discard(self) -> None:
         """Free all of it, once another command that holds it has ended, within ``max_wait``. Raises LockError where a
-        process owns it, BackendError where a file cannot be deleted."""
+        process owns it, BackendError if a file cannot be deleted."""
         try:
             wait_s = self.settings().max_wait_s
         except TierfallError:
@@ -68,13 +69,10 @@ class HeldMemory:
                     wait_s=wait_s,
                 )
                 held.callback(lock.release)
+            for path in [path for each in image_files(self.folder).values() for path in each]:
+                remove_image_file(path)
             for slot in slots:
-                arena = self.folder / arena_name(slot)
-                try:
-                    arena.unlink(missing_ok=True)
-                except OSError as error:
-                    raise BackendError(f"{arena} cannot be deleted: {error.strerror}") from error
-                remove_status(arena)
+                remove_status(self.folder, slot)
             if self.kept:
                 discard_kept(Path(self.kept), self.run)
 
@@ -96,14 +94,13 @@ def held_by_runs(config: Config | None) -> list[HeldMemory]:
 
 def _look_at(run: str, folder: Path) -> HeldMemory | None:
     slots = known_slots(folder)
-    arenas = [folder / arena_name(slot) for slot in slots]
     remembered = read_memory(folder)
     kept = remembered.kept if remembered is not None else ""
     kept_files = (
         (file for one in kept_of_run(Path(kept), run) for file in one.rglob("*")) if kept else ()
     )
-    held_bytes, kept_bytes = _bytes_of(arenas), _bytes_of(kept_files)
-    if not held_bytes + kept_bytes:
+    in_images, kept_bytes = held_bytes(folder), _bytes_of(kept_files)
+    if not in_images + kept_bytes:
         return None
     hosts, unread = open_memory(folder, slots, name=TierKind.HOST.value, run=run)
     ids = {id for id, _ in images_in(hosts)}
@@ -117,7 +114,7 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
         kept=kept,
         owner=find_owner(folder),
         checkpoints=tuple(sorted(ids)),
-        bytes=held_bytes,
+        bytes=in_images,
         kept_bytes=kept_bytes,
         problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
     )

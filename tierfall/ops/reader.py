@@ -7,7 +7,6 @@ record tells where it belongs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,7 @@ from tierfall.setup.tiers import (
     open_slot,
     open_stores,
 )
-from tierfall.tiers.arena.arena import arena_name, lock_name
-from tierfall.tiers.host import HostTier, SealedImage
+from tierfall.tiers.host import HostTier, SealedImage, image_files, lock_name
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
@@ -59,19 +57,9 @@ PATH_ANSWER_S = 60.0
 
 
 def known_slots(folder: Path) -> list[int]:
-    """Return the numbers of the slots in a run's folder that have an arena or a lock. Raises UnreachableError."""
-    patterns = [name.replace("0", "*") for name in (arena_name(0), lock_name(0))]
-    try:
-        found = {
-            path.stem.removeprefix("slot-")
-            for path in folder.iterdir()
-            if any(map(path.match, patterns))
-        }
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
-    return sorted(int(number) for number in found if number.isdecimal())
+    """Return the numbers of the slots in a run's folder that have images or a lock. Raises UnreachableError."""
+    locks = (path.stem.removeprefix("slot-") for path in folder.glob("slot-*.lock"))
+    return sorted({*image_files(folder), *(int(slot) for slot in locks if slot.isdecimal())})
 
 
 def find_owner(folder: Path) -> LockOwner | None:
@@ -144,7 +132,7 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     try:
         in_memory = {n: run_folder(config, n) for n in names_in_memory(memory_root(config))}
         # Of these tiers: other projects may have other runs there.
-        names = {n for n, run in in_memory.items() if _has_arena(run) or find_owner(run)}
+        names = {n for n, run in in_memory.items() if image_files(run) or find_owner(run)}
     except TierfallError as error:
         errors[config.host.name] = error
 
@@ -176,10 +164,6 @@ def _not_created(config: Config, runs: Iterable[str]) -> set[str]:
         with RunReader(config.model_copy(update={"run": run})) as reader:
             new &= {*reader.list_with_new()[1]}
     return new
-
-
-def _has_arena(folder: Path) -> bool:
-    return any(os.path.exists(folder / arena_name(slot)) for slot in known_slots(folder))
 
 
 def names_in_memory(root: Path) -> list[str]:
@@ -231,9 +215,9 @@ class RunReader:
         return hosts
 
     @property
-    def memory_path(self) -> Path:
-        """The file of the memory of the first rank on this node."""
-        return self._folder / arena_name(SLOT)
+    def memory_folder(self) -> Path:
+        """The folder of the run's memory on this node."""
+        return self._folder
 
     def reopen_memory(self) -> None:
         """Open memory again: a living trainer may have reused a region for another image."""

@@ -218,8 +218,8 @@ def _check_memory(
         gone = {c.id: CheckedCopy(id=c.id, tier=c.tier, gone=True) for c in found}
         found = [(gone | again)[c.id] if c.damage else c for c in found]
     advice = (
-        f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
-        f"{reader.memory_path}"
+        f"the image in memory is lost, restores read the other tiers; the next start frees its file in "
+        f"{reader.memory_folder}"
     )
     return found, [
         Finding(tier=listing.tier, id=None, file="", problem=str(error), advice=advice)

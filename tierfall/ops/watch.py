@@ -20,7 +20,7 @@ from tierfall.ops.reader import known_slots
 from tierfall.setup.places import run_folder
 from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
-from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.host import lock_name
 
 LIST_EVERY_S = 10.0
 """How often tiers are listed where no trainer is alive: an object store charges for listings."""

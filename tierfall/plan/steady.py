@@ -15,7 +15,7 @@ from tierfall.core.types.values import TierKind, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.policies.retention import KEPT_BY_AGE, BestRule, EveryRule
 
-HOST_IMAGES = 2.2
+HOST_IMAGES = 2
 """Host memory in images if no capacity is configured."""
 DAY_S = 86_400.0
 
@@ -39,7 +39,7 @@ class Workload:
 class Chain:
     """The tiers. ``rates`` are bytes per second that one node writes to a tier (missing: unknown); ``shared`` names the
     tiers that all nodes see; ``room`` is what a tier's file system has for the run, in bytes (missing: unknown);
-    ``host_bytes`` is one rank's memory (None: 2.2 images)."""
+    ``host_bytes`` is one rank's memory (None: HOST_IMAGES)."""
 
     rules: tuple[TierRules, ...]
     rates: Mapping[str, float] = field(default_factory=dict)

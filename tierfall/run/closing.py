@@ -312,7 +312,7 @@ def _log_left(session: Session, report: DrainReport, lost: Set[CheckpointId]) ->
         logger.warning(
             "close: still owed: %s; the next start finishes it, or 'tierfall drain' what of it is in %s",
             format_some(owed),
-            session.host.path,
+            session.host.place,
         )
 
 
@@ -402,7 +402,7 @@ def log_newest(
         unless = f", unless {format_some(unasked)} has it, which did not answer" if unasked else ""
         logger.warning(
             "run %s: %s is in the memory of this machine alone%s, in %s: the next start restores it, and a restart of "
-            "the machine loses it", session.run, newest[0], unless, session.host.path,
+            "the machine loses it", session.run, newest[0], unless, session.host.place,
         )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class OpenRun:
             start = take_attempt(tiers)
 
             with all_ranks_or_none(ranks, timeout_s=patience_s(tiers.config)):
-                tiers.memory.host.allocate_now()
+                tiers.memory.host.check_room()
 
                 # The catalog: who has what, for all ranks.
                 warned: set[Key] = set()

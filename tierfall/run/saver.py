@@ -261,7 +261,10 @@ class Saver:
             tags=call.tags,
             run=place.run,
         )
-        self._session.tiers.hold_memory(renew=True)
+        self._targets.use(layout)
+        self._session.tiers.hold_memory()
+        if self._session.memory.loss:
+            self._targets.clear()  # removed files stay in memory as long as there are views
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,

@@ -442,10 +442,7 @@ class Session:
             return max(ABANDON_S, ends_s - time.monotonic())
 
         if keep_memory:
-            try:
-                self.tiers.hold_memory()
-            except TierfallError as error:
-                logger.warning("%s: its place cannot be held: %s", self.host.name, error)
+            self.tiers.hold_memory()
         self.status.close()
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
@@ -455,7 +452,7 @@ class Session:
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
             damaged = self.host.holds_damaged()  # the next start reports it, too
-            keep = keep_memory or damaged or not self.memory.are_files_intact()
+            keep = keep_memory or damaged
         finally:
             self.journal.close()
             self.callbacks.close(CLOSE_S)

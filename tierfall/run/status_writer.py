@@ -96,7 +96,7 @@ class StatusWriter:
         self._closing.set()
         self._thread.join(JOIN_S)
         self._thread = None
-        remove_status(self._session.host.path)
+        remove_status(self._session.host.folder, self._session.host.slot)
 
     def _run(self) -> None:
         seen, written_s = -1, 0.0

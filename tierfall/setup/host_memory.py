@@ -6,8 +6,7 @@ a node adopts the slots beyond those of the present ranks. The images of other r
 something newer is durable.
 
 Others may remove the files during training: systemd at the end of a user's last session (RemoveIPC), or a cleaner of
-temporary files. The memory itself remains, and flushes continue; but its images are lost with this process. The next
-save has new files for its image and those after it; that is logged once.
+temporary files. Images in them are flushed, and end with this process; the next images have new files.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from tierfall.core.types.errors import (
     ConfigError,
     IntegrityError,
     KeyNotFoundError,
-    LockError,
     TierfallError,
 )
 from tierfall.core.types.text import format_some
@@ -39,15 +37,9 @@ from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.places import run_folder
 from tierfall.setup.tiers import open_slot
 from tierfall.telemetry.status import remove_status
-from tierfall.tiers.arena.arena import arena_name, lock_name
-from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import (
-    HostTier,
-    SealedImage,
-    arena_slots,
-    damaged_arena_error,
-    log_allocation,
-)
+from tierfall.tiers.host import HostTier, SealedImage, image_files, lock_name
+from tierfall.tiers.host_folder import prepare_folder
+from tierfall.tiers.image_file import Region
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -66,7 +58,7 @@ class Slot:
         try:
             self.host.close(keep=keep)
             if not keep:
-                remove_status(self.lock.path)
+                remove_status(self.host.folder, self.host.slot)
         finally:
             self.lock.release()
 
@@ -83,37 +75,35 @@ class NodeMemory:
         is for how many memory has room by default. A ``command`` that holds the run is waited for, for ``max_wait`` at
         most.
 
-        Raises LockError if another process has one of the slots, ConfigError for memory of another run and for a
-        damaged header.
+        Raises LockError if another process has one of the slots, ConfigError for memory of another run.
         """
         self.name, run = config.host.name, config.run
         self.folder = prepare_folder(run_folder(config, run))
         self.adopted: list[Slot] = []
         self.problems: list[TierfallError] = []
         self.loss = ""
+        self._conditions = Conditions()
         with ExitStack() as undo:
             own = ranks.local_index
             lock = RunLock.acquire(
                 self.folder / lock_name(own), run=run, command=command, wait_s=config.max_wait_s
             )
             undo.callback(lock.release)
-            try:
-                self.host = HostTier(
-                    name=self.name,
-                    run=run,
-                    folder=self.folder,
-                    slot=own,
-                    shard=ranks.shard,
-                    capacity_bytes=config.host.capacity_bytes,
-                    progress=log_allocation(self.name),
-                    images=images,
-                )
-            except IntegrityError as error:
-                raise damaged_arena_error(error, self.folder / arena_name(own)) from error
+            local = len(ranks.topology.local_ranks)
+            self.host = HostTier(
+                name=self.name,
+                run=run,
+                folder=self.folder,
+                slot=own,
+                shard=ranks.shard,
+                capacity_bytes=config.host.capacity_bytes,
+                images=images,
+                ranks=local,
+            )
             self._own = Slot(lock, self.host)
             undo.callback(self.close, keep=True)
-            for slot in arena_slots(self.folder) if adopts else ():
-                if slot >= len(ranks.topology.local_ranks):
+            for slot in image_files(self.folder) if adopts else ():
+                if slot >= local:
                     self._adopt(slot, run, command)
             undo.pop_all()
 
@@ -160,63 +150,45 @@ class NodeMemory:
 
     # Its files ---------------------------------------------------------------------------------------
 
-    def renew(self) -> None:
-        """Have files where some are missing: a save calls this. What prevents that is logged, and the memory is used on
-        without them."""
-        try:
-            self.hold_place()
-            self.host.replace_file()
-        except TierfallError as error:
-            taken = isinstance(error, LockError)
-            why = "another process took this run's place in memory: " if taken else ""
-            self._note(f"no new file can be allocated at present: {why}{error}")
-
     def hold_place(self) -> None:
-        """Hold this run's place in memory again if its lock file was removed. Raises LockError if another process has
-        it."""
-        is_gone = self._note_lost()
-        locks = [slot.lock for slot in self._slots if not slot.lock.is_file_intact()]
-        if locks or is_gone:
-            prepare_folder(self.folder)
-        for lock in locks:
-            lock.reacquire()
-            # with its arena gone too, that is what is logged
-            level = logging.DEBUG if is_gone else logging.WARNING
-            logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
+        """Hold this run's place in memory again if its lock file was removed: a save calls this, and the end. If
+        another process has taken it, that is logged; no process uses an image file of another."""
+        try:
+            is_lost = bool(self._note_lost())
+            for lock in [s.lock for s in self._slots if not s.lock.is_file_intact()]:
+                prepare_folder(self.folder)
+                lock.reacquire()
+                # with images lost too, that is what is logged
+                level = logging.DEBUG if is_lost else logging.WARNING
+                logger.log(
+                    level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO
+                )
+        except TierfallError as error:
+            text = "%s: this run's place in memory cannot be held: %s"
+            self._conditions.report("place", logging.WARNING, text, self.name, error)
+        else:
+            self._conditions.end("place", "%s: this run's place in memory is held again", self.name)
 
-    def _note_lost(self) -> bool:
-        """Note the memory whose file was removed; return whether the next image has none."""
-        lost = [host for host in self.hosts if host.regions_without_file()]
-        is_gone = not self.host.file_exists()
-        for host in [self.host] if is_gone else lost:
-            self._note(f"its file {host.path} was removed while this process uses it, {WHO}")
-        if not (lost or is_gone):
-            self.loss = ""
-        return is_gone
-
-    def _note(self, why: str) -> None:
-        if why not in self.loss:
-            first = f"{self.name}: what is in memory ends with this process: "
-            self.loss = f"{self.loss}; {why}" if self.loss else first + why
+    def _note_lost(self) -> Sequence[Region]:
+        """Return the images whose files were removed; that is logged once."""
+        lost = [region for host in self.hosts for region in host.lost_regions()]
+        if lost and not self.loss:
+            self.loss = (
+                f"{self.name}: what is in memory ends with this process: its files in {self.folder} were removed while "
+                f"this process uses them, {WHO}"
+            )
             logger.warning("%s", self.loss)
+        elif not lost:
+            self.loss = ""
+        return lost
 
     def ends_with_process(self, regions: Iterable[HostRegion | None]) -> bool:
         """Whether one of these images in memory is lost with this process, by all that is known."""
         try:
-            lost = [each for host in self.hosts for each in host.regions_without_file()]
-            if lost:
-                self._note_lost()
-            return any(region is each for region in regions for each in lost)
+            lost = self._note_lost()
         except TierfallError:
             return True
-
-    def are_files_intact(self) -> bool:
-        """Return whether no other process can own files of these names; False where that is not known."""
-        try:
-            return all(slot.lock.is_file_intact() for slot in self._slots)
-        except TierfallError as error:
-            logger.warning("close: what is in memory stays: %s", error)
-            return False
+        return any(region is each for region in regions for each in lost)
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -229,7 +201,7 @@ class NodeMemory:
 
 def list_slots(hosts: Sequence[HostTier]) -> Listing:
     """Return what is sealed in several slots, as one listing."""
-    return unite_listings(hosts[0].name, {host.path.name: host.list() for host in hosts})
+    return unite_listings(hosts[0].name, {host.place: host.list() for host in hosts})
 
 
 def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, SealedImage]]:
@@ -269,7 +241,7 @@ def check_memory(
                 if known
                 else f"no tier has a good record of attempt {number}: they were emptied, are new, or it is damaged"
             )
-            held = f"open: {host.path} holds {format_some([str(id) for id in ids])}"
+            held = f"open: {host.place} holds {format_some([str(id) for id in ids])}"
             if silent:
                 reasons = "; ".join(str(error) for error in silent.values())
                 raise ConfigError(

@@ -435,13 +435,9 @@ class OpenedTiers:
 
     # Memory ------------------------------------------------------------------------------------------
 
-    def hold_memory(self, *, renew: bool = False) -> None:
-        """Hold this run's place in memory, if the files there were removed; ``renew``: for the next image. Raises
-        LockError if another process has the place."""
-        if renew:
-            self.memory.renew()
-        else:
-            self.memory.hold_place()
+    def hold_memory(self) -> None:
+        """Hold this run's place in memory, if the files there were removed."""
+        self.memory.hold_place()
         self.identities.rewrite_memory()
 
     def discard_memory(self) -> None:

@@ -48,6 +48,7 @@ from tierfall.core.ranks.wire import Head
 from tierfall.core.types.backend import Backend, Publish, Writer, put_object
 from tierfall.core.types.errors import (
     BackendError,
+    CapacityError,
     ConfigError,
     KeyExistsError,
     RanksError,
@@ -60,13 +61,13 @@ from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup.places import seen_by_one, with_own_peers
-from tierfall.tiers.arena.folder import (
+from tierfall.tiers.host import HostTier
+from tierfall.tiers.host_folder import (
     is_in_memory,
+    measure_room,
     prepare_folder,
-    room_for_arena,
     sized,
 )
-from tierfall.tiers.host import HostTier
 from tierfall.tiers.peers import PeerCache, PeerFolder
 from tierfall.tiers.stored import StoredTier
 
@@ -240,7 +241,7 @@ class RoomCheck(Wrapper):
     ) -> Writer:
         if length is not None and length >= CHECKED_BYTES_MIN:
             reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
-            free_bytes = room_for_arena(Path(self.place)).free_bytes
+            free_bytes = measure_room(Path(self.place)).free_bytes
             if length > free_bytes + reused_bytes:
                 raise StorageFullError(
                     f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(free_bytes)} are "
@@ -502,7 +503,8 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
     needed = {"image_bytes": manifest.image_bytes, "records_bytes": records_bytes}
     host.ensure_capacity(**needed)
     region = host.allocate(**needed)
-    assert region is not None, "it is empty"
+    if region is None:
+        raise CapacityError(f"{host.name} has no room for it")
     try:
         filled = np.frombuffer(region.image, np.uint8)
 

@@ -14,7 +14,7 @@ from tierfall.core.format.records import KnownTier, TierRecord, parse_tier_recor
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError, UnreachableError
-from tierfall.tiers.arena.folder import default_folder
+from tierfall.tiers.host_folder import default_folder
 
 logger = logging.getLogger("tierfall")
 LOOK_S = 2.0

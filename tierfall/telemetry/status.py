@@ -1,7 +1,7 @@
 """A trainer's status: the state of its run, for ``tierfall watch`` and ``ls``; and which promises are broken by it.
 
-One document beside the arena of each slot, replaced atomically, in the envelope of all documents. Its folder is the
-user's own. The file is opened without following links, and accepted only where the user owns it and its digest is good.
+One document for each slot, replaced atomically, in the envelope of all documents. Its folder is the user's own. The
+file is opened without following links, and accepted only if the user owns it and its digest is good.
 """
 
 from __future__ import annotations
@@ -184,12 +184,12 @@ def read_status(folder: Path, slot: int) -> Status | None:
         raise IntegrityError(f"status {path}: {error.errors()[0]['msg']}") from error
 
 
-def remove_status(beside: Path) -> None:
-    """Remove the status of a slot whose process has ended; ``beside`` is its arena or its lock."""
+def remove_status(folder: Path, slot: int) -> None:
+    """Remove the status of a slot whose process has ended."""
     try:
-        beside.with_suffix(".status.json").unlink(missing_ok=True)
+        (folder / status_name(slot)).unlink(missing_ok=True)
     except OSError as error:
-        logger.debug("the status beside %s was not removed: %s", beside, error)
+        logger.debug("the status was not removed: %s", error)
 
 
 # Which promises of a run are broken ------------------------------------------------------------------

@@ -21,31 +21,37 @@ from tierfall.core.flush.tasks import (
     CopyRun,
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard, WhenFull
-from tierfall.tiers.arena.arena import Arena, extent_bytes
+from tierfall.tiers.host import HostTier
+from tierfall.tiers.image_file import room_for
 
 # Whether it would make room --------------------------------------------------------------------------
 
 RECORDS = 8192
-EXTENT = extent_bytes(image_bytes=IMAGE, records_bytes=RECORDS)
+ROOM = room_for(image_bytes=IMAGE, records_bytes=RECORDS)
 
 
 @pytest.mark.parametrize(
     ("pinned", "image_bytes", "records_bytes", "given_up"),
     [
-        (2, 2 * EXTENT - RECORDS, RECORDS, []),  # 1 and 3 are enough, but do not lie side by side
-        (3, 2 * EXTENT - RECORDS, RECORDS, [1, 2]),
+        (2, 2 * ROOM - RECORDS, RECORDS, [1, 3]),
+        (3, 2 * ROOM - RECORDS, RECORDS, [1, 2]),
         (2, IMAGE, RECORDS, [1]),
-        (2, IMAGE, RECORDS + 4096, []),  # its records need a page more than there would be
+        (2, 3 * ROOM - RECORDS, RECORDS + 4096, []),  # a page more than there would be
     ],
 )
 def test_nothing_is_given_up_where_that_would_not_make_room(
     tmp_path: Path, pinned: int, image_bytes: int, records_bytes: int, given_up: list[int]
 ) -> None:
-    arena = Arena.create(
-        tmp_path / "slot-0.arena", run="run", shard=Shard(0, 1), slot=0, capacity_bytes=4 * EXTENT
+    host = HostTier(
+        name="host",
+        run="run",
+        folder=tmp_path,
+        slot=0,
+        shard=Shard(0, 1),
+        capacity_bytes=4 * ROOM,
     )
     world = rest(superseding())
-    world.coordinator._admissions._host = arena
+    world.coordinator._admissions._host = host
     for step in (1, 2, 3, 4):
         region, _ = world.ask_for_region(step, records_bytes=RECORDS)
         world.seal(world.begin(step, region))
@@ -56,7 +62,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
     lost = [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]
     assert lost == given_up
     assert bool(answer and answer[0]) == bool(given_up)
-    arena.close(keep=False)
+    host.close(keep=False)
 
 
 # Skipping --------------------------------------------------------------------------------------------

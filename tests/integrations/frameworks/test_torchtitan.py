@@ -140,9 +140,9 @@ def damage(folder: Path, memory: Path, step: int, rank: int = 0) -> None:
         was = file.read(4096)
         file.seek(at)
         file.write(bytes(len(was)))
-    arenas = [path for path in memory.rglob("*.arena") if was in path.read_bytes()]
-    assert arenas, "the newest checkpoint is in memory"
-    for path in arenas:
+    images = [path for path in memory.rglob("*.image") if was in path.read_bytes()]
+    assert images, "the newest checkpoint is in memory"
+    for path in images:
         found = path.read_bytes().find(was)
         with path.open("r+b") as file:
             file.seek(found)

@@ -1,12 +1,12 @@
-"""TierWriter: DCP's plan becomes a checkpoint of the run, through arena and tiers like any other.
+"""TierWriter: DCP's plan becomes a checkpoint of the run, through host memory and tiers like any other.
 
 In the training process it passes DCP's plan to the Checkpointer. Pickled for a process of DCP's own
-(``AsyncCheckpointerType.PROCESS``), which has neither the arena nor the Checkpointer, it becomes a DirectWriter: each
-rank writes its image to the first stored tier, and the coordinator commits there once every rank has.
+(``AsyncCheckpointerType.PROCESS``), which has neither the host memory nor the Checkpointer, it becomes a DirectWriter:
+each rank writes its image to the first stored tier, and the coordinator commits there once every rank has.
 
 LazyStager: ``dcp.async_save`` returns at once, and the state is captured while DCP plans, as by ``save``. DCP gets
 tensors without bytes: meta tensors of the state's shapes and dtypes. The bytes are captured from the state into the
-run's arena, lazily for what an optimizer changes, before its next step.
+run's host memory, lazily for what an optimizer changes, before its next step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The host tier's folder, and the memory that is free for an arena there.
+"""The host tier's folder, and the memory that is free for image files there.
 
-It owns the choice of the folder, its safe creation and the arithmetic of memory. It must not know an arena's layout.
-Two limits apply: the size of the file system, and the memory of the machine (or the container) that holds its pages.
+It owns the choice of the folder, its safe creation and the arithmetic of memory. Two limits apply: the size of the file
+system, and the memory of the machine (or the container) that holds its pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from tierfall.core.runtime.cores import group_folders
 from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.types.units import format_size
-from tierfall.tiers.arena.layout import EXTENTS_START
 
 logger = logging.getLogger("tierfall")
 
@@ -39,7 +38,7 @@ def default_folder() -> Path:
         )
     folder = temporary / name
     logger.warning(
-        "host tier: %s does not exist or is not writable; arenas are files in %s, which may be on a disk: set "
+        "host tier: %s does not exist or is not writable; images are files in %s, which may be on a disk: set "
         "the host tier's `folder` to a file system in memory",
         SHARED_MEMORY,
         folder,
@@ -137,10 +136,10 @@ def _check_folder(status: os.stat_result, place: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomReport:
-    """The memory that is free for an arena in ``folder``.
+    """The memory that is free for files in ``folder``.
 
-    ``memory_free_bytes`` is None where the system does not report it. It bounds an arena only if the folder's file
-    system is in memory (``in_memory``).
+    ``memory_free_bytes`` is None where the system does not report it. It bounds files only if the folder's file system
+    is in memory (``in_memory``).
     """
 
     folder: Path
@@ -150,46 +149,19 @@ class RoomReport:
 
     @property
     def free_bytes(self) -> int:
-        """The largest file that fits here."""
+        """The most that files may take here."""
         if self.in_memory and self.memory_free_bytes is not None:
             return min(self.file_system_free_bytes, self.memory_free_bytes)
         return self.file_system_free_bytes
 
-    def default_capacity_bytes(
-        self, *, image_bytes: int, extent_bytes: int, images: int = 2
-    ) -> int:
-        """Choose a capacity: 2.2 images, or as much more as ``images`` says, at least so many extents, at most half
-        the free memory.
-
-        ``extent_bytes`` is the size of one image with its records. Raises CapacityError where one extent does not fit.
-        """
-        free = (
-            self.free_bytes
-            if self.memory_free_bytes is None
-            else min(self.free_bytes, self.memory_free_bytes)
-        )
-        share = free // 2
-        if extent_bytes > share:
-            helps = MORE_ROOM
-            if extent_bytes + EXTENTS_START <= free:
-                helps = (
-                    f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
-                )
-            raise CapacityError(
-                f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
-                f"free a host tier without a `capacity` uses at most half ({sized(share)} per rank); {helps}"
-            )
-        return min(max(-(-image_bytes * (5 * images + 1) // 5), images * extent_bytes), share)
-
-    def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
-        """Raise CapacityError unless that much is free; ``helps`` is the advice in it (by default that for a new
-        arena)."""
+    def require(self, needed_bytes: int, *, what: str) -> None:
+        """Raise CapacityError unless that much is free."""
         if needed_bytes <= self.free_bytes:
             return
         memory = "unknown" if self.memory_free_bytes is None else sized(self.memory_free_bytes)
         raise CapacityError(
             f"{what}: needed {sized(needed_bytes)}, available {sized(self.free_bytes)} (file system of {self.folder}: "
-            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {helps or WHAT_HELPS}"
+            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {WHAT_HELPS}"
         )
 
 
@@ -203,12 +175,11 @@ def sized(size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
-def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
-    """Measure the free memory for ``folder``, which exists; with ``fd``, of the file system of that open file."""
-    place = folder if fd is None else fd
+def measure_room(folder: Path) -> RoomReport:
+    """Measure the memory that is free for files in ``folder``, which exists."""
     try:
-        status = os.statvfs(place)
-        in_memory = is_in_memory(place)
+        status = os.statvfs(folder)
+        in_memory = is_in_memory(folder)
     except OSError as error:
         raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
     return RoomReport(
@@ -219,15 +190,14 @@ def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
     )
 
 
-def is_in_memory(place: Path | int) -> bool:
-    """Whether a folder or open file is on a file system in memory. Raises OSError."""
-    return file_system_of(place) in _MEMORY_FILE_SYSTEMS
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder is on a file system in memory. Raises OSError."""
+    return file_system_of(folder) in _MEMORY_FILE_SYSTEMS
 
 
-def file_system_of(place: Path | int) -> str | None:
-    """Return the type of the file system of a folder or open file; None where the kernel does not report it. Raises
-    OSError."""
-    device = os.stat(place).st_dev
+def file_system_of(folder: Path) -> str | None:
+    """Return the type of the file system of a folder; None where the kernel does not report it. Raises OSError."""
+    device = os.stat(folder).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     for fields in (line.split() for line in _read(_MOUNTS).splitlines()):
         if len(fields) > 6 and fields[2] == name:
