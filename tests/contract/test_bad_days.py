@@ -870,7 +870,7 @@ def test_after_a_cleaner_removed_the_files_of_memory_the_next_images_are_in_new_
         shutil.rmtree(gone)
         ckpt.save(3, state_of(3)).captured(timeout=SOON_S)
         assert "removed" in caplog.text, "the next save notices it"
-        assert any(place.memory.rglob("*.arena")), "and has a new file"
+        assert any(place.memory.rglob("*.image")), "and has a new file"
         with pytest.raises(LockError):
             place_of_another(place)
         assert place.ls()["3@1"]["host"] == "sealed"

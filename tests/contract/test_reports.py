@@ -862,7 +862,7 @@ def test_a_program_that_ends_without_close_is_closed_then(place: Place) -> None:
     """)
     assert answer.code == 5
     assert place.steps() == [1, 2, 3]
-    assert [*place.memory.rglob("*.arena")] == []
+    assert [*place.memory.rglob("*.image")] == []
 
 
 class Stopped(logging.Handler):

@@ -42,7 +42,7 @@ def restored(place: Place, *, elements: int | None = None, **how: Any) -> tuple[
 
 
 def memory_of(place: Place) -> list[Path]:
-    return [p for p in place.memory.rglob("*") if p.is_file() and p.stat().st_blocks > 1000]
+    return [p for p in place.memory.rglob("*") if p.is_file() and p.stat().st_blocks > 100]
 
 
 # Host memory -----------------------------------------------------------------------------------------
