@@ -244,6 +244,8 @@ class Hour(History):
             self._forget_above(0)
         self._forget_above(self._newest_number(self.world.disks))
         self._forget_pins(gone | {"host"})
+        # a deletion of which only the lost disks knew
+        self.buried &= self._noted_deleted(self.look())
         self._start_again(LossClass.NODE)
 
     def _restart_machine(self) -> None:
