@@ -150,6 +150,21 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
     assert steps_on(tmp_path / "disk") == list(range(1, 13))
 
 
+def test_memory_whose_place_another_process_took_is_not_deleted(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Only the lock was removed, and a second start took it before that was noticed: what lies there may be its own."""
+    config = make_config()
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1), block=True)
+    lock(config).unlink()
+    with forked.start(["-c", HOLD, str(lock(config))]) as two:
+        assert two.stdout.readline() == b"held\n"
+        ckpt.close()
+        assert images(config)
+    assert steps_on(tmp_path / "disk") == [1]
+
+
 def test_another_process_that_took_the_place_keeps_its_files(
     make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:

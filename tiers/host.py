@@ -156,8 +156,8 @@ class HostTier:
             return max(self._rest_bytes(), *(f.room_bytes for f in self._files if f.is_free), 0)
 
     def _rest_bytes(self, without: Collection[object] = ()) -> int:
-        """Return what the files in use leave of the capacity, or of what is there if memory for more is missing; those
-        of the regions ``without`` do not count."""
+        """Return what the files in use leave of the capacity. If memory was missing, it is what they leave of the files
+        that are there. The files of the regions ``without`` count as free."""
         gone = {id(region) for region in without}
         busy = [file for file in self._files if not file.is_free and id(file.region) not in gone]
         limit = _rooms(self._files) if self._is_short else self.capacity_bytes
@@ -364,8 +364,8 @@ class HostTier:
         return sorted(small, key=lambda file: file.room_bytes), room
 
     def _make(self, need: int) -> bool:
-        """Make a file with that room, or enlarge a free one; of free files that are too small, those go that it has no
-        room beside. False if what is in use leaves no room. Raises CapacityError if memory is missing."""
+        """Make a file with that room, or enlarge a free one. Free files that are too small are deleted if the capacity
+        has no room for both. False if the files in use leave no room. Raises CapacityError if memory is missing."""
         dropped = []
         with self._guard:
             smaller, room = self._beside(need)
@@ -376,9 +376,9 @@ class HostTier:
             while need + _rooms(small) > room:
                 dropped.append(small.pop(0))
             self._files = [file for file in self._files if file not in dropped]
-            # Records become a little larger with metrics and tags; that must not cost an image.
-            least = self.capacity_bytes // (self.capacity_bytes // need)
-            room = min(need + _slack(need), least, room - _rooms(small)) // PAGE_BYTES * PAGE_BYTES
+            # The slack must not cost an image.
+            each = self.capacity_bytes // (self.capacity_bytes // need)
+            room = min(need + _slack(need), each, room - _rooms(small)) // PAGE_BYTES * PAGE_BYTES
         for file in dropped:
             file.close(keep=False)
         try:
@@ -502,7 +502,7 @@ class HostTier:
     # The end -----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Delete the files, whatever is in them; who has mapped them may use them until then."""
+        """Delete the files and the images in them: the process ends now, and frees the memory with that."""
         self._closed = True
         for file in self._files:
             file.remove()
@@ -511,7 +511,7 @@ class HostTier:
         """Close the files; delete them, and the images in them, unless ``keep``. Free ones are deleted."""
         self._closed = True
         self._preparation.close()
-        with self._making, ExitStack() as closing:  # each is closed, whatever another one raises
+        with self._making, ExitStack() as closing:  # one that fails keeps no other open
             for file in self._files:
                 closing.callback(file.close, keep=keep)
 
@@ -521,4 +521,5 @@ def _rooms(files: Collection[ImageFile]) -> int:
 
 
 def _slack(need: int) -> int:
+    """Return by how much a file is larger than the image needs: records grow with metrics and tags."""
     return padded(need // 64)

@@ -165,9 +165,10 @@ class RoomReport:
         )
 
 
-_RAISE = "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container)"
-MORE_ROOM = f"{_RAISE}, or set the host tier's `folder` to a larger file system"
-WHAT_HELPS = f"{_RAISE}, set a smaller `capacity` of the host tier, or set its `folder` to a larger file system"
+WHAT_HELPS = (
+    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set a smaller `capacity` of "
+    "the host tier, or set its `folder` to a larger file system"
+)
 
 
 def sized(size_bytes: int) -> str:

@@ -225,11 +225,6 @@ class Region:
         self._file.read_into(IMAGE_START + start, view)
 
     @property
-    def records_bytes(self) -> int:
-        """The room for the manifest and the commit record together."""
-        return len(self._view) - padded(self.image_bytes)
-
-    @property
     def sealed(self) -> bool:
         return self._seal is not None and not self._released
 
@@ -246,17 +241,17 @@ class Region:
     def seal(self, *, manifest: bytes, commit: bytes) -> None:
         """Write the records and the header: from here on the image survives this process.
 
-        All writes to the image must have ended. Raises CapacityError if the records exceed ``records_bytes``.
+        All writes to the image must have ended. Raises CapacityError if the file has no room for the records.
         """
         with self._changing("sealing") as header:
             if self._seal is not None or self._unsealed:
                 raise ValueError(f"{self._what}: sealing: it was sealed already")
-            if len(manifest) + len(commit) > self.records_bytes:
+            start = padded(self.image_bytes)
+            if len(manifest) + len(commit) > len(self._view) - start:
                 raise CapacityError(
                     f"{self._what}: manifest and commit record are {len(manifest)} + {len(commit)} bytes, room is for "
-                    f"{self.records_bytes}; allocate the region with larger `records_bytes`"
+                    f"{len(self._view) - start}; allocate the region with larger `records_bytes`"
                 )
-            start = padded(self.image_bytes)
             records = manifest + commit
             self._view[start : start + len(records)] = records
             seal = Seal(
@@ -670,7 +665,7 @@ class ImageFile:
 
 
 def remove_image_file(path: Path) -> None:
-    """Delete a file, whatever is in it. Raises LockError if a process uses it."""
+    """Delete an image file without reading it. Raises LockError if a process uses it."""
     with _translated(_what(path), "removing it"):
         try:
             fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)

@@ -20,13 +20,13 @@ logger = logging.getLogger("tierfall")
 REST_S = 0.001
 """The shortest rest."""
 BUSY_S = 0.05
-"""The longest rest, and that if what is left cannot be prepared now."""
+"""The longest rest, also while what is left waits for an image to be filled."""
 JOIN_S = 5.0
 
 
 class Preparation:
     """A thread that calls ``step`` until that returns None, and again after each ``resume``. ``step`` prepares
-    something, and returns for how many seconds the thread has to rest at least."""
+    a part of the memory, and returns the seconds that the thread rests at least."""
 
     def __init__(self, step: Callable[[], float | None], *, name: str) -> None:
         self._step = step
@@ -66,12 +66,13 @@ class Preparation:
     def _prepare(self) -> None:
         while not self._closed:
             began_s = time.monotonic()
-            done = self._step()
-            if done is None:
+            least_s = self._step()
+            if least_s is None:
                 return
+            worked_s = min(time.monotonic() - began_s, BUSY_S)
             # A wake ends the rest; the next step sees what it was for.
             with contextlib.suppress(queue.Empty):
-                self._wakes.get(timeout=max(REST_S, time.monotonic() - began_s) if done else BUSY_S)
+                self._wakes.get(timeout=max(REST_S, least_s, worked_s))
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(

@@ -260,7 +260,7 @@ def kill_at_random(folder: Path, count: int) -> None:
 
 
 def lines_until(reader: int, patience: int, child: int) -> Iterator[Entry]:
-    """Yield the whole journal, and kill its writer after some lines; it goes on until the signal arrives."""
+    """Yield the whole journal, and kill its writer after some lines; the writer goes on until the signal arrives."""
     for index, entry in enumerate(lines(reader)):
         if index == patience:
             os.kill(child, signal.SIGKILL)

@@ -441,8 +441,7 @@ class Session:
         def left_s() -> float:
             return max(ABANDON_S, ends_s - time.monotonic())
 
-        if keep_memory:
-            self.tiers.hold_memory()
+        is_held = self.tiers.hold_memory()
         self.status.close()
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
@@ -452,7 +451,7 @@ class Session:
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
             damaged = self.host.holds_damaged()  # the next start reports it, too
-            keep = keep_memory or damaged
+            keep = keep_memory or damaged or not is_held  # what lies there may be another start's
         finally:
             self.journal.close()
             self.callbacks.close(CLOSE_S)

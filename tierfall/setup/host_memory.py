@@ -150,9 +150,9 @@ class NodeMemory:
 
     # Its files ---------------------------------------------------------------------------------------
 
-    def hold_place(self) -> None:
-        """Hold this run's place in memory again if its lock file was removed: a save calls this, and the end. If
-        another process has taken it, that is logged; no process uses an image file of another."""
+    def hold_place(self) -> bool:
+        """Lock this run's place in memory again if its lock file was removed: each save does, and the end. Return
+        whether the place is held: False, which is logged, if another process has taken it."""
         try:
             is_lost = bool(self._note_lost())
             for lock in [s.lock for s in self._slots if not s.lock.is_file_intact()]:
@@ -160,14 +160,13 @@ class NodeMemory:
                 lock.reacquire()
                 # with images lost too, that is what is logged
                 level = logging.DEBUG if is_lost else logging.WARNING
-                logger.log(
-                    level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO
-                )
+                logger.log(level, "lock file %s was removed, %s: it is made anew", lock.path, WHO)
         except TierfallError as error:
             text = "%s: this run's place in memory cannot be held: %s"
             self._conditions.report("place", logging.WARNING, text, self.name, error)
-        else:
-            self._conditions.end("place", "%s: this run's place in memory is held again", self.name)
+            return False
+        self._conditions.end("place", "%s: this run's place in memory is held again", self.name)
+        return True
 
     def _note_lost(self) -> Sequence[Region]:
         """Return the images whose files were removed; that is logged once."""

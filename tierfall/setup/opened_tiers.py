@@ -435,10 +435,11 @@ class OpenedTiers:
 
     # Memory ------------------------------------------------------------------------------------------
 
-    def hold_memory(self) -> None:
-        """Hold this run's place in memory, if the files there were removed."""
-        self.memory.hold_place()
+    def hold_memory(self) -> bool:
+        """Lock this run's place in memory again if the files there were removed; return whether it is held."""
+        is_held = self.memory.hold_place()
         self.identities.rewrite_memory()
+        return is_held
 
     def discard_memory(self) -> None:
         """Delete what this process holds in the memory of this node, and what it keeps for other nodes, which nobody
