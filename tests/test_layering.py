@@ -74,7 +74,7 @@ LINES = {
     ("core/flush",): 8_159,
     ("policies",): 2_178,
     ("backends",): 6_882,
-    ("tiers",): 3_811,
+    ("tiers",): 3_820,
     ("tierfall/config",): 2_637,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_338,
     ("tierfall/ops",): 3_307,

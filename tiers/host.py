@@ -1,15 +1,17 @@
 """The host tier: the images of one rank in memory that outlives its process, a pool of image files.
 
-It has as many files as its capacity holds, FILES_MAX at most. The first is reserved before the first save, the others
-in the background, and all are used again for later images. A file that is too small for an image is enlarged. What an
-earlier start left is the same: sealed images, and free files. A file that others removed is not used again. The tier
-does not choose which images are kept: it allocates a region, or returns None.
+It has as many files as its capacity holds, FILES_MAX at most, fewer if the process may open few descriptors. The first
+is reserved before the first save, the others in the background, and all are used again for later images. A file that is
+too small for an image is enlarged. What an earlier start left is the same: sealed images, and free files. A file that
+others removed is not used again. The tier does not choose which images are kept: it allocates a region, or returns
+None.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import resource
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tierfall")
 FILES_MAX = 63
+DESCRIPTORS_PER_FILE = 16
+"""A file has two of them. The rest are for what else the process opens."""
 _FILE = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.image")
 
 
@@ -115,6 +119,11 @@ class HostTier:
         self._is_short = False
         """Whether memory was missing when a file was to be made or enlarged the last time."""
         self._share_bytes: int | None = None
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        few = max(2, descriptors // DESCRIPTORS_PER_FILE)
+        self._files_max = (
+            FILES_MAX if descriptors == resource.RLIM_INFINITY else min(FILES_MAX, few)
+        )
         self._in_memory = False
         self._device: torch.device | None = None
         self._may_lock = True
@@ -161,7 +170,7 @@ class HostTier:
         gone = {id(region) for region in without}
         busy = [file for file in self._files if not file.is_free and id(file.region) not in gone]
         limit = _rooms(self._files) if self._is_short else self.capacity_bytes
-        return max(0, limit - _rooms(busy)) if len(busy) < FILES_MAX else 0
+        return max(0, limit - _rooms(busy)) if len(busy) < self._files_max else 0
 
     # Images of an earlier start ----------------------------------------------------------------------
 
@@ -360,7 +369,7 @@ class HostTier:
         others."""
         small = [file for file in self._files if file.is_free and file.room_bytes < need]
         others = [file for file in self._files if file not in small]
-        room = self.capacity_bytes - _rooms(others) if len(others) < FILES_MAX else 0
+        room = self.capacity_bytes - _rooms(others) if len(others) < self._files_max else 0
         return sorted(small, key=lambda file: file.room_bytes), room
 
     def _make(self, need: int) -> bool:

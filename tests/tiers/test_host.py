@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -103,6 +104,19 @@ def test_a_capacity_that_holds_very_many_images_has_a_bound(folder: Path) -> Non
     save(host, 1)
     prepare(host)
     assert len(files(folder)) == FILES_MAX
+    host.close(keep=False)
+
+
+def test_a_process_that_may_open_few_descriptors_has_few_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    before = len(os.listdir("/proc/self/fd"))
+    host = host_in(folder, capacity_bytes=100 * ONE)
+    while room_in(host):
+        pass
+    assert len(files(folder)) == 4
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
     host.close(keep=False)
 
 
