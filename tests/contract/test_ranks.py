@@ -479,7 +479,7 @@ def test_no_save_waits_for_a_rank_that_stands_still_and_it_is_whole_once_that_is
             four.tell(rank, of_ranks.save_timed, step=2)
         for rank in (1, 2, 3):
             took, timed_out = four.answer(rank)
-            assert took < 3
+            assert took < 10, "max_wait is 20 s"
             assert timed_out, "a wait ends when it was to end"
     finally:
         four.signal(0, signal.SIGCONT)
