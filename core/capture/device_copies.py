@@ -26,6 +26,7 @@ from tierfall.core.state.item import unwrap
 
 logger = logging.getLogger("tierfall")
 _IS_CPU = attrgetter("is_cpu")
+_DEVICE = attrgetter("device")
 FLYING_BYTES_MAX = 256 << 20
 """Bytes in flight for the capture thread: enough to keep the bus busy while it hashes a chunk."""
 
@@ -169,7 +170,9 @@ class CaptureDevices:
         self.without_stream.clear()
         if not self._has_devices or all(map(_IS_CPU, sources)):
             return ()
-        return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
+        devices = [*map(_DEVICE, sources)]
+        places = {device: self._place(device) for device in dict.fromkeys(devices)}
+        return tuple(map(places.__getitem__, devices))
 
     def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
         """The present value of a number. If the state has tensors on the number's device (``places``), one that is read
@@ -191,7 +194,9 @@ class CaptureDevices:
         """The device that was found first; None if none was."""
         return next(iter(self._numbers), None)
 
-    def _number(self, device: torch.device) -> int:
+    def _place(self, device: torch.device) -> int:
+        if device.type == "cpu":
+            return HOST
         found = self._numbers.get(device)
         if found is not None:
             return found

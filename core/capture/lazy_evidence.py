@@ -40,9 +40,12 @@ _REMEDY = (
 
 
 def tensors_in(
-    view: StateView, owned: Sequence[torch.Tensor], parameters: Collection[int]
+    view: StateView,
+    changing: Sequence[int],
+    owned: Sequence[torch.Tensor],
+    parameters: Collection[int],
 ) -> list[int]:
-    """The numbers of a view's tensors that may change at any time by their place in the state, but whose memory is
+    """Of the tensors that may change at any time by their place in the state (``changing``), those whose memory is
     entirely in that of one tensor of ``owned``, or is a parameter's, whose id is in ``parameters``.
 
     ``owned`` are parameters and optimizer state, DTensors and wrappers among them. One with gaps in its memory owns
@@ -50,7 +53,6 @@ def tensors_in(
     optimizer itself would be. Addresses are compared while all tensors of both sides are alive, so that none of them
     can belong to memory that was freed meanwhile.
     """
-    changing = [n for n, changes in enumerate(view.changes) if changes is Changes.ANYTIME]
     by_address = _by_address(owned) if changing else {}
     addresses = sorted(by_address)
     return [
@@ -111,6 +113,10 @@ class LazyEvidence:
         self._newest = self._newest_at_failure = (0, -1)
         self._frozen: frozenset[str] = frozenset()
         self._chosen: tuple[object, tuple[bool, ...]] | None = None
+        self._covered: frozenset[int] = frozenset()
+        """The parameters of the optimizers that had stepped at the last ``follow_optimizers``."""
+        self._changing: tuple[tuple[Changes, ...], list[int]] = ((), [])
+        """The numbers of the tensors that may change at any time, by a view's ``changes``."""
 
     def reason_to_block(self, *, elsewhere: Collection[str], first: bool) -> str | None:
         """Why nothing of this save can be captured lazily, or None.
@@ -134,11 +140,14 @@ class LazyEvidence:
         """A view in which tensors that only an optimizer's step changes, by their memory, are declared to do so: those
         of a ``state_dict()``, which belong to no object of the state. ``item(..., changes="anytime")`` has
         precedence."""
-        covered = self._barrier.evident_parameters()
+        covered = self._covered = self._barrier.evident_parameters()
         # All tensors of these optimizers have owners in the view: their memory needs no comparison.
         known = view.optimizers if covered <= view.parameters.keys() else ()
         elsewhere = self._barrier.evident_tensors(without=[*filter(is_stock, known)])
-        owned = tensors_in(view, elsewhere, covered)
+        if self._changing[0] is not view.changes:
+            numbers = [n for n, each in enumerate(view.changes) if each is Changes.ANYTIME]
+            self._changing = view.changes, numbers
+        owned = tensors_in(view, self._changing[1], elsewhere, covered)
         if not owned:
             return view
         changes, owners = [*view.changes], [*view.owners]
@@ -147,8 +156,9 @@ class LazyEvidence:
         return replace(view, changes=tuple(changes), owners=tuple(owners))
 
     def choose(self, view: StateView) -> tuple[bool, ...]:
-        """For each tensor, whether it may be captured lazily, by the evidence since ``reset``."""
-        covered = self._barrier.evident_parameters()
+        """For each tensor of the view that ``follow_optimizers`` returned last, whether it may be captured lazily, by
+        the evidence since ``reset``."""
+        covered = self._covered
         frozen: set[int] = set()
         unseen: dict[int, str] = {}
         uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered

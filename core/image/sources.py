@@ -49,8 +49,7 @@ class TensorSources:
         self._names = view.names
         self._trails = view.trails
         self.pointers = view.pointers
-        self._by_address = np.array(view.plain, dtype=np.bool_)
-        lazy_tensors = [self._tensors[index] for index in lazy]
+        lazy_tensors = [*map(self._tensors.__getitem__, lazy)]
         self._watched = [*lazy], lazy_tensors, _versions(lazy_tensors)
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -132,7 +131,7 @@ class TensorSources:
     ) -> Segment:
         """Enqueue the copies of plain tensors in one call, where that is possible; return the other parts."""
         numbers, _, sizes, starts = segment.columns
-        chosen = self._by_address[numbers]
+        chosen = np.fromiter(map(self._plain.__getitem__, numbers.tolist()), dtype=np.bool_)
         if not chosen.any() or not stream.copies_memory(memory):
             return segment
         numbers = numbers[chosen]
@@ -171,7 +170,7 @@ class TensorSources:
             return []
         versions = _versions(tensors)
         pointers = [*map(torch.Tensor.data_ptr, tensors)]
-        expected = [self.pointers[index] for index in numbers]
+        expected = [*map(self.pointers.__getitem__, numbers)]
         if versions == old_versions and pointers == expected:
             return []
         rows = zip(numbers, versions, old_versions, pointers, expected, strict=True)

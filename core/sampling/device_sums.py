@@ -80,17 +80,24 @@ class DeviceRanges:
             np.array(rows, dtype=np.int64).reshape(-1, 4).T
         )
 
-    def begin(self, stream: CopyStream, sources: TensorSources) -> DeviceSums:
-        """Enqueue the sums of one state on the caller's stream."""
+    @property
+    def numbers(self) -> list[int]:
+        """The tensors' numbers, in the order of the sums."""
+        return [part.index for part in (*self.words, *(part for part, _ in self.others))]
+
+    def begin(
+        self, stream: CopyStream, sources: TensorSources | StateView, purpose: str
+    ) -> DeviceSums:
+        """Enqueue the sums of one state on the caller's stream. ``purpose`` is as in ``PendingSums``."""
 
         def add_up() -> torch.Tensor | None:
             elements = (as_integers(sources.tensor(p.index).detach()) for p, _ in self.others)
             found = [self._add_up_words(sources), sums_of(elements)]
             return torch.cat([sums for sums in found if sums is not None])
 
-        return DeviceSums(self, PendingSums(stream, add_up, "the image with the state"))
+        return DeviceSums(self, PendingSums(stream, add_up, purpose))
 
-    def _add_up_words(self, sources: TensorSources) -> torch.Tensor | None:
+    def _add_up_words(self, sources: TensorSources | StateView) -> torch.Tensor | None:
         if not self.words:
             return None
         pointers = np.frombuffer(sources.pointers, dtype=np.uint64)
@@ -106,6 +113,10 @@ class DeviceSums:
     def __init__(self, ranges: DeviceRanges, sums: PendingSums) -> None:
         self._ranges = ranges
         self._sums = sums
+
+    def read(self) -> list[int] | None:
+        """As ``PendingSums.read``."""
+        return self._sums.read()
 
     def changed_in_chunk(self, data: memoryview, offset: int) -> Iterator[int]:
         """The numbers of the tensors whose words differ from a chunk, which is at ``offset`` of the image's data."""
@@ -136,7 +147,7 @@ def sum_words(data: memoryview) -> int:
     return (int(np.add.reduce(words)) + int.from_bytes(data[whole:], "little")) % (1 << 64)
 
 
-def _as_words(part: SegmentPart, sources: TensorSources) -> torch.Tensor:
+def _as_words(part: SegmentPart, sources: TensorSources | StateView) -> torch.Tensor:
     """The words of a part of a plain tensor, for devices without the kernel."""
     flat = as_bytes(sources.tensor(part.index))
     assert flat is not None, "a plain tensor has bytes"
@@ -144,7 +155,7 @@ def _as_words(part: SegmentPart, sources: TensorSources) -> torch.Tensor:
     words = flat[part.source_start : part.source_start + size]
     if size % WORD_BYTES or words.data_ptr() % WORD_BYTES:
         room = -(-size // WORD_BYTES) * WORD_BYTES
-        padded = torch.zeros(room, dtype=torch.uint8, device=words.device)
+        padded = words.new_zeros(room)
         padded[:size].copy_(words)
         words = padded
     return words.view(torch.int64)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.sampling.lines import LINES_MAX, SamplePlan, Samples
-from tierfall.core.sampling.ranges import SampledRange, WholeDigests
+from tierfall.core.sampling.ranges import RangeDigests, SampledRange
 from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
@@ -143,7 +143,7 @@ class _Observation(NamedTuple):
 
     versions: list[int]
     pointers: array[int]
-    whole: list[int]
+    whole: dict[int, int]
     samples: Samples | None
 
 
@@ -152,7 +152,7 @@ class _SamplingPlan:
     """What is sampled of tensors at these addresses."""
 
     pointers: array[int]
-    whole: WholeDigests
+    whole: RangeDigests
     samples: SamplePlan
 
     @classmethod
@@ -164,7 +164,7 @@ class _SamplingPlan:
         ]
         short = [piece for piece in pieces if piece.bytes <= WHOLE_BYTES]
         long = [piece for piece in pieces if piece.bytes > WHOLE_BYTES]
-        return cls(pointers, WholeDigests(short), SamplePlan(long, np.full(len(long), lines)))
+        return cls(pointers, RangeDigests(short), SamplePlan(long, np.full(len(long), lines)))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -3,8 +3,8 @@
 A lazy capture copies the state while training continues. Only bytes read at save can show whether the image has the
 state of that moment, since a write before the copy is both in the image and in the live tensor. save() reads:
 
-* in host memory, a digest of each short range, and sampled lines of each long one (``lines``);
-* in host memory, digests of long ranges, in rotation, as many as a time budget allows (``ranges``);
+* in host memory, a digest of each short range (``ranges``), and sampled lines of each long one (``lines``);
+* in host memory, digests of long ranges, in turn, of as many bytes as the caller says (``ranges``);
 * on a device, a sum over each part of a tensor that is in one chunk, which the device computes while the host goes on
   (``device_sums``).
 
@@ -14,8 +14,9 @@ the first and the last line show it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -27,11 +28,13 @@ from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
 from tierfall.core.sampling.ranges import (
     WHOLE_BYTES,
     MemoryOrder,
-    RotatingDigests,
+    RangeDigests,
     SampledRange,
-    WholeDigests,
 )
 from tierfall.core.state.view import StateView
+
+RANGE_BYTES = 1 << 20
+"""Maximum size of a range that is digested in turn."""
 
 
 class CheckPlan:
@@ -44,9 +47,10 @@ class CheckPlan:
             for p in pieces
             if p.place == HOST and is_sampled(view, p.index)
         ]
-        self.whole = WholeDigests([piece for piece in on_host if piece.bytes <= WHOLE_BYTES])
+        self.short = RangeDigests([each for each in on_host if each.bytes <= WHOLE_BYTES])
         self.samples = SamplePlan(on_host, lines_max(on_host))
-        self.ranges = RotatingDigests([piece for piece in on_host if piece.bytes > WHOLE_BYTES])
+        long = [each.split(RANGE_BYTES) for each in on_host if each.bytes > WHOLE_BYTES]
+        self.long = RangeDigests([*chain.from_iterable(long)])
         places = {piece.place for piece in pieces} - {HOST}
         self._on_devices = {
             place: DeviceRanges([p for p in pieces if p.place == place], view) for place in places
@@ -56,17 +60,18 @@ class CheckPlan:
         self,
         sources: TensorSources,
         streams: Mapping[int, CopyStream],
-        budget_s: float | None,
+        most_bytes: int | None,
     ) -> ImageCheck:
-        """Read the state, on the thread that saves. ``budget_s`` limits the time for digests in rotation (None: all
-        ranges are digested)."""
+        """Read the state, on the thread that saves; digest ``most_bytes`` of long ranges (None: all of them)."""
+        pointers = sources.pointers
         return ImageCheck(
             plan=self,
-            whole=self.whole.digest(sources.pointers),
-            samples=self.samples.read(sources.pointers),
-            digests=self.ranges.digest(sources.pointers, budget_s),
+            short=self.short.digest(pointers),
+            samples=self.samples.read(pointers),
+            long=self.long.digest(pointers, self.long.next_in_turn(most_bytes)),
             sums=tuple(
-                ranges.begin(streams[place], sources) for place, ranges in self._on_devices.items()
+                ranges.begin(streams[place], sources, "the image with the state")
+                for place, ranges in self._on_devices.items()
             ),
         )
 
@@ -76,9 +81,9 @@ class ImageCheck:
     """What was read of one state at save, to compare its image with."""
 
     plan: CheckPlan
-    whole: Sequence[int]
+    short: Mapping[int, int]
     samples: Samples | None
-    digests: Mapping[int, int]
+    long: Mapping[int, int]
     sums: tuple[DeviceSums, ...]
 
     def changed_in_chunk(self, data: memoryview, offset: int) -> set[int]:
@@ -88,8 +93,8 @@ class ImageCheck:
 
     def changed_in(self, data: memoryview) -> set[int]:
         """The numbers of the tensors that differ from the image's ``data``, beside what ``changed_in_chunk`` finds."""
-        found = self.plan.ranges.changed_in(data, self.digests)
-        found |= self.plan.whole.changed_in(data, self.whole)
+        found = self.plan.long.changed_in(data, self.long)
+        found |= self.plan.short.changed_in(data, self.short)
         if self.samples is not None:
             with torch.inference_mode(False):
                 found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))

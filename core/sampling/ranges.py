@@ -1,17 +1,16 @@
 """Byte ranges of tensors in host memory, and digests of them.
 
-Short ranges are digested whole at each save, long ones in rotation. For a tensor that is dense but not contiguous, the
-bytes in an image, which are in the order of elements, are rearranged to the order in memory before a comparison.
+Short ranges are digested at each save, long ones in turn. If a tensor is dense but not contiguous, the bytes of its
+image, which are in the order of elements, are rearranged to the order in memory before a comparison.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,29 +25,29 @@ MemoryOrder = tuple[tuple[int, ...], tuple[int, ...], int]
 
 LINE_BYTES = 64
 WHOLE_BYTES = 32 << 10
-"""Ranges up to this size are digested whole: that is faster than reading their lines."""
-RANGE_BYTES = 1 << 20
-"""Maximum size of a range for one digest in rotation."""
+"""Ranges up to this size are digested at each save: that is faster than reading their lines."""
+DIGESTED_PER_S = 4 << 30
+"""Estimated rate of digests in bytes per second."""
 
 
 class ProcessMemory:
     """Arrays over this process's memory between two addresses; owns nothing. The caller ensures that what it reads is
-    mapped. ``lines`` are rows of LINE_BYTES whose addresses are ``remainder`` modulo LINE_BYTES."""
+    mapped. ``lines`` are rows of LINE_BYTES."""
 
-    def __init__(self, low: int, high: int, *, remainder: int = 0) -> None:
-        self.low = low - (low - remainder) % LINE_BYTES
+    def __init__(self, low: int, high: int) -> None:
+        self.low = low - low % LINE_BYTES
         length = -(-(high - self.low) // LINE_BYTES) * LINE_BYTES
         self.view = memoryview((ctypes.c_char * length).from_address(self.low)).cast("B")
         with torch.inference_mode(False):
-            self.bytes = torch.from_numpy(np.frombuffer(self.view, dtype=np.uint8))
-            self.lines = self.bytes.view(torch.int64).view(-1, LINE_BYTES // 8)
+            rows = np.frombuffer(self.view, dtype=np.int64).reshape(-1, LINE_BYTES // 8)
+            self.lines = torch.from_numpy(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRange:
     """A range of a tensor in host memory that is sampled: the tensor's number in the state, the range's offsets in the
     tensor and in the image's data, and its length in bytes. ``order``: shape, strides and item size of a tensor that is
-    dense but not contiguous, whose only range is all of it."""
+    dense but not contiguous; the bytes of its image are in another order than those of its memory."""
 
     index: int
     offset: int
@@ -56,106 +55,82 @@ class SampledRange:
     bytes: int
     order: MemoryOrder | None
 
+    def split(self, most_bytes: int) -> list[SampledRange]:
+        """The same bytes as ranges of at most ``most_bytes``."""
+        return [
+            replace(
+                self,
+                offset=self.offset + at,
+                start=self.start + at,
+                bytes=min(most_bytes, self.bytes - at),
+            )
+            for at in range(0, self.bytes, most_bytes)
+        ]
+
 
 _digest = xxhash.xxh3_64_intdigest
 
 
-class WholeDigests:
-    """Ranges that are digested whole at each save."""
+class RangeDigests:
+    """Digests of ranges of live tensors, to compare with the same ranges at another time, or in an image."""
 
     def __init__(self, ranges: Sequence[SampledRange]) -> None:
         self._ranges = ranges
-        self.numbers = np.array([p.index for p in ranges], dtype=np.int64)
+        self._numbers = np.array([p.index for p in ranges], dtype=np.int64)
         self._offsets = np.array([p.offset for p in ranges], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
+        self._tensors = np.unique(self._numbers)
         self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
-
-    def digest(self, pointers: array[int]) -> list[int]:
-        """Digest the live ranges of tensors; ``pointers`` are addresses by tensor number."""
-        if not self._ranges:
-            return []
-        addresses = addresses_of(pointers, self.numbers) + self._offsets
-        if self._placed is None or not np.array_equal(self._placed[0], addresses):
-            memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
-            starts = (addresses - memory.low).tolist()
-            slices = [*map(slice, starts, (addresses - memory.low + self._sizes).tolist())]
-            self._placed = addresses, memory, slices
-        _, memory, slices = self._placed
-        return [*map(_digest, map(memory.view.__getitem__, slices))]
-
-    def changed_in(self, data: memoryview, digests: Sequence[int]) -> set[int]:
-        """The numbers of the tensors whose ranges differ from an image's ``data``."""
-        return {
-            item.index
-            for item, digest in zip(self._ranges, digests, strict=True)
-            if _digest(_in_image(item, data)) != digest
-        }
-
-    def differ(self, digests: Sequence[int], others: Sequence[int]) -> set[int]:
-        """The numbers of the tensors whose digests, taken at two times, differ."""
-        rows = zip(self._ranges, digests, others, strict=True)
-        return {item.index for item, digest, other in rows if digest != other}
-
-
-class RotatingDigests:
-    """Long ranges, split into ranges of at most RANGE_BYTES that are digested in rotation."""
-
-    def __init__(self, ranges: Sequence[SampledRange]) -> None:
-        self._orders = {p.index: p.order for p in ranges if p.order is not None}
-        self._ranges = [
-            (item.index, item.offset + at, item.start + at, length)
-            for item in ranges
-            for at, length in _split(item.bytes)
-        ]
         self._next = 0
-        ends = {index: offset + length for index, offset, _, length in self._ranges}
-        self._numbers = np.array([*ends], dtype=np.int64)
-        self._ends = np.array([*ends.values()], dtype=np.int64)
-        self._placed: tuple[Integers, ProcessMemory] | None = None
 
-    def digest(self, pointers: array[int], budget_s: float | None) -> dict[int, int]:
-        """Digest live ranges for ``budget_s`` seconds (None: all of them); return the digests by range number."""
-        if not self._ranges:
+    def next_in_turn(self, most_bytes: int | None) -> Sequence[int]:
+        """The numbers of the next ranges in turn, as many as have ``most_bytes`` (None: all ranges)."""
+        if most_bytes is None:
+            return range(len(self._ranges))
+        chosen: list[int] = []
+        while most_bytes > 0 and len(chosen) < len(self._ranges):
+            chosen.append(self._next)
+            most_bytes -= self._ranges[self._next].bytes
+            self._next = (self._next + 1) % len(self._ranges)
+        return chosen
+
+    def digest(self, pointers: array[int], chosen: Sequence[int] | None = None) -> dict[int, int]:
+        """Digest the ``chosen`` ranges (None: all); ``pointers`` are addresses by tensor number. Return the digests by
+        range number."""
+        if chosen is None:
+            chosen = range(len(self._ranges))
+        if not chosen:
             return {}
-        memory = self._memory(pointers)
-        digests: dict[int, int] = {}
-        deadline = math.inf if budget_s is None else time.perf_counter() + budget_s
-        while len(digests) < len(self._ranges) and time.perf_counter() < deadline:
-            number = self._next
-            index, offset, _, length = self._ranges[number]
-            at = pointers[index] + offset - memory.low
-            digests[number] = _digest(memory.view[at : at + length])
-            self._next = (number + 1) % len(self._ranges)
-        return digests
-
-    def _memory(self, pointers: array[int]) -> ProcessMemory:
-        addresses = addresses_of(pointers, self._numbers)
-        if self._placed is None or not np.array_equal(self._placed[0], addresses):
-            low, high = int(addresses.min()), int((addresses + self._ends).max())
-            self._placed = addresses, ProcessMemory(low, high)
-        return self._placed[1]
+        tensors = addresses_of(pointers, self._tensors)
+        if self._placed is None or not np.array_equal(self._placed[0], tensors):
+            addresses = addresses_of(pointers, self._numbers) + self._offsets
+            memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
+            starts = addresses - memory.low
+            slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
+            self._placed = tensors, memory, slices
+        _, memory, slices = self._placed
+        views = map(memory.view.__getitem__, map(slices.__getitem__, chosen))
+        return dict(zip(chosen, map(_digest, views), strict=True))
 
     def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> set[int]:
-        """The numbers of the tensors whose ranges differ from an image's ``data``."""
+        """The numbers of the tensors whose ranges have other digests in an image's ``data``."""
         found = set()
-        rearranged: tuple[int, memoryview] | None = None
-        for number, digest in sorted(digests.items()):
-            index, offset, start, length = self._ranges[number]
-            stored = data[start : start + length]
-            if index in self._orders:
-                if rearranged is None or rearranged[0] != index:
-                    rearranged = index, as_in_memory(data[start - offset :], *self._orders[index])
-                stored = rearranged[1][offset : offset + length]
+        arranged: tuple[int, memoryview] | None = None
+        for number, digest in digests.items():
+            item = self._ranges[number]
+            stored = data[item.start : item.start + item.bytes]
+            if item.order is not None:
+                if arranged is None or arranged[0] != item.index:
+                    whole = data[item.start - item.offset :]
+                    arranged = item.index, as_in_memory(whole, *item.order)
+                stored = arranged[1][item.offset : item.offset + item.bytes]
             if _digest(stored) != digest:
-                found.add(index)
+                found.add(item.index)
         return found
 
-
-def _in_image(item: SampledRange, data: memoryview) -> memoryview:
-    """The bytes of a range in an image's ``data``, in the order of the tensor's memory."""
-    if item.order is not None:
-        return as_in_memory(data[item.start :], *item.order)
-    return data[item.start : item.start + item.bytes]
+    def differ(self, digests: Mapping[int, int], others: Mapping[int, int]) -> set[int]:
+        """The numbers of the tensors whose digests, taken at two times, differ."""
+        return {self._ranges[n].index for n, digest in digests.items() if others[n] != digest}
 
 
 def addresses_of(pointers: array[int], numbers: Integers) -> Integers:
@@ -196,7 +171,3 @@ def as_in_memory(
     dims = sorted(range(len(shape)), key=lambda d: -strides[d])
     found = elements.view(*shape, item_bytes // unit).permute(*dims, len(shape)).contiguous()
     return memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _split(length: int) -> list[tuple[int, int]]:
-    return [(at, min(RANGE_BYTES, length - at)) for at in range(0, length, RANGE_BYTES)]

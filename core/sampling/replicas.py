@@ -17,12 +17,11 @@ not dense (a slice of a larger tensor), and those on a device without a copy str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -34,19 +33,23 @@ from tierfall.core.image.dedup import (
     ReplicaDigests,
     ReplicatedTensors,
 )
+from tierfall.core.image.segments import SegmentPart
 from tierfall.core.runtime.streams import CopyStream, Streams
-from tierfall.core.sampling.device_sums import PendingSums, sums_of
+from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums
 from tierfall.core.sampling.lines import enumerate_groups
-from tierfall.core.sampling.ranges import LINE_BYTES, Integers, ProcessMemory, addresses_of
+from tierfall.core.sampling.ranges import (
+    DIGESTED_PER_S,
+    LINE_BYTES,
+    Integers,
+    ProcessMemory,
+    addresses_of,
+)
 from tierfall.core.state.view import StateView
-from tierfall.core.tensors.tensors import INTEGERS
 
 LINES = 2
 """Lines per tensor. A tensor with no more lines is read completely."""
 RANGE_BYTES = 64 << 10
 STEP_SHARE = 0.01
-DIGESTED_PER_S = 4 << 30
-"""Estimated rate of digests in bytes per second."""
 RANGES_BYTES = (1 << 20, 256 << 20)
 """Minimum and maximum of the mean bytes of ranges per save."""
 SUMS_BYTES = 1 << 30
@@ -62,7 +65,6 @@ class ReplicaPlan:
         view, groups = shareable.view, assignment.groups_of(shareable.table.keys)
         numbers = np.array(shareable.numbers, dtype=np.int64)
         dense = [view.plain[n] or view.strides[n] is not None for n in shareable.numbers]
-        summed = [view.dtypes[n].itemsize in INTEGERS for n in shareable.numbers]
         shared = groups != NOBODY
         self._all = _ReplicaColumns(
             numbers[shared],
@@ -71,7 +73,6 @@ class ReplicaPlan:
             shareable.table.sizes[shared].astype(np.int64),
         )
         self._dense = np.array(dense)[shared]
-        self._summed = np.array(summed)[shared]
         least, most = RANGES_BYTES
         budget = min(most, max(least, int(STEP_SHARE * assignment.step_s * DIGESTED_PER_S)))
         self._ranges_period = max(1, -(-assignment.bytes // budget))
@@ -79,7 +80,7 @@ class ReplicaPlan:
             1, -(-assignment.bytes // SUMS_BYTES), -(-assignment.entries // SUMS_TENSORS)
         )
         self._addresses: Integers | None = None
-        self._host: _HostSampler | None = None
+        self._host: _HostReplicas | None = None
         self._on_devices: _Rotation | None = None
 
     def read(self, view: StateView, ordinal: int, streams: Streams) -> ReplicaReading:
@@ -87,22 +88,21 @@ class ReplicaPlan:
         addresses = addresses_of(view.pointers, self._all.numbers)
         if self._addresses is None or not np.array_equal(self._addresses, addresses):
             self._place(view, addresses)
-        sums = () if self._on_devices is None else self._sum_up(view, ordinal, streams)
-        host = None if self._host is None else self._host.read(ordinal)
-        return ReplicaReading(host=host, sums=tuple(sums))
+        sums = [] if self._on_devices is None else self._sum_up(view, ordinal, streams)
+        host = [] if self._host is None else self._host.digest(ordinal)
+        return ReplicaReading(host=host, sums=sums)
 
     def _place(self, view: StateView, addresses: Integers) -> None:
         on_host = np.array([view.sources[number].is_cpu for number in self._all.numbers])
         sampled = on_host & self._dense
-        summed = ~on_host & self._summed
         self._host = None
         if sampled.any():
-            self._host = _HostSampler(
+            self._host = _HostReplicas(
                 self._all.only(sampled), addresses[sampled], self._ranges_period
             )
         self._on_devices = None
-        if summed.any():
-            self._on_devices = _Rotation.of(self._all.only(summed), self._sums_period)
+        if not on_host.all():
+            self._on_devices = _Rotation.of(self._all.only(~on_host), self._sums_period)
         self._addresses = addresses
 
     def _sum_up(self, view: StateView, ordinal: int, streams: Streams) -> list[_ReplicaSums]:
@@ -133,7 +133,7 @@ class _ReplicaColumns:
             self.numbers[chosen], self.keys[chosen], self.groups[chosen], self.sizes[chosen]
         )
 
-    def digests(self, values: Sequence[int], kind: KeyKind) -> ReplicaDigests:
+    def digests(self, values: Sequence[int] | Keys, kind: KeyKind) -> ReplicaDigests:
         return ReplicaDigests(
             keys=self.keys | np.uint64(kind),
             values=np.array(values, dtype=np.uint64),
@@ -160,119 +160,73 @@ class _Rotation:
         return self.entries.only(self.nth % self.periods == ordinal % self.periods)
 
 
-class _HostSampler:
-    """The positions of lines and ranges of tensors in host memory; valid while no tensor moves."""
+class _HostReplicas:
+    """Which bytes of tensors in host memory are digested; valid while no tensor moves."""
 
     def __init__(self, entries: _ReplicaColumns, addresses: Integers, period: int) -> None:
-        order = np.argsort(addresses % LINE_BYTES, kind="stable")  # one ProcessMemory per remainder
-        self.entries, addresses = entries.only(order), addresses[order]
-        sizes = self.entries.sizes
+        self._entries = entries
         self._period = period
-        self._span = ProcessMemory(int(addresses.min()), int((addresses + sizes).max()))
+        sizes = entries.sizes
+        memory = ProcessMemory(int(addresses.min()), int((addresses + sizes).max()))
+        self._memory = memory.view
+        places = addresses - memory.low
         whole = sizes // LINE_BYTES
-        counts = np.minimum(whole, LINES)
-        self.line_ends = np.cumsum(counts)
-        of, nth = enumerate_groups(counts)
-        self._first = nth * whole[of] // counts[of]
-        self._distances = whole[of] // counts[of]
-        self._phases = (self.entries.keys[of] >> np.uint64(48)).astype(np.int64)
-        self._lines = self._memories(addresses, of)
         short = whole <= LINES
-        tails = np.where(short, sizes % LINE_BYTES, 0)
-        self.tail_ends = np.cumsum(tails)
-        tail_of, tail_nth = enumerate_groups(tails)
-        starts = (addresses - self._span.low + whole * LINE_BYTES)[tail_of]
-        self._tails = torch.from_numpy(starts + tail_nth)
-        self.range_of, range_nth = enumerate_groups(np.where(short, 0, -(-sizes // RANGE_BYTES)))
-        at = range_nth * RANGE_BYTES
-        self._range_at = (addresses - self._span.low)[self.range_of] + at
-        self._range_bytes = np.minimum(sizes[self.range_of] - at, RANGE_BYTES)
-        keys = (self.entries.keys[self.range_of] >> np.uint64(2)) % np.uint64(period)
-        self._range_phases = (keys.astype(np.int64) + range_nth) % period
+        counts = np.where(short, 1, LINES)
+        of, nth = enumerate_groups(counts)
+        self._first = np.cumsum(counts) - counts
+        self._lines = np.where(short[of], 0, nth * whole[of] // LINES)
+        self._distances = np.where(short, 0, whole // LINES)[of]
+        self._phases = (entries.keys[of] >> np.uint64(48)).astype(np.int64)
+        self._places = places[of]
+        self._sizes = np.where(short, sizes, LINE_BYTES)[of]
+        self._range_of, nth = enumerate_groups(np.where(short, 0, -(-sizes // RANGE_BYTES)))
+        self._range_at = nth * RANGE_BYTES
+        self._range_places = places[self._range_of]
+        self._range_sizes = np.minimum(sizes[self._range_of] - self._range_at, RANGE_BYTES)
+        keys = (entries.keys[self._range_of] >> np.uint64(2)) % np.uint64(period)
+        self._range_phases = (keys.astype(np.int64) + nth) % period
 
-    def _memories(
-        self, addresses: Integers, of: Integers
-    ) -> list[tuple[ProcessMemory, slice, Integers]]:
-        """For each alignment: a memory whose rows are aligned with the tensors, the slice of lines in it, and the row
-        of each line's tensor."""
-        remainders = (addresses % LINE_BYTES)[of]
-        found = []
-        for remainder in np.unique(remainders):
-            first, end = np.searchsorted(remainders, [remainder, remainder + 1])
-            starts = addresses[of[first:end]]
-            high = int((addresses + self.entries.sizes)[of[first:end]].max())
-            memory = ProcessMemory(int(starts.min()), high, remainder=int(remainder))
-            found.append((memory, slice(first, end), (starts - memory.low) // LINE_BYTES))
+    def digest(self, ordinal: int) -> list[ReplicaDigests]:
+        """One digest of all lines of each tensor, and one of its ranges whose turn it is."""
+        phases = (self._phases + xxhash.xxh3_64_intdigest(b"%d" % ordinal) % _PHASES) % _PHASES
+        lines = (self._lines + phases * self._distances // _PHASES) * LINE_BYTES
+        values = self._digest(self._places, lines, self._sizes)
+        found = [self._entries.digests(np.add.reduceat(values, self._first), KeyKind.SAMPLES)]
+        turn = np.flatnonzero(self._range_phases == ordinal % self._period)
+        if len(turn):
+            places, sizes = self._range_places[turn], self._range_sizes[turn]
+            values = self._digest(places, self._range_at[turn], sizes)
+            of, first = np.unique(self._range_of[turn], return_index=True)
+            entries = self._entries.only(of)
+            found.append(entries.digests(np.add.reduceat(values, first), KeyKind.RANGES))
         return found
 
-    def read(self, ordinal: int) -> _HostSamples:
-        phases = (self._phases + xxhash.xxh3_64_intdigest(b"%d" % ordinal) % _PHASES) % _PHASES
-        offsets = self._first + phases * self._distances // _PHASES
-        with torch.inference_mode(False), torch.no_grad():
-            lines = [
-                memory.lines.index_select(0, torch.from_numpy(rows + offsets[part]))
-                for memory, part, rows in self._lines
-            ]
-            tails = self._span.bytes.index_select(0, self._tails)
-        chosen = np.flatnonzero(self._range_phases == ordinal % self._period)
-        ends = self._range_at + self._range_bytes
-        ranges = [
-            xxhash.xxh3_64_intdigest(self._span.view[self._range_at[n] : ends[n]]) for n in chosen
-        ]
-        return _HostSamples(self, lines, tails, chosen, ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostSamples:
-    """What was read in host memory: lines and tails in the order of tensors, and digests of the ``chosen`` ranges."""
-
-    plan: _HostSampler
-    lines: list[torch.Tensor]
-    tails: torch.Tensor
-    chosen: Integers
-    ranges: list[int]
-
-    def digests(self) -> list[ReplicaDigests]:
-        return [self._of_samples(), self._of_ranges()]
-
-    def _of_samples(self) -> ReplicaDigests:
-        rows = [lines.numpy().view(np.uint8).ravel() for lines in self.lines]
-        lines = np.concatenate(rows).data if rows else memoryview(b"")
-        tails = self.tails.numpy().data
-        values, line_start, tail_start = [], 0, 0
-        ends = zip(self.plan.line_ends * LINE_BYTES, self.plan.tail_ends, strict=True)
-        for line_end, tail_end in ends:
-            value = xxhash.xxh3_64_intdigest(lines[line_start:line_end])
-            if tail_start < tail_end:
-                value = xxhash.xxh3_64_intdigest(tails[tail_start:tail_end], value)
-            values.append(value)
-            line_start, tail_start = line_end, tail_end
-        return self.plan.entries.digests(values, KeyKind.SAMPLES)
-
-    def _of_ranges(self) -> ReplicaDigests:
-        """One digest of all chosen ranges per tensor."""
-        of: dict[int, int] = {}
-        for index, digest in zip(self.plan.range_of[self.chosen], self.ranges, strict=True):
-            of[index] = xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), of.get(index, 0))
-        entries = self.plan.entries.only(np.array([*of], dtype=np.int64))
-        return entries.digests([*of.values()], KeyKind.RANGES)
+    def _digest(self, places: Integers, offsets: Integers, sizes: Integers) -> Keys:
+        """The digests of ranges of tensors, each with its offset: equal bytes elsewhere have another digest."""
+        starts = places + offsets
+        slices = map(slice, starts.tolist(), (starts + sizes).tolist())
+        views = map(self._memory.__getitem__, slices)
+        digests = map(xxhash.xxh3_64_intdigest, views, offsets.tolist())
+        return np.fromiter(digests, dtype=np.uint64, count=len(starts))
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaSums:
-    """Sums over tensors on one device: of their elements as integers."""
+    """Sums over tensors on one device, in the order of ``entries``."""
 
     entries: _ReplicaColumns
-    sums: PendingSums
+    sums: DeviceSums
 
     @classmethod
     def begin(cls, stream: CopyStream, entries: _ReplicaColumns, view: StateView) -> _ReplicaSums:
-        def integers() -> Iterator[torch.Tensor]:
-            for number in entries.numbers:
-                tensor = view.sources[number].detach()
-                yield tensor.view(INTEGERS[tensor.element_size()])
-
-        return cls(entries, PendingSums(stream, lambda: sums_of(integers()), "the ranks"))
+        ends = np.cumsum(entries.sizes)
+        rows = zip(entries.numbers.tolist(), ends.tolist(), entries.sizes.tolist(), strict=True)
+        parts = [SegmentPart(0, number, end - size, end, 0, True, 0) for number, end, size in rows]
+        ranges = DeviceRanges(parts, view)
+        place = {part.index: row for row, part in enumerate(parts)}
+        order = np.array([place[number] for number in ranges.numbers])
+        return cls(entries.only(order), ranges.begin(stream, view, "the ranks"))
 
     def digests(self) -> ReplicaDigests | None:
         """None if the device had no memory left."""
@@ -286,12 +240,12 @@ class _ReplicaSums:
 class ReplicaReading:
     """What was read at one save."""
 
-    host: _HostSamples | None
-    sums: tuple[_ReplicaSums, ...]
+    host: list[ReplicaDigests]
+    sums: list[_ReplicaSums]
 
     def digests(self) -> ReplicaDigests:
-        """Digest what was read; waits for devices. Groups with a missing sum are omitted."""
-        parts = [] if self.host is None else self.host.digests()
+        """The digests of what was read; waits for devices. Groups with a missing sum are omitted."""
+        parts = self.host.copy()
         incomplete: set[int] = set()
         for sums in self.sums:
             found = sums.digests()

@@ -78,3 +78,6 @@ class StateView:
     rules: Mapping[str, OnResize]
     types: Mapping[str, str]
     structure: tuple[Any, ...]
+
+    def tensor(self, number: int) -> torch.Tensor:
+        return self.sources[number]

@@ -25,7 +25,7 @@ from tierfall.core.state.item import Item, OnResize
 from tierfall.core.state.modules import KnownModuleTree, ModuleTree, Scans
 from tierfall.core.state.state_dicts import is_stateful, object_state, type_name
 from tierfall.core.state.view import DECLARED, NO_OWNER, UNSHARED, Node, StateView
-from tierfall.core.state.walk_cache import TensorTable, WalkCache, take_fingerprints
+from tierfall.core.state.walk_cache import TensorTable, WalkCache
 from tierfall.core.tensors import builtin_codecs, numpy_values, rng, tensors, value_codec, wrappers
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.builtin_codecs import NotEncodableError, ValueCodec
@@ -356,15 +356,14 @@ class _Walk:
         part = self._cache.find(name)
         if part is None or known.declared is not self._declared:
             return None
-        sources = [tree.tensors[at] for at in known.entries_at]
+        sources = [*map(tree.tensors.__getitem__, known.entries_at)]
         entries = [*map(torch.Tensor.detach, sources)]  # type: ignore[arg-type]
         owners = [*map(id, sources)]
         for place in known.buffers:
             owners[place] = NO_OWNER
-        fingerprints, first = take_fingerprints(entries), len(self.table.tensors)
-        if fingerprints is None or not part.matches(first, part.cache_key, owners, fingerprints):
-            return None
-        if not self.table.reuse(part, entries):
+        first = len(self.table.tensors)
+        is_same = part.matches(first, part.cache_key, owners, entries)
+        if not (is_same and self.table.reuse(part, entries)):
             return None
         self._used_names.add(name)
         return part.node
@@ -381,11 +380,9 @@ class _Walk:
         first = len(self.table.tensors)
         part = self._cache.find(name)
         self._used_names.add(name)
-        fingerprints = take_fingerprints(entries) if part is not None else None
-        if part is not None and fingerprints is not None:
-            is_same = part.matches(first, cache_key, owners, fingerprints)
-            if is_same and self.table.reuse(part, entries):
-                return part.node
+        is_same = part is not None and part.matches(first, cache_key, owners, entries)
+        if part is not None and is_same and self.table.reuse(part, entries):
+            return part.node
         values = len(self.values)
         node = walk()
         known = None

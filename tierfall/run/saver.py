@@ -54,6 +54,7 @@ from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
+from tierfall.core.sampling.ranges import DIGESTED_PER_S
 from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
@@ -82,9 +83,9 @@ ANSWER_S = 5.0
 """Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
-"""The fraction of a training step that digests of whole ranges of the state may take at a save."""
-DIGEST_UNKNOWN_S = 2e-4
-"""The seconds that they may take while the time of a step is not known."""
+"""The fraction of a training step that digests of long ranges of the state may take at a save."""
+DIGEST_S_MAX = 5e-4
+"""The seconds that they may take at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +295,7 @@ class Saver:
         if lazy is None or check is None:
             return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
-        begun = check.begin(sources, streams, self._check_s())
+        begun = check.begin(sources, streams, self._digest_bytes())
         return _CapturePlan(places, segments, sources, begun, lazy=True)
 
     def _snapshot(
@@ -365,12 +366,13 @@ class Saver:
             self._segmentations.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
 
-    def _check_s(self) -> float | None:
-        """Return how many seconds digests of the state may take at this save; None where all is digested."""
+    def _digest_bytes(self) -> int | None:
+        """Return how many bytes of long ranges are digested at this save; None if all are."""
         if self._config.capture.verify is Verify.FULL:
             return None
         step_s = self._step_s()
-        return DIGEST_UNKNOWN_S if step_s is None else DIGEST_SHARE * step_s
+        share_s = DIGEST_S_MAX if step_s is None else min(DIGEST_S_MAX, DIGEST_SHARE * step_s)
+        return int(share_s * DIGESTED_PER_S)
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.chain:

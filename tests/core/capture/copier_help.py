@@ -55,9 +55,9 @@ class Made:
 
 
 def make(
-    state: Mapping[str, Any], chunk_bytes: int = 4 * KIB, *, digest_s: float | None = 0.0
+    state: Mapping[str, Any], chunk_bytes: int = 4 * KIB, *, digest_bytes: int | None = 0
 ) -> Made:
-    """``digest_s``: for so long whole ranges of the state are digested, to compare the image with; None: all are."""
+    """``digest_bytes`` of long ranges of the state are digested, to compare the image with; None: all of them."""
     view = walk_state(state)
     layout = plan_layout(view)
     cutting = Segmentation(layout, view, chunk_bytes)
@@ -78,7 +78,7 @@ def make(
         cutting=cutting,
         sources=sources,
         on_progress=progress,
-        check=CheckPlan(cutting, view).begin(sources, {}, digest_s),
+        check=CheckPlan(cutting, view).begin(sources, {}, digest_bytes),
     )
     made.append(Made(filling, layout, view, memory, chunk_bytes))
     return made[0]
