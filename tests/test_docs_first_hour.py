@@ -9,10 +9,14 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+import tierfall
 from tests.distributed.job import Job
 from tests.forked import Forked, server_of
 from tests.object_store import SeaweedFS
@@ -187,3 +191,36 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     *warning, answer = shell.run("python first.py").splitlines()
     assert (answer, len(warning)) == ("a new run", 1)
     assert "Other runs on these tiers: first. To continue" in warning[0]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["before", "after"])
+def test_a_loop_of_torch_save_and_the_one_in_its_place_go_on_where_they_stopped(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    section = README.partition("## From torch.save")[2].partition("\n## ")[0]
+    loop = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[number]
+    host = {"name": "host", "kind": "host", "folder": str(shell.memory)}
+    tiers = [host, {"name": "disk", "kind": "file", "path": "disk"}]
+    config = {"run": "moved", "interval": {"every": 100}, "tiers": tiers}
+    (shell.folder / "tiers.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(shell.folder)
+
+    def steps_of(last: int) -> list[int]:
+        done: list[int] = []
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def train(step: int) -> None:
+            if step == last:
+                raise KeyboardInterrupt
+            done.append(step)
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+
+        names = {"os": os, "torch": torch, "tierfall": tierfall, "train": train}
+        with suppress(KeyboardInterrupt):
+            exec(loop, {**names, "model": model, "optimizer": optimizer})
+        return done
+
+    assert steps_of(250) == [*range(250)]
+    assert steps_of(260) == [*range(201, 260)]
