@@ -99,7 +99,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
     assert "(by the options and the run)" in cli("check", *SMALL, "--save-every", "10m").out
     out = cli("check", *SMALL).out
     assert "(by the run's own checkpoints)" in out
-    assert "survives the loss of the process, 30@1 on disk, read back in " in out
+    assert "if the process dies: 30@1 is left, on disk, read back in " in out
     cost = cli.json("check", *SMALL)
     read = next(tier["read_bytes_per_s"] for tier in cost["tiers"] if tier["name"] == "disk")
     assert 80_000 < cost["loss_bound"]["process"]["restore_s"] * read < 200_000

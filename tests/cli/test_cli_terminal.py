@@ -160,7 +160,7 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
     cli: Cli, at_terminal: Start, number: signal.Signals, code: int
 ) -> None:
     screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
-    screen.read(until="survives the loss")
+    screen.read(until="if the site is lost")
     screen.process.send_signal(number)
     assert screen.end() == code
     begun, text = screen.text.split(ENTER, 1)
@@ -169,7 +169,7 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
     assert left
     assert SHOW_CURSOR in shown[-20:]
     assert after.strip() in ("", "^C")
-    frame = plain(shown.split("survives")[0])
+    frame = plain(shown.split("if the process")[0])
     assert frame.index("200@1") < frame.index("100@1"), "the newest step first"
     assert RED in shown
 
@@ -179,7 +179,7 @@ def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal
     stat = Path(f"/proc/{screen.process.pid}/stat")
     for _ in range(5):  # in the middle of a frame, or between two
         screen.text = ""
-        screen.read(until="survives the loss")
+        screen.read(until="if the site is lost")
         assert ENTER in screen.text
         screen.process.send_signal(signal.SIGTSTP)
         screen.read(until=LEAVE)
@@ -187,7 +187,7 @@ def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal
         assert screen.text.endswith(LEAVE)
         screen.process.send_signal(signal.SIGCONT)
     screen.text = ""
-    screen.read(until="survives the loss")
+    screen.read(until="if the site is lost")
     screen.process.send_signal(signal.SIGINT)
     assert screen.end() == 0
     assert LEAVE in screen.text

@@ -99,7 +99,7 @@ def _report_loss_bounds(
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
-        answer.show("", format_bounds(bounds, tuple(facts.unread)))
+        answer.show("", *format_bounds(bounds, tuple(facts.unread)))
     answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
     answer.show(*notes)
 

@@ -466,9 +466,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield format_bounds(trainer.loss_bound)
+        yield from format_bounds(trainer.loss_bound)
     elif facts.known:
-        yield format_bounds(loss_bounds(facts.safety), tuple(facts.unread))
+        yield from format_bounds(loss_bounds(facts.safety), tuple(facts.unread))
     for tier in settings.stored:
         if tier.name in facts.not_created:
             yield describe_new(tier.name, tier.place)

@@ -125,7 +125,7 @@ class RunView:
         if more := seen.checkpoints_known - rows:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
-        yield format_bounds(self.bounds, self.unread)
+        yield from format_bounds(self.bounds, self.unread)
         yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1:
             yield ""

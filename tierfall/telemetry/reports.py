@@ -271,9 +271,7 @@ def describe_statistics(found: Statistics) -> str:
         "saves": ", ".join(saves),
         "after save": _pairs({what: format_duration(s) for what, s in times.items()}),
         "commits": _pairs(found.commits),
-        "survives": format_bounds(found.loss_bound).removeprefix("survives ")
-        if found.loss_bound
-        else "",
+        **{_FAILURES[lost]: _format_loss(bound) for lost, bound in found.loss_bound.items()},
         "peer memory": ""
         if found.peer_survival is None
         else describe_peer_survival(found.peer_survival),
@@ -301,11 +299,11 @@ def describe_statistics(found: Statistics) -> str:
 
 
 def _format_loss(bound: LossBound) -> str:
-    """Format what survives, on which tier, how long reading it takes, and what would be lost. Only a living
+    """Format what is left after a loss, on which tier, how long reading it takes, and what would be lost. Only a living
     trainer knows the present step, and so what would be lost."""
     if bound.survives is None:
-        return "nothing"
-    text = f"{bound.survives} on {bound.tier}"
+        return "nothing is left"
+    text = f"{bound.survives} is left, on {bound.tier}"
     if bound.restore_s is not None:
         text += f", read back in {format_duration(bound.restore_s)}"
     if bound.steps_lost is not None:
@@ -314,10 +312,19 @@ def _format_loss(bound: LossBound) -> str:
     return text
 
 
-def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
-    """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
-    parts = [f"of the {lost}, {_format_loss(bound)}" for lost, bound in bounds.items()]
-    return f"survives the loss {'; '.join(parts)}{format_unread(unread)}"
+_FAILURES = {
+    LossClass.PROCESS: "process dies",
+    LossClass.NODE: "machine dies",
+    LossClass.SITE: "site is lost",
+}
+
+
+def format_bounds(
+    bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()
+) -> list[str]:
+    """Format all loss bounds, one line each; ``unread`` names the tiers that could not be read."""
+    lines = [f"if the {_FAILURES[lost]}: {_format_loss(bound)}" for lost, bound in bounds.items()]
+    return [*lines, f"not read: {', '.join(unread)}"] if unread else lines
 
 
 def format_unread(unread: Collection[str]) -> str:
