@@ -147,7 +147,7 @@ def test_watch_and_ls_show_what_the_trainer_says(
     assert place.json("ls")["loss_bound"]["process"] == document["loss_bound"]["process"]
     text = place.cli("watch", "--once").out
     assert f"trained by process {trainer.pid}" in text
-    assert "survives the loss of the process, 2@1 on host" in text
+    assert "if the process dies: 2@1 is left, on host" in text
     trainer.kill()
     text = place.cli("watch", "--once").out
     assert "no trainer is alive on this machine" in text

@@ -198,7 +198,7 @@ def test_check_measures_every_tier_and_leaves_nothing(place: Place) -> None:
     assert (tiers["host"]["write_bytes_per_s"], tiers["host"]["error"]) == (None, None)
     assert files_below(place.root) == before
     text = place.cli("check", "--size", "64KiB").out
-    assert "survives the loss of the process, 1@1 on disk" in text
+    assert "if the process dies: 1@1 is left, on disk" in text
 
 
 def test_check_names_a_tier_that_refuses_and_a_file_in_its_place(place: Place) -> None:

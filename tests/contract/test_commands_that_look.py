@@ -65,8 +65,8 @@ def test_ls_for_people_has_a_line_for_every_step_and_what_a_loss_would_leave(lin
     assert words["2@1"][-7:-5] == ["-", "committed"]
     assert words["2@1"][-2:] == ["#best,", "pinned"]
     assert words["4@1"][-1] == "abandoned"
-    assert "survives the loss of the process, 3@2 on" in text
-    assert "of the node, 2@1 on far" in text
+    assert "if the process dies: 3@2 is left, on" in text
+    assert "if the machine dies: 2@1 is left, on far" in text
     assert "loss" not in lines.cli("ls").out.partition("\n")[0]
 
 
@@ -251,7 +251,7 @@ def test_watch_shows_what_the_tiers_hold_without_a_trainer(lines: Place) -> None
     }
     text = lines.cli("watch", "--once").out
     assert "no trainer is alive on this machine" in text
-    assert "survives the loss of the process, 3@2 on disk" in text
+    assert "if the process dies: 3@2 is left, on disk" in text
 
 
 def test_each_frame_of_watch_is_one_line_of_json_until_ctrl_c_which_is_how_it_ends(

@@ -143,8 +143,10 @@ def test_the_loss_bound_says_what_each_failure_would_cost_now(place: Place) -> N
         assert (site.survives, site.tier) == (None, None)
         assert process.seconds_lost is not None
         assert process.seconds_lost > 0
-        reported = r"of the process, 20@1 on host.* 5 steps.*of the site, nothing"
-        wait_until(lambda: re.search(reported, place.cli("ls").out), "the trainer reports it")
+        reported = re.compile(
+            r"process dies: 20@1 is left, on host.* 5 steps.*site is lost: nothing", re.DOTALL
+        )
+        wait_until(lambda: reported.search(place.cli("ls").out), "the trainer reports it")
 
 
 def test_the_cadence_says_which_interval_and_why(place: Place) -> None:
