@@ -319,9 +319,7 @@ _FAILURES = {
 }
 
 
-def format_bounds(
-    bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()
-) -> list[str]:
+def format_bounds(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> list[str]:
     """Format all loss bounds, one line each; ``unread`` names the tiers that could not be read."""
     lines = [f"if the {_FAILURES[lost]}: {_format_loss(bound)}" for lost, bound in bounds.items()]
     return [*lines, f"not read: {', '.join(unread)}"] if unread else lines
