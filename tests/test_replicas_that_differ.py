@@ -74,7 +74,7 @@ def test_one_element_of_one_tensor_is_found_within_the_rotation(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "RANGE_BYTES", 4096)
-    monkeypatch.setattr(replicas, "RANGES_BYTES", (24 << 10, 1 << 20))
+    monkeypatch.setattr(replicas, "DIGEST_BYTES", 24 << 10)
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]
     save_whole(opened, 1, states)

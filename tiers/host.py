@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tierfall")
 FILES_MAX = 63
-DESCRIPTORS_PER_FILE = 16
-"""A file has two of them. The rest are for what else the process opens."""
+DESCRIPTORS_FOR_ONE_FILE = 16
+"""So many descriptors that the process may open allow one file, which has two: the rest are for all else."""
 _FILE = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.image")
 
 
@@ -120,7 +120,7 @@ class HostTier:
         """Whether memory was missing when a file was to be made or enlarged the last time."""
         self._share_bytes: int | None = None
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        few = max(2, descriptors // DESCRIPTORS_PER_FILE)
+        few = max(2, descriptors // DESCRIPTORS_FOR_ONE_FILE)
         self._files_max = (
             FILES_MAX if descriptors == resource.RLIM_INFINITY else min(FILES_MAX, few)
         )

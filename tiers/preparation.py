@@ -2,8 +2,8 @@
 a device.
 
 Images are filled and read without it, only slower: a first touch costs ten times the copy, and a copy from a device to
-memory that is not locked keeps the host waiting. The thread rests as long as it has worked, since other threads wait
-for a page table, or for the driver, meanwhile.
+memory that is not locked keeps the host waiting. The thread rests as long as it has worked, BUSY_S at most, since
+other threads wait for a page table, or for the driver, meanwhile.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class ReplicaShare:
             self.reading = self.replicas.read(view, ordinal, streams)
 
     def finish(self) -> None:
-        """Digest what was read; waits for devices."""
+        """Take the digests of what was read; waits for devices."""
         if self.reading is not None:
             self.digests, self.reading = self.reading.digests(), None
 

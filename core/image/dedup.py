@@ -50,23 +50,21 @@ _KEY = np.uint64(~3 & 0xFFFF_FFFF_FFFF_FFFF)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaTable(Message):
     """What one rank saves: ``keys`` and ``sizes`` (bytes) of potential replicas, and ``own_bytes`` that no other rank
-    can write. ``structure`` identifies the structure of the state; ``step_s`` is the duration of a training step (0:
-    unknown)."""
+    can write. ``structure`` identifies the structure of the state."""
 
     structure: str
     own_bytes: int
     keys: Keys
     sizes: Keys
-    step_s: float = 0.0
 
 
 class ReplicatedTensors:
     """The potential replicas of a view, in the order of its table."""
 
-    def __init__(self, view: StateView, structure: str, *, step_s: float = 0.0) -> None:
+    def __init__(self, view: StateView, structure: str) -> None:
         """Entries with the rules PER_RANK and DROP are not shared; states of one ``structure`` with other such rules
-        get tables of different structures. Keys include strides and device type, since samples of other memory layouts
-        are not of the same bytes."""
+        get tables of different structures. Keys include memory layout and device type: samples of other layouts are not
+        of the same bytes."""
         per_rank = [name for name, rule in view.rules.items() if rule in _OF_ONE_RANK]
         self.view = view
         self.numbers: list[int] = []
@@ -83,7 +81,7 @@ class ReplicatedTensors:
             piece = view.block_positions[number]
             identity = (
                 f"{name}\n{dtypes.name_of(dtype)}\n{tuple(shape)}\n{piece and tuple(piece)}\n"
-                f"{view.strides[number]}\n{view.sources[number].device.type}"
+                f"{view.strides[number]}\n{view.plain[number]}\n{view.sources[number].device.type}"
             )
             self.numbers.append(number)
             keys.append(xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")) & ~3)
@@ -94,7 +92,6 @@ class ReplicatedTensors:
             own_bytes=own_bytes,
             keys=column,
             sizes=np.array(sizes, dtype=np.uint64),
-            step_s=step_s,
         )
 
     def written_by_others(self, assignment: ReplicaAssignment, rank: int) -> dict[int, int]:
@@ -131,7 +128,7 @@ NOBODY = -1
 class ReplicaAssignment(Message):
     """Which rank writes each replica: ascending ``keys``, the writing ranks (``owners``) and group numbers
     (``groups``). ``id`` is a digest of all ranks' tables. ``entries`` and ``bytes`` are maxima over the ranks of what
-    each shares, ``step_s`` is the shortest step; all ranks derive the length of a rotation from them."""
+    each shares; all ranks derive the length of a rotation from them."""
 
     id: str
     keys: Keys
@@ -139,7 +136,6 @@ class ReplicaAssignment(Message):
     groups: NDArray[np.int64]
     entries: int
     bytes: int
-    step_s: float
 
     def owners_of(self, keys: Keys) -> NDArray[np.int64]:
         """For each key, the rank that writes it for several ranks, or NOBODY."""
@@ -167,7 +163,6 @@ class ReplicaAssignment(Message):
             groups=none,
             entries=0,
             bytes=0,
-            step_s=0.0,
         )
 
 
@@ -195,7 +190,6 @@ def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
         id_hash.update(table.structure.encode() + table.keys.tobytes() + table.sizes.tobytes())
     shared = [np.isin(table.keys, unique[several]) for table in tables]
     return ReplicaAssignment(
-        step_s=min(table.step_s for table in tables),
         id=id_hash.hexdigest(),
         keys=unique[several],
         owners=owners[several],

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from tierfall.core.image.segments import SegmentPart
-from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.state.view import StateView
@@ -24,13 +25,13 @@ logger = logging.getLogger("tierfall")
 WORD_BYTES = 8
 
 
-def sums_of(integers: Iterable[torch.Tensor]) -> torch.Tensor | None:
+def _sums_of(integers: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """Enqueue the sum of each tensor of integers (int64); None without any."""
     sums = [tensor.sum(dtype=torch.int64) for tensor in integers]
     return torch.stack(sums) if sums else None
 
 
-class PendingSums:
+class _PendingSums:
     """Sums of integers modulo 2**64, on one device. ``read`` may be called by several threads."""
 
     def __init__(
@@ -62,9 +63,18 @@ class PendingSums:
             return self._values
 
 
+class Tensors(Protocol):
+    """The tensors of a state, and their addresses, by number."""
+
+    @property
+    def pointers(self) -> array[int]: ...
+
+    def tensor(self, number: int, /) -> torch.Tensor: ...
+
+
 class DeviceRanges:
-    """What is summed of the lazily captured tensors on one device: the parts of plain tensors, each in words, and the
-    elements of each other tensor."""
+    """What is summed of a state's tensors on one device: the parts of plain tensors, each in words, and the elements of
+    each other tensor."""
 
     def __init__(self, parts: Sequence[SegmentPart], view: StateView) -> None:
         self.words = sorted(
@@ -81,41 +91,40 @@ class DeviceRanges:
         )
 
     @property
-    def numbers(self) -> list[int]:
-        """The tensors' numbers, in the order of the sums."""
-        return [part.index for part in (*self.words, *(part for part, _ in self.others))]
+    def parts(self) -> list[SegmentPart]:
+        """The parts in the order of their sums."""
+        return [*self.words, *(part for part, _ in self.others)]
 
-    def begin(
-        self, stream: CopyStream, sources: TensorSources | StateView, purpose: str
-    ) -> DeviceSums:
-        """Enqueue the sums of one state on the caller's stream. ``purpose`` is as in ``PendingSums``."""
+    def begin(self, stream: CopyStream, sources: Tensors, purpose: str) -> DeviceSums:
+        """Enqueue the sums of one state on the caller's stream. ``purpose`` is as in ``_PendingSums``."""
 
         def add_up() -> torch.Tensor | None:
-            elements = (as_integers(sources.tensor(p.index).detach()) for p, _ in self.others)
-            found = [self._add_up_words(sources), sums_of(elements)]
+            others = (sources.tensor(part.index).detach() for part, _ in self.others)
+            elements = (as_integers(each.resolve_conj().resolve_neg()) for each in others)
+            found = [self._add_up_words(sources), _sums_of(elements)]
             return torch.cat([sums for sums in found if sums is not None])
 
-        return DeviceSums(self, PendingSums(stream, add_up, purpose))
+        return DeviceSums(self, _PendingSums(stream, add_up, purpose))
 
-    def _add_up_words(self, sources: TensorSources | StateView) -> torch.Tensor | None:
+    def _add_up_words(self, sources: Tensors) -> torch.Tensor | None:
         if not self.words:
             return None
         pointers = np.frombuffer(sources.pointers, dtype=np.uint64)
         addresses = pointers[self._numbers] + self._source_starts.astype(np.uint64)
         device = sources.tensor(self.words[0].index).device
         sums = sum_kernel.add_up(addresses, self._sizes, device)
-        return sums_of(_as_words(p, sources) for p in self.words) if sums is None else sums
+        return _sums_of(_as_words(p, sources) for p in self.words) if sums is None else sums
 
 
 class DeviceSums:
-    """The sums over one state's tensors on one device, to compare with its image."""
+    """The sums over one state's tensors on one device, to compare with its image, or with other ranks."""
 
-    def __init__(self, ranges: DeviceRanges, sums: PendingSums) -> None:
+    def __init__(self, ranges: DeviceRanges, sums: _PendingSums) -> None:
         self._ranges = ranges
         self._sums = sums
 
     def read(self) -> list[int] | None:
-        """As ``PendingSums.read``."""
+        """As ``_PendingSums.read``."""
         return self._sums.read()
 
     def changed_in_chunk(self, data: memoryview, offset: int) -> Iterator[int]:
@@ -147,7 +156,7 @@ def sum_words(data: memoryview) -> int:
     return (int(np.add.reduce(words)) + int.from_bytes(data[whole:], "little")) % (1 << 64)
 
 
-def _as_words(part: SegmentPart, sources: TensorSources | StateView) -> torch.Tensor:
+def _as_words(part: SegmentPart, sources: Tensors) -> torch.Tensor:
     """The words of a part of a plain tensor, for devices without the kernel."""
     flat = as_bytes(sources.tensor(part.index))
     assert flat is not None, "a plain tensor has bytes"

@@ -102,7 +102,7 @@ class Fingerprint:
             if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
                 return names.path(path.trail)
         assert self._plan is not None, "the first observation makes a plan"
-        differ = self._plan.whole.differ(before.whole, now.whole)
+        differ = self._plan.short.differ(before.short, now.short)
         if before.samples is not None and now.samples is not None:
             differ.update(now.samples.differ_from(before.samples))
         return names.path(self._paths[min(differ)].trail) if differ else None
@@ -134,7 +134,7 @@ class Fingerprint:
             self._plan = _SamplingPlan.of(tensors, pointers, self._lines)
         plan = self._plan
         return _Observation(
-            versions, pointers, plan.whole.digest(pointers), plan.samples.read(pointers)
+            versions, pointers, plan.short.digest(pointers), plan.samples.read(pointers)
         )
 
 
@@ -143,7 +143,7 @@ class _Observation(NamedTuple):
 
     versions: list[int]
     pointers: array[int]
-    whole: dict[int, int]
+    short: dict[int, int]
     samples: Samples | None
 
 
@@ -152,7 +152,7 @@ class _SamplingPlan:
     """What is sampled of tensors at these addresses."""
 
     pointers: array[int]
-    whole: RangeDigests
+    short: RangeDigests
     samples: SamplePlan
 
     @classmethod

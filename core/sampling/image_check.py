@@ -4,7 +4,7 @@ A lazy capture copies the state while training continues. Only bytes read at sav
 state of that moment, since a write before the copy is both in the image and in the live tensor. save() reads:
 
 * in host memory, a digest of each short range (``ranges``), and sampled lines of each long one (``lines``);
-* in host memory, digests of long ranges, in turn, of as many bytes as the caller says (``ranges``);
+* in host memory, digests of long ranges, in rotation (``ranges``);
 * on a device, a sum over each part of a tensor that is in one chunk, which the device computes while the host goes on
   (``device_sums``).
 
@@ -21,9 +21,8 @@ from itertools import chain
 import torch
 
 from tierfall.core.image.segments import HOST, Segmentation
-from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums
+from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums, Tensors
 from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
 from tierfall.core.sampling.ranges import (
     WHOLE_BYTES,
@@ -34,7 +33,7 @@ from tierfall.core.sampling.ranges import (
 from tierfall.core.state.view import StateView
 
 RANGE_BYTES = 1 << 20
-"""Maximum size of a range that is digested in turn."""
+"""Maximum size of a range that is digested in rotation."""
 
 
 class CheckPlan:
@@ -58,7 +57,7 @@ class CheckPlan:
 
     def begin(
         self,
-        sources: TensorSources,
+        sources: Tensors,
         streams: Mapping[int, CopyStream],
         most_bytes: int | None,
     ) -> ImageCheck:
@@ -68,7 +67,7 @@ class CheckPlan:
             plan=self,
             short=self.short.digest(pointers),
             samples=self.samples.read(pointers),
-            long=self.long.digest(pointers, self.long.next_in_turn(most_bytes)),
+            long=self.long.digest(pointers, self.long.rotate(most_bytes)),
             sums=tuple(
                 ranges.begin(streams[place], sources, "the image with the state")
                 for place, ranges in self._on_devices.items()

@@ -1,6 +1,6 @@
 """Byte ranges of tensors in host memory, and digests of them.
 
-Short ranges are digested at each save, long ones in turn. If a tensor is dense but not contiguous, the bytes of its
+Short ranges are digested at each save, long ones in rotation. If a tensor is dense but not contiguous, the bytes of its
 image, which are in the order of elements, are rearranged to the order in memory before a comparison.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ MemoryOrder = tuple[tuple[int, ...], tuple[int, ...], int]
 LINE_BYTES = 64
 WHOLE_BYTES = 32 << 10
 """Ranges up to this size are digested at each save: that is faster than reading their lines."""
-DIGESTED_PER_S = 4 << 30
-"""Estimated rate of digests in bytes per second."""
+DIGEST_BYTES = 2 << 20
+"""Bytes of long ranges that are digested at a save, in rotation: about half a millisecond."""
 
 
 class ProcessMemory:
@@ -58,11 +58,12 @@ class SampledRange:
     def split(self, most_bytes: int) -> list[SampledRange]:
         """The same bytes as ranges of at most ``most_bytes``."""
         return [
-            replace(
-                self,
-                offset=self.offset + at,
-                start=self.start + at,
-                bytes=min(most_bytes, self.bytes - at),
+            SampledRange(
+                self.index,
+                self.offset + at,
+                self.start + at,
+                min(most_bytes, self.bytes - at),
+                self.order,
             )
             for at in range(0, self.bytes, most_bytes)
         ]
@@ -79,18 +80,20 @@ class RangeDigests:
         self._numbers = np.array([p.index for p in ranges], dtype=np.int64)
         self._offsets = np.array([p.offset for p in ranges], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
-        self._tensors = np.unique(self._numbers)
+        self._distinct = np.unique(self._numbers)
         self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
         self._next = 0
 
-    def next_in_turn(self, most_bytes: int | None) -> Sequence[int]:
-        """The numbers of the next ranges in turn, as many as have ``most_bytes`` (None: all ranges)."""
+    def rotate(self, most_bytes: int | None) -> Sequence[int]:
+        """The numbers of the next ranges in rotation, as many as ``most_bytes`` hold (None: all ranges)."""
         if most_bytes is None:
             return range(len(self._ranges))
         chosen: list[int] = []
-        while most_bytes > 0 and len(chosen) < len(self._ranges):
-            chosen.append(self._next)
+        while len(chosen) < len(self._ranges):
             most_bytes -= self._ranges[self._next].bytes
+            if most_bytes < 0:
+                break
+            chosen.append(self._next)
             self._next = (self._next + 1) % len(self._ranges)
         return chosen
 
@@ -101,13 +104,13 @@ class RangeDigests:
             chosen = range(len(self._ranges))
         if not chosen:
             return {}
-        tensors = addresses_of(pointers, self._tensors)
-        if self._placed is None or not np.array_equal(self._placed[0], tensors):
+        found = addresses_of(pointers, self._distinct)
+        if self._placed is None or not np.array_equal(self._placed[0], found):
             addresses = addresses_of(pointers, self._numbers) + self._offsets
             memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
             starts = addresses - memory.low
             slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
-            self._placed = tensors, memory, slices
+            self._placed = found, memory, slices
         _, memory, slices = self._placed
         views = map(memory.view.__getitem__, map(slices.__getitem__, chosen))
         return dict(zip(chosen, map(_digest, views), strict=True))

@@ -5,14 +5,13 @@ after a bit flip, or with kernels that are not deterministic. So at each save ev
 replicas, whether it writes them or not:
 
 * in host memory LINES lines per tensor, evenly spread, at other places for each save; shorter tensors completely;
-* in host memory whole ranges, in rotation: as many as take STEP_SHARE of a training step, by the step's duration at the
-  time of the assignment;
+* in host memory whole ranges, in rotation: about DIGEST_BYTES;
 * on a device the sums of about SUMS_BYTES of whole tensors, in rotation. The host does not wait for them.
 
 Diverged ranks differ in nearly all bytes, which the first comparison of lines and sums shows. A difference in few
 places is found within one rotation. The choice of bytes depends only on what all ranks know: the checkpoint's ordinal,
-the keys of the tensors, and the amount shared. Two kinds of tensors are compared only at the assignment: those that are
-not dense (a slice of a larger tensor), and those on a device without a copy stream.
+the keys of the tensors, and the amount shared. Two kinds of tensors are compared only at the assignment: those in host
+memory that are not dense (a slice of a larger tensor), and those on a device without a copy stream.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tierfall.core.runtime.streams import CopyStream, Streams
 from tierfall.core.sampling.device_sums import DeviceRanges, DeviceSums
 from tierfall.core.sampling.lines import enumerate_groups
 from tierfall.core.sampling.ranges import (
-    DIGESTED_PER_S,
+    DIGEST_BYTES,
     LINE_BYTES,
     Integers,
     ProcessMemory,
@@ -49,9 +48,6 @@ from tierfall.core.state.view import StateView
 LINES = 2
 """Lines per tensor. A tensor with no more lines is read completely."""
 RANGE_BYTES = 64 << 10
-STEP_SHARE = 0.01
-RANGES_BYTES = (1 << 20, 256 << 20)
-"""Minimum and maximum of the mean bytes of ranges per save."""
 SUMS_BYTES = 1 << 30
 """Approximate bytes on devices that are summed per save, of approximately SUMS_TENSORS tensors at most."""
 SUMS_TENSORS = 64
@@ -73,9 +69,7 @@ class ReplicaPlan:
             shareable.table.sizes[shared].astype(np.int64),
         )
         self._dense = np.array(dense)[shared]
-        least, most = RANGES_BYTES
-        budget = min(most, max(least, int(STEP_SHARE * assignment.step_s * DIGESTED_PER_S)))
-        self._ranges_period = max(1, -(-assignment.bytes // budget))
+        self._ranges_period = max(1, -(-assignment.bytes // DIGEST_BYTES))
         self._sums_period = max(
             1, -(-assignment.bytes // SUMS_BYTES), -(-assignment.entries // SUMS_TENSORS)
         )
@@ -93,7 +87,8 @@ class ReplicaPlan:
         return ReplicaReading(host=host, sums=sums)
 
     def _place(self, view: StateView, addresses: Integers) -> None:
-        on_host = np.array([view.sources[number].is_cpu for number in self._all.numbers])
+        is_cpu = [view.sources[number].is_cpu for number in self._all.numbers]
+        on_host = np.array(is_cpu, dtype=np.bool_)
         sampled = on_host & self._dense
         self._host = None
         if sampled.any():
@@ -220,12 +215,20 @@ class _ReplicaSums:
 
     @classmethod
     def begin(cls, stream: CopyStream, entries: _ReplicaColumns, view: StateView) -> _ReplicaSums:
-        ends = np.cumsum(entries.sizes)
-        rows = zip(entries.numbers.tolist(), ends.tolist(), entries.sizes.tolist(), strict=True)
-        parts = [SegmentPart(0, number, end - size, end, 0, True, 0) for number, end, size in rows]
+        parts = [
+            SegmentPart(
+                position=row,
+                index=int(number),
+                start=0,
+                end=int(size),
+                source_start=0,
+                whole=True,
+                place=0,
+            )
+            for row, (number, size) in enumerate(zip(entries.numbers, entries.sizes, strict=True))
+        ]
         ranges = DeviceRanges(parts, view)
-        place = {part.index: row for row, part in enumerate(parts)}
-        order = np.array([place[number] for number in ranges.numbers])
+        order = np.array([part.position for part in ranges.parts])
         return cls(entries.only(order), ranges.begin(stream, view, "the ranks"))
 
     def digests(self) -> ReplicaDigests | None:

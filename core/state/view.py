@@ -80,4 +80,5 @@ class StateView:
     structure: tuple[Any, ...]
 
     def tensor(self, number: int) -> torch.Tensor:
+        """Return a tensor by its number."""
         return self.sources[number]

@@ -362,8 +362,9 @@ class _Walk:
         for place in known.buffers:
             owners[place] = NO_OWNER
         first = len(self.table.tensors)
-        is_same = part.matches(first, part.cache_key, owners, entries)
-        if not (is_same and self.table.reuse(part, entries)):
+        if not (
+            part.matches(first, part.cache_key, owners, entries) and self.table.reuse(part, entries)
+        ):
             return None
         self._used_names.add(name)
         return part.node
@@ -380,8 +381,11 @@ class _Walk:
         first = len(self.table.tensors)
         part = self._cache.find(name)
         self._used_names.add(name)
-        is_same = part is not None and part.matches(first, cache_key, owners, entries)
-        if part is not None and is_same and self.table.reuse(part, entries):
+        if (
+            part is not None
+            and part.matches(first, cache_key, owners, entries)
+            and self.table.reuse(part, entries)
+        ):
             return part.node
         values = len(self.values)
         node = walk()

@@ -8,6 +8,7 @@ tensors determines a module's ``state_dict`` (``modules.tree_of``), the method i
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,40 +25,60 @@ from tierfall.core.tensors.names import Trail
 from tierfall.core.types.values import Changes
 
 _POINTER = torch.Tensor.data_ptr
-_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_NESTED = operator.attrgetter("is_nested")
+
+
+def _find_guards() -> Any:
+    """Return torch's class that compares many tensors in one call; None if this torch has none."""
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        one = torch.empty(1)
+        guards(one, dynamic_dims_sizes=[[1]], dynamic_dims_strides=[[1]]).check(one)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return guards
+
+
+_Guards = _find_guards()
 
 
 class Fingerprints:
-    """The addresses of tensors, and how their memory is interpreted: type, dtype, shape, strides, lazy conjugation. It
-    has no reference to a tensor."""
+    """The addresses of tensors, and how torch interprets their memory: type, device, dtype, shape, strides, lazy
+    conjugation. It has no reference to a tensor."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, entries: Sequence[torch.Tensor]) -> None:
         """Raises RuntimeError if one of the tensors has no address or strides."""
-        self.pointers = array("Q", map(_POINTER, tensors))
-        # Compares thousands of tensors in one call, a tenth of a microsecond each.
+        self.pointers = array("Q", map(_POINTER, entries))
+        self._has_repeats = len({*map(id, entries)}) < len(entries)
         self._guards = _Guards(
-            *tensors,
-            dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
-            dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
+            *self._distinct(entries),
+            dynamic_dims_sizes=[[*each.shape] for each in entries],
+            dynamic_dims_strides=[[*each.stride()] for each in entries],
         )
 
-    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def are_of(self, entries: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors have the same fingerprints."""
-        return (
-            len(tensors) == len(self.pointers)
-            and self._guards.check(*tensors)
-            and array("Q", map(_POINTER, tensors)) == self.pointers
-        )
+        try:
+            pointers = array("Q", map(_POINTER, entries))
+        except (RuntimeError, TypeError):  # one has no address, or is no tensor
+            return False
+        # The guards would end the process at a nested tensor.
+        is_plain = pointers == self.pointers and not any(map(_NESTED, entries))
+        return is_plain and bool(self._guards.check(*self._distinct(entries)))
+
+    def _distinct(self, entries: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The guards accept no object twice."""
+        return [*map(torch.Tensor.detach, entries)] if self._has_repeats else entries
 
 
-def take_fingerprints(tensors: Sequence[torch.Tensor]) -> Fingerprints | None:
-    """The fingerprints of tensors; None if one of them is not a plain strided tensor, or torch has no means to compare
-    them: each save walks all of the state then."""
-    if _Guards is None or set(map(type, tensors)) != {torch.Tensor}:
+def take_fingerprints(entries: Sequence[torch.Tensor]) -> Fingerprints | None:
+    """The fingerprints of tensors. None if one of them is not a plain strided tensor; and if torch has no guards, so
+    that each save walks all of the state."""
+    if _Guards is None or set(map(type, entries)) != {torch.Tensor} or any(map(_NESTED, entries)):
         return None
     try:
-        return Fingerprints(tensors)
-    except RuntimeError:  # sparse, nested and similar tensors
+        return Fingerprints(entries)
+    except RuntimeError:  # a sparse tensor
         return None
 
 

@@ -126,10 +126,10 @@ class CaptureSection(Section):
     ] = Field(
         default=Verify.SAMPLE,
         description="How much of a lazily captured image is compared with the state as it was at save, before the "
-        "image is sealed. sample: short tensors whole, about a hundred places of longer ones, and in rotation as much "
-        "as takes 1 % of a step, half a millisecond at most. full (or true): every byte in host memory. off (or "
-        "false): only version counters and addresses; then frozen parameters are copied before save returns. A "
-        "snapshot that differs is given up, and the error names the tensor.",
+        "image is sealed. sample: short tensors whole, about a hundred places of longer ones, and in rotation 2 MiB "
+        "of these. full (or true): every byte in host memory. off (or false): only version counters and addresses; "
+        "then frozen parameters are copied before save returns. A snapshot that differs is given up, and the error "
+        "names the tensor.",
         examples=["full"],
     )
     bandwidth_bytes_per_s: Rate | None = Field(

@@ -158,7 +158,7 @@ class OpenRun:
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
         self.lineage = SavingLineage(self.run, session.attempt, begun=begun)
-        self.saver = Saver(session, capturer, lambda: steps.step_s)
+        self.saver = Saver(session, capturer)
         announced = None
         if ranks.many:
             announced = cadence.AnnouncedSteps(

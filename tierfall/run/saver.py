@@ -54,7 +54,7 @@ from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
-from tierfall.core.sampling.ranges import DIGESTED_PER_S
+from tierfall.core.sampling.ranges import DIGEST_BYTES
 from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
@@ -82,10 +82,6 @@ SAVES_REMEMBERED = 1000
 ANSWER_S = 5.0
 """Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 SEGMENTATIONS_KEPT = 4
-DIGEST_SHARE = 0.01
-"""The fraction of a training step that digests of long ranges of the state may take at a save."""
-DIGEST_S_MAX = 5e-4
-"""The seconds that they may take at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,16 +138,12 @@ class _PlannedImage:
 class Saver:
     """Makes one snapshot after another."""
 
-    def __init__(
-        self, session: Session, capturer: Capturer, step_s: Callable[[], float | None]
-    ) -> None:
-        """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
+    def __init__(self, session: Session, capturer: Capturer) -> None:
         self._config = config = session.config
         self._session = session
         self._capturer = capturer
-        self._layouts = Layouts(session, step_s)
+        self._layouts = Layouts(session)
         self._walk_cache = WalkCache()
-        self._step_s = step_s
         kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
         self._segmentations = kept
         self._targets = TargetCache()
@@ -295,7 +287,8 @@ class Saver:
         if lazy is None or check is None:
             return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
-        begun = check.begin(sources, streams, self._digest_bytes())
+        is_full = self._config.capture.verify is Verify.FULL
+        begun = check.begin(sources, streams, None if is_full else DIGEST_BYTES)
         return _CapturePlan(places, segments, sources, begun, lazy=True)
 
     def _snapshot(
@@ -365,14 +358,6 @@ class Saver:
             found = segments, CheckPlan(segments, view)
             self._segmentations.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
-
-    def _digest_bytes(self) -> int | None:
-        """Return how many bytes of long ranges are digested at this save; None if all are."""
-        if self._config.capture.verify is Verify.FULL:
-            return None
-        step_s = self._step_s()
-        share_s = DIGEST_S_MAX if step_s is None else min(DIGEST_S_MAX, DIGEST_SHARE * step_s)
-        return int(share_s * DIGESTED_PER_S)
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.chain:
@@ -623,10 +608,8 @@ class _PlannedLayout:
 class Layouts:
     """The layouts of the last few structures. Used by the thread that saves."""
 
-    def __init__(self, session: Session, step_s: Callable[[], float | None]) -> None:
-        """``step_s`` is as in ``Saver``."""
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._step_s = step_s
         self._planned: list[_PlannedLayout] = []
         self._reported: str | None = None
         """The structure without replicas that was reported to the other ranks last; None once another was."""
@@ -671,7 +654,7 @@ class Layouts:
         )
         if divider is None:
             return self._keep(planned), None
-        shareable = ReplicatedTensors(view, whole.structure, step_s=self._step_s() or 0.0)
+        shareable = ReplicatedTensors(view, whole.structure)
         structure = shareable.table.structure
         self._reported = None if shareable.numbers else structure
         if not shareable.numbers:

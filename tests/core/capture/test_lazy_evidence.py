@@ -71,7 +71,7 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
     at: str,
 ) -> None:
     """As a swap of all weights leaves it that runs beside the copy, and is undone before the step."""
-    monkeypatch.setattr(saver, "DIGEST_S_MAX", 0.0)
+    monkeypatch.setattr(saver, "DIGEST_BYTES", 0)
     trainer = Trainer()
     trainer.model = nn.Sequential(nn.Linear(40, 40), nn.Linear(512, 520, bias=False))
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)

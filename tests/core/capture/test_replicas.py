@@ -53,11 +53,11 @@ def elsewhere(values: dict[str, torch.Tensor], at: int) -> dict[str, torch.Tenso
 class Ranks:
     """Ranks that share what they hold; ``streams`` is of each."""
 
-    def __init__(self, *states: State, streams: Any = NOWHERE, step_s: float = 0.0) -> None:
+    def __init__(self, *states: State, streams: Any = NOWHERE) -> None:
         self.states = states
         self.streams = streams
         views = [walk_state(state) for state in states]
-        self.shares = [ReplicatedTensors(v, plan_layout(v).structure, step_s=step_s) for v in views]
+        self.shares = [ReplicatedTensors(v, plan_layout(v).structure) for v in views]
         self.division = assign_writers([share.table for share in self.shares])
         self.plans = [ReplicaPlan(share, self.division) for share in self.shares]
 
@@ -77,7 +77,7 @@ class Ranks:
 @pytest.fixture
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "RANGE_BYTES", 4096)
-    monkeypatch.setattr(replicas, "RANGES_BYTES", (32 << 10, 1 << 20))
+    monkeypatch.setattr(replicas, "DIGEST_BYTES", 32 << 10)
 
 
 @pytest.mark.parametrize("at", [0, 17])
@@ -145,6 +145,20 @@ def test_tensors_that_do_not_lie_in_order_are_alike_where_they_are(
     ranks = Ranks(make(0), make(0))
     assert len(ranks.division.keys)
     assert all(ranks.alike(ordinal) for ordinal in range(SAVES))
+
+
+def test_a_rank_that_shares_nothing_compares_nothing() -> None:
+    values = tensors()
+    ranks = Ranks(state_of(values), state_of(values), state_of({"other": torch.ones(3)}))
+    assert len(ranks.division.keys)
+    assert all(ranks.alike(ordinal) for ordinal in range(3))
+
+
+def test_tensors_of_which_one_is_a_slice_are_no_replicas() -> None:
+    """The bytes that are sampled of the two would differ, though the tensors are equal."""
+    wide = torch.randn(8, 16)
+    states = [state_of({"w": each}) for each in (wide[:, :4], wide[:, :4].contiguous())]
+    assert not len(Ranks(*states).division.keys)
 
 
 def test_tensors_in_channels_last_format_are_compared() -> None:

@@ -15,6 +15,7 @@ import tierfall
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
+from tierfall.core.types.errors import CaptureError
 
 
 class Net(nn.Module):
@@ -205,6 +206,12 @@ def wrap(run: Run) -> None:
     run.state["model"] = nn.DataParallel(run.model)
 
 
+def one_step_for_all(run: Run) -> None:
+    step = torch.tensor(3.0)
+    for held in run.optimizer.state.values():
+        held["step"] = step
+
+
 def nothing(run: Run) -> None:
     """Most saves."""
 
@@ -246,6 +253,7 @@ KINDS: list[Callable[[Run], None]] = [
     swap_groups,
     keep_a_graph,
     wrap,
+    one_step_for_all,
     nothing,
     values_only,
 ]
@@ -319,3 +327,35 @@ def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(
     view = walk_state(run.state, recall)
     weight = view.sources[view.names.index("model.first.weight")]
     assert torch.equal(weight, 2 * run.model.first.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make", [lambda: torch.nested.nested_tensor([torch.ones(4)]), lambda: torch.eye(2).to_sparse()]
+)
+def test_a_tensor_that_became_nested_or_sparse_is_walked_as_at_first(
+    make: Callable[[], torch.Tensor],
+) -> None:
+    """torch ends the process if its guards meet a nested tensor."""
+
+    def outcome(recall: WalkCache | None) -> Any:
+        try:
+            return seen(walk_state(run.state, recall))
+        except CaptureError as error:
+            return str(error)
+
+    run, recall = Run(), WalkCache()
+    walk_state(run.state, recall)
+    for held in run.optimizer.state.values():
+        held["exp_avg"] = make()
+    assert outcome(recall) == outcome(None)
+
+
+def test_an_unchanged_state_is_recognised_also_if_one_tensor_occurs_twice() -> None:
+    run, recall = Run(), WalkCache()
+    one_step_for_all(run)
+    walk_state(run.state, recall)
+    parts = [recall.find(name) for name in ("model", "optimizer.state")]
+    walk_state(run.state, recall)
+    assert all(parts)
+    assert [recall.find(name) for name in ("model", "optimizer.state")] == parts
