@@ -212,7 +212,7 @@ def test_show_has_lineage_copies_decisions_tensors_and_files(place: Place) -> No
     weight = {t["name"]: t for t in manifest["tensors"]}["model.0.weight"]
     assert (weight["shape"], weight["bytes"], weight["dtype"]) == ([128, 32], 16384, "float32")
     text = place.cli("show", "3").out
-    for part in ("model.0.weight", "#t", "loss 0.25", IMAGE, "number 3, started from nothing"):
+    for part in ("model.0.weight", "#t", "loss 0.25", IMAGE, "3rd checkpoint of this"):
         assert part in text
     assert "pinned" in place.cli("show", "2").out
 
