@@ -77,7 +77,7 @@ class DeviceTierConfig(_Tier):
     )
     capacity_bytes: Size = Field(
         alias="capacity",
-        description="How much to allocate when the run is opened, per rank.",
+        description="How much to allocate at the first save, per rank.",
         examples=["4GiB"],
     )
 
@@ -92,7 +92,8 @@ class HostTierConfig(_Tier):
         default=None,
         alias="capacity",
         description="How much to take, per rank; absent: two images, with a peer tier three, and one more if saves "
-        "wait and there is room; the ranks of a node together at most three quarters of the free memory.",
+        "wait and there is room; the ranks of a node together at most three quarters of the free memory, with a peer "
+        "tier half of it.",
         examples=["16GiB"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(
@@ -187,7 +188,7 @@ class StoredTierConfig(_Tier):
         default=None,
         description="What happens to checkpoints that this tier is owed, if it is behind and the tiers above are full "
         "of them. wait: saves wait. skip: the newest that is not being copied is given up. supersede: the oldest is. "
-        "None is given up that is needed. Absent: as the host tier.",
+        "None is given up that is needed. Absent: supersede if the host tier has it, else wait.",
         examples=["supersede"],
     )
     max_wait_s: Wait | None = Field(
@@ -595,7 +596,7 @@ class Config(Section):
     max_wait_s: Wait = Field(
         default=60.0,
         alias="max_wait",
-        description="The most that a save, a barrier or a close may wait for a tier; above 0.",
+        description="The most that a save or a close may wait for a tier, or the barrier for a capture; above 0.",
         examples=["60s"],
         json_schema_extra={"default": "60s"},
     )
