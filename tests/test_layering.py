@@ -79,7 +79,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_323,
     ("tierfall/ops",): 3_307,
     ("tierfall/telemetry",): 1_739,
-    ("tierfall/cli",): 4_179,
+    ("tierfall/cli",): 4_182,
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,

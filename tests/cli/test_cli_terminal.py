@@ -28,7 +28,7 @@ Start = Callable[..., "Screen"]
 Printed = Callable[..., str]
 WAIT_S = 120.0
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
-RED, CYAN = "\x1b[1;31m", "\x1b[36m"
+RED, CYAN, GREY = "\x1b[1;31m", "\x1b[36m", "\x1b[38;5;237m"
 
 
 _OF_A_TERMINAL = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
@@ -172,6 +172,16 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
     frame = plain(shown.split("if the process")[0])
     assert frame.index("200@1") < frame.index("100@1"), "the newest step first"
     assert RED in shown
+
+
+def test_the_bars_of_a_healthy_run_are_not_red(
+    make_cli: MakeCli, saved: Saved, at_terminal: Start
+) -> None:
+    cli = make_cli(disk={"capacity": "300KiB"})
+    saved(cli, [100])
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path), columns=120)
+    shown = screen.read(until="if the site is lost")
+    assert {*re.findall(r"(\x1b\[[0-9;]*m)━", shown)} == {CYAN, GREY}
 
 
 def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal: Start) -> None:

@@ -265,8 +265,11 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
-def _bar(share: float | None, bars: bool) -> ProgressBar | str:
-    return "" if share is None or not bars else ProgressBar(1.0, share)
+def _bar(share: float | None, bars: bool, *, failing: bool = False) -> ProgressBar | str:
+    if share is None or not bars:
+        return ""
+    style = "red" if failing else "cyan"
+    return ProgressBar(1.0, share, complete_style=style, finished_style=style)
 
 
 def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
@@ -293,7 +296,7 @@ def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
             cell(of, format_size),
             cell(fill, format_share),
             cell(tier.bytes_per_s or None, format_rate),
-            _bar(fill, bars),
+            _bar(fill, bars, failing=bool(tier.failing)),
         )
     return made
 
