@@ -71,7 +71,7 @@ LINES = {
     ("core/capture", "core/sampling"): 3_911,
     ("core/restore", "core/load", "core/copies"): 7_194,
     ("core/compression",): 373,
-    ("core/flush",): 8_159,
+    ("core/flush",): 8_157,
     ("policies",): 2_178,
     ("backends",): 6_882,
     ("tiers",): 3_820,

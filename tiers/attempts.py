@@ -2,7 +2,7 @@
 lineage records that keep how an attempt began.
 
 An attempt's record is created under its number, conditionally where the backend can, so that two processes never share
-a number. It knows nothing of checkpoints.
+a number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fence:
         self._own: set[str] = set()
         """The ids of attempts of this process."""
         self._recorded: set[str] = set()
-        """The ids of own attempts whose record was read here undamaged, or that ``trust`` was called with."""
+        """The ids of own attempts whose record was created or read whole here, or that ``trust`` was called with."""
         self._trusted: set[str] = set()
         """The ids of attempts that ``trust`` was called with: their record may never have been here."""
         self._strays: set[int] = set()
@@ -137,9 +137,9 @@ class Fence:
     def check_begin(self, attempt: Attempt) -> None:
         """Raise FencedError as ``check`` does, before ``attempt`` begins a copy here.
 
-        Beginning a copy changes no object, so the attempts are listed only where the record of this one was not seen
-        yet or the next number is taken, which takes one request. That it is free proves nothing, since a start that did
-        not see this tier may have a higher number: the commit lists them again.
+        Beginning a copy changes no object, so the attempts are listed only if this one's record was not seen yet, or
+        one request shows that the next number is taken. A free number proves nothing, since a start that did not see
+        this tier may have a higher one: the commit lists them again.
         """
         following = keys.attempt_key(self._run, attempt.number + 1)
         if attempt.id not in self._recorded or self._documents.exists(following):

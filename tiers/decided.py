@@ -35,8 +35,8 @@ class DecidedFolder:
             return self._known
 
     def read(self, *, max_age_s: float = 0.0, batch: int = 0) -> DecidedList:
-        """Read the list: one listing, or none if the last one is at most ``max_age_s`` seconds old, and was read for
-        the same ``batch`` of deletions, whose first one reads it anew (0: none). Raises BackendError."""
+        """Read the list. The last listing serves if it is younger than ``max_age_s`` seconds and, for a deletion of a
+        ``batch`` (0: none), another one of that batch has read it. Raises BackendError."""
         began_s = time.monotonic()
         with self._guard:
             is_young = began_s - self._read_s < max_age_s
@@ -50,7 +50,7 @@ class DecidedFolder:
         return known
 
     def note(self, names: Iterable[str], began_s: float) -> DecidedList:
-        """Note the names that a listing shows, which began at that time of the monotonic clock; return the list."""
+        """Note the names in a listing that began at ``began_s`` on the monotonic clock; return the list."""
         found = DecidedList.parse(names)
         with self._guard:
             self._known |= found

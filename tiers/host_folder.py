@@ -52,7 +52,7 @@ def prepare_folder(path: Path, *, create: bool = True) -> Path:
 
     Trusted is /dev/shm or the temporary folder if the path is below one of them, else the nearest folder above that
     exists. Every component below that is opened without following a link, must belong to this user, and must not be
-    writable by others. Raises ConfigError.
+    writable by others. Raises ConfigError, or BackendError for a folder that cannot be created.
     """
     path = Path(os.path.abspath(path))
     base = _trusted_base(path)

@@ -560,9 +560,9 @@ class ImageFile:
         return True
 
     def lock_some(self, device: torch.device) -> str | None:
-        """Lock the next touched pages for copies from a device. Return why they are not locked; '' if they are, None if
-        there are none to lock now: while an image is filled there are none, since a copy to memory that is locked in
-        part is refused."""
+        """Lock the next touched pages for copies from a device. Return why they are not locked; '' if they are; None if
+        there are none to lock now. That is so while an image is filled: a copy to memory that is locked in part is
+        refused."""
         with self.guard:
             start = self.locked_bytes
             end = min(start + PIECE_BYTES, self.room_bytes)

@@ -282,8 +282,8 @@ class TierCatalog:
         return found
 
     def _read_latest(self, scan: _Scan) -> CheckpointId | None:
-        """Read which checkpoint is to be there. None also if that may not be read, as of a link that a person made,
-        while the scan shows checkpoints."""
+        """Read which checkpoint ``latest`` names. None also if it may not be read, such as a link that a person made,
+        and the scan shows checkpoints."""
         try:
             return self.latest.read(scan.latest_bytes)
         except BackendError as error:
@@ -332,7 +332,7 @@ class TierCatalog:
     ) -> IntegrityError | None:
         """Compare a folder's file names and sizes with its commit record; return what is wrong.
 
-        What the listing does not show right is asked for by key, one file first: if that is wrong, so is the copy.
+        Files that the listing shows wrong are asked for by key, one of them first: if it is wrong, so is the copy.
         Raises the error of a file that could not be looked at.
         """
         checkpoint, sizes = commit.lineage.checkpoint, _sizes(files)
@@ -380,8 +380,8 @@ class TierCatalog:
     def _read_commits(
         self, scan: _Scan, latest: CheckpointId | None, *, newest: bool
     ) -> dict[CheckpointId, CommitResult]:
-        """Return the commit records of a scan, and read those that are not cached, several at a time. Those that it
-        does not show are asked for by key: of its other step folders, and what ``latest`` and the lineage name.
+        """Return the commit records of a scan, and read those that are not cached, several at a time. Those of its
+        other step folders, and of the checkpoints that ``latest`` and the lineage name, are asked for by key.
         ``newest`` is as in ``list``.
 
         Raises the error of a tier that gave up answering: no record of it could be read.

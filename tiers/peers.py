@@ -3,7 +3,7 @@
 A node has a folder for each node and start that has sent it something, with the layout of a stored tier: the commit
 record there names what that node has sent. So no two starts write one file, and the shards of two attempts never add up
 to a checkpoint. Nothing is decided there: it has no attempts, no list and no fence. A start reads what its nodes keep,
-and sends to folders of its own; rank 0 says which checkpoint is whole, which makes its shards count, and what goes.
+and sends to folders of its own. Rank 0 says which checkpoint is whole, so that its shards count, and which goes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PeerCache(StoredTier):
         self._kept = kept
         self._sent = tuple(sent)
         self._attempt_ids: dict[CheckpointId, str] = {}
-        """Of the checkpoints that were listed here: two starts may use one number."""
+        """By checkpoint, the id of its attempt: two starts may use one number."""
         self._holding: dict[tuple[CheckpointId, Shard], Sequence[PeerFolder]] = {}
         """The folders of what is kept that have an image."""
 
@@ -171,8 +171,8 @@ class PeerCache(StoredTier):
     # What this node sends ------------------------------------------------------------------------
 
     def written_commit(self, checkpoint: CheckpointId) -> Commit:
-        """Return the record that all nodes which keep this node's images have of them. What one of them has alone is
-        not written yet."""
+        """Return the record of the images that this node has sent. It counts as written once all nodes that keep them
+        have it."""
         records = [folder.read_commit(checkpoint) for folder in self._sent]
         if not records:
             raise KeyNotFoundError(f"{self.name}: nothing of {checkpoint} was sent")

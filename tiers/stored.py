@@ -1,7 +1,7 @@
 """A tier that keeps checkpoints in a backend: local NVMe, a parallel file system, an object store.
 
-It owns the names and the order in which a checkpoint comes to exist: images, manifests, then the commit record. What is
-there it knows as a ``TierCatalog``. It makes no decisions, and imports no backend.
+It owns the names and the order in which a checkpoint comes to exist: images, manifests, then the commit record. It
+lists what it has as a ``TierCatalog``. It makes no decisions, and imports no backend.
 """
 
 from __future__ import annotations

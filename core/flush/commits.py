@@ -79,17 +79,17 @@ from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 logger = logging.getLogger("tierfall")
 
 LOST_WRITES_MAX = 3
-"""How often a commit record is written anew where what was written of it was lost."""
+"""How often a commit record is written again after a write of it was lost."""
 END_S = 1.0
-"""Seconds for which a save that not all ranks have begun is kept, once no rank begins a save any more: rank 0 gets what
-there is meanwhile, to name the ranks."""
+"""Seconds for which a save that not all ranks have begun is kept, once no rank begins saves: meanwhile rank 0 gets the
+contributions, to name the late ranks."""
 _Copy = tuple[str, CheckpointId]
 
 
 @dataclass(slots=True)
 class _PendingRecord:
-    """A commit record that this rank writes, or tries again at ``not_before_s`` (``waits``); it was refused ``tries``
-    times, first at ``since_s``."""
+    """A commit record that this rank writes or, if it ``waits``, retries at ``not_before_s``; refused ``tries`` times,
+    first at ``since_s``."""
 
     task: CommitCopy
     since_s: float = 0.0
@@ -264,7 +264,7 @@ class TierCommits:
     def on_all_uploaded(
         self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
     ) -> None:
-        """Continue a copy that all ranks have uploaded, or all ranks of this leader's node (``of_node_only``)."""
+        """Continue a copy that all ranks have uploaded, or (``of_node_only``) all that are below this leader."""
         uploads = read_all(UploadedFiles, bodies)
         if not self._group.is_shared(tier):
             local = self._group.topology.local_ranks
@@ -519,7 +519,7 @@ class GroupSeals:
         self.give_up(id, SaveFailure(text=text))
 
     def _announce_ordinal(self, ordinal: int) -> None:
-        """Raise the number of checkpoints that all ranks count at least."""
+        """Have all ranks count at least so many checkpoints."""
         self._messages.announce_of_run(MessageKind.ORDINAL, Ordinal(ordinal=ordinal))
 
     def give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
@@ -579,8 +579,8 @@ class GroupSeals:
                 self._waits[id] = _RankWait(wait.kind)
 
     def tick(self, now_s: float) -> None:
-        """Report a wait that is over; after half of it, have rank 0 sent what there is, so that it can name the ranks
-        that are late."""
+        """Report a wait that is over. After half of it, have the bodies that arrived sent to rank 0, which can then
+        name late ranks."""
         self.replicas.tick(now_s)
         for id, wait in list(self._waits.items()):
             bound_s = END_S if self._is_past_end(id) else self._max_wait_s
@@ -696,7 +696,7 @@ class Commits:
             self.copies.on_all_committed(tier, id, news.bodies)
 
     def _on_report(self, topic: CheckpointTopic, news: RankReported) -> None:
-        """Rank 0 decides, once, by what one rank cannot do."""
+        """Decide for all ranks, once, by one rank's report."""
         id, tier, rank, body = topic.id, topic.tier, news.rank, news.body
         if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.replicas.end_naming(
             id
@@ -764,7 +764,7 @@ class Commits:
         """Rank 0 deletes a copy: delete what this node has of it, if only its leader can."""
         self._flusher.on_room_elsewhere(tier)
         is_shared = self._group.is_shared(tier)
-        if entry.pinned and not is_shared:  # since then: this node's part stays
+        if entry.pinned and not is_shared:  # pinned meanwhile: this part stays
             self._ledger.partial.add((tier, entry.id))
         if is_shared or entry.pinned or not self._group.topology.is_leader:
             entry.note_gone(tier)

@@ -181,7 +181,7 @@ class Coordinator:
         self._tasks_out = 0
         self._due_s: float | None = None
         self._idle_events: dict[InterruptibleEvent, bool] = {}
-        """By event, whether it is set although other work than copies is in progress."""
+        """By event, whether it waits for copies only, not for other work."""
         self.emitter = EventEmitter(notify)
         self.counters = self.emitter.counters
         context = Context(
@@ -333,9 +333,7 @@ class Coordinator:
         self._due_s = None
         self.steps += 1
         handled: list[Event] = []
-        while (
-            not self.inbox.is_empty
-        ):  # what rank 0 decides by an event is a message to itself, too
+        while not self.inbox.is_empty:  # rank 0 announces its decisions on an event to itself, too
             for event in self.inbox.take():
                 handled.append(event)
                 _EVENT_HANDLERS[type(event)](self, event)
@@ -441,7 +439,7 @@ class Coordinator:
             self.emitter.flush_done(lane.tier, entry, lane.edge_bytes)
             if isinstance(done, Uploaded):
                 self.commits.copies.contribute(lane.tier, entry, done.files)
-            else:  # what this start has saved nobody else can have written
+            else:  # nobody else can have written a save of this start
                 files, found = files_of(done, entry.shard), entry.handle is None
                 self.commits.copies.contribute(lane.tier, entry, files, found=found)
         elif lane.stalled is not None:
@@ -510,7 +508,8 @@ class Coordinator:
         self.commits.seals.end_saves(reached)
 
     def owe_to_all_tiers(self, id: CheckpointId) -> None:
-        """Owe every tier a copy of a checkpoint that this process saved, whatever ``flush.every`` says."""
+        """Owe a checkpoint that this process saved to every tier that has no copy of it and has not set it aside or
+        given it up, whatever ``flush.every`` says."""
         entry = self.ledger.entries.get(id)
         if entry is None or entry.failed or entry.deleted or self.fenced is not None:
             return
@@ -522,8 +521,8 @@ class Coordinator:
         entry.owed |= self.lanes.keys() - has_copy - given_up
 
     def set_when_idle(self, bell: InterruptibleEvent, *, copies_only: bool = False) -> None:
-        """Set an event once no work is in progress and every copy that can be made is made; ``copies_only``: whatever
-        else is in progress, such as a deletion."""
+        """Set an event once no work is in progress and every copy that can be made is made; ``copies_only``: other
+        work, such as a deletion, does not count."""
         self._idle_events[bell] = copies_only
 
     def forget_idle_event(self, bell: InterruptibleEvent) -> None:

@@ -8,7 +8,7 @@ ranks, and to every list.
 
 A list is read when a copy is committed, before a deletion, and every minute. A command is answered once each tier that
 rank 0 writes to has its entry in the list; a deletion, once its copies there are gone, too. Then the deleter deletes,
-as for any rule. What a list lacks is added at its next reading. A damaged copy protects nothing any more; an entry in
+as for any rule. A list gets what it lacks at its next reading. A damaged copy protects nothing any more; an entry in
 the tier's list records the damage for later starts. All of it belongs to the coordinator's thread and does no I/O.
 """
 
@@ -209,8 +209,8 @@ class Decisions:
             )
 
     def _is_noted(self, command: Command, entry: LedgerEntry) -> bool:
-        """Return whether what a command has decided counts, or fails; else decide it again: another process has decided
-        the opposite, by a higher number."""
+        """Return whether a command's entry counts, or has failed. Else decide it again: another process has decided the
+        opposite, by a higher number."""
         if any(command.entry in known.entries for known in self._lists.values()):
             # a tier that has no copy gets the entry later
             command.failed = {t: e for t, e in command.failed.items() if entry.has_record_on(t)}

@@ -48,8 +48,8 @@ class DecidedLists:
         self.adding: set[tuple[str, Decided]] = set()
 
     def is_noted(self, id: CheckpointId, tier: str | None = None) -> bool:
-        """Return whether a deletion is noted where the next start reads it, so that it completes it after a kill: on
-        some tier, if any accepts it; and nothing is still being noted on ``tier``."""
+        """Return whether some tier's list has the deletion, for the next start to complete after a kill, or none
+        accepts it; and no entry of it is still being added on ``tier``."""
         entries = [e for e in self._ledger.decided.of(id, None) if e.word is Word.DELETED]
         adding = {on for on, entry in self.adding if entry in entries}
         noted = any(not known.entries.isdisjoint(entries) for known in self.read.values())
@@ -111,7 +111,7 @@ class DeletionPlanner:
         return deleted, kept
 
     def warn_missing_metrics(self, view: View) -> None:
-        """Log, once per metric, that a rule depends on a metric which recent saves lack, once one was evaluated."""
+        """Log, once per metric, that recent saves lack a metric of a rule, after one of them was evaluated."""
         step = self._ledger.evaluated_at
         evaluated = (c for c in view.checkpoints if c.id.step >= step)
         if not any(c.readable for c in evaluated):
@@ -189,8 +189,8 @@ class Deleter:
 
     @property
     def rules_are_suspended(self) -> bool:
-        """Return whether this start has neither restored nor committed, so that which copies are good is not known; or
-        whether a listing has left out what is there."""
+        """Return whether rules delete nothing: this start has neither restored nor committed, so that no copy is known
+        to be good, or a listing was incomplete."""
         return self._ledger.lags or not (self._ledger.has_begun or self._trusted)
 
     def trust(self) -> None:
@@ -207,7 +207,7 @@ class Deleter:
         return self.is_deleting() or bool(self._due and not self._ledger.restoring)
 
     def retry(self, now_s: float) -> None:
-        """Retry failed deletions that are due, and plan where a rule depends on age."""
+        """Retry failed deletions that are due; plan tiers where an age is reached or a delay is over."""
         if self._applies_rules():
             for tier in [tier for tier, at in self._by_age_s.items() if now_s >= at]:
                 del self._by_age_s[tier]
@@ -219,7 +219,7 @@ class Deleter:
             if now_s < not_before_s or self._ledger.restoring:
                 continue
             del self._failed[key]
-            # what a rule or a person deletes is planned anew if its record is still there; else the rest is deleted
+            # a rule's deletion is planned anew if the record is still there, else finished; a person's is repeated
             entry = self._ledger.entries.get(task.id)
             by_person = entry is not None and entry.deleted
             is_planned = task.known is not None and not (
@@ -299,7 +299,7 @@ class Deleter:
         self._conditions.end(tier, "%s: the tier's rules are applied again", tier)
 
     def is_due(self, tier: str) -> bool:
-        """Return whether rules may delete from a tier now: no delay by what could not be read there is in progress."""
+        """Return whether rules may delete from a tier now: a copy there that could not be looked at delays them."""
         return self._ledger.now_s >= self._not_before_s.get(tier, 0.0)
 
     def plan_changed(self) -> None:
@@ -338,7 +338,8 @@ class Deleter:
     def request_delete(
         self, tier: str, id: CheckpointId, reason: str, *, beside: Collection[CheckpointId] = ()
     ) -> bool:
-        """Delete a committed copy; those ``beside`` it are deleted, too. Return False if it is in progress."""
+        """Delete a committed copy; those ``beside`` it are deleted, too. Return False if it is in progress or is
+        retried, or deletions are cancelled."""
         self._batch += 1
         drops = {id, *beside}
         newest = self._ledger.newest_on(tier, without=drops)
@@ -379,8 +380,8 @@ class Deleter:
         return self.delete(task)
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        """Delete this rank's files of a copy that was never committed; return False where that was begun before, or
-        where a listing has left out what is there."""
+        """Delete this rank's files (all, if the ledger lacks the checkpoint) of a copy that was never committed; return
+        False if that was begun before, or a listing was incomplete."""
         if self._ledger.lags:
             return False
         entry = self._ledger.entries.get(id)
@@ -388,7 +389,8 @@ class Deleter:
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:
-        """Dispatch a deletion, whatever was planned; return False if it is in progress, or failed and is retried."""
+        """Dispatch a deletion, whatever was planned; return False if it is in progress or is retried, or deletions are
+        cancelled."""
         entry = self._ledger.entries.get(task.id)
         if entry is not None and not task.unfinished:
             entry.set_state(task.tier, CopyState.LEAVING)
@@ -482,7 +484,7 @@ class Deleter:
         self.plan_tier(task.tier)
 
     def _on_still_committed(self, task: DeleteCopy, commit: Commit) -> None:
-        """What looked uncommitted is a checkpoint: the response to its commit was lost."""
+        """The copy is committed after all: the response to its commit was lost."""
         entry = self._ledger.entries.get(task.id)
         if self._group.is_split(task.tier):  # only this node's part is known to be committed
             self._ledger.partial.add((task.tier, task.id))

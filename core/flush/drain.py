@@ -1,5 +1,5 @@
-"""Drains: until a deadline, each tier receives first the copies that can still arrive. A copy that cannot is
-continued only where no other can.
+"""Drains: until a deadline, each tier receives first the copies that can still arrive. One that cannot is continued
+only if no other can.
 
 A policy makes the plan, again as copies arrive and rates change. This module applies it: it orders the lanes' copies
 and aborts those that the plan preempts. With several ranks, rank 0 plans for all by its own images and rates, and no
@@ -57,7 +57,7 @@ class DrainSchedule:
     def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline until ``asker`` ends it or it has passed; return the outlook of each copy.
 
-        A rank that does not decide only stops throttling, and returns no outlook.
+        A rank other than 0 stops throttling, and returns no outlook.
         """
         if not self._until_s:
             self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}

@@ -42,18 +42,17 @@ class LedgerEntry:
     this checkpoint to ``changed``, a set of the ledger. Only the counts in ``failures`` change in place.
 
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
-    ``damage`` tells what is wrong with a copy, or why it could not be read: it has no state and protects nothing, but
-    occupies ``bytes``; a rule may delete a ``repairable`` one, any other one is kept. ``leases`` counts the tasks that
-    read a copy.
+    ``damage`` tells why a copy is damaged or could not be read: on a stored tier it has no state and protects nothing,
+    but occupies ``bytes``; a rule may delete it only if it is ``repairable``. ``leases`` counts the tasks that read a
+    copy.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
     ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
     copy any more, and why; ``overtaken``: a copy failed, so that newer ones may be committed before it.
 
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
-    is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
-    during capture. ``commit`` is the record for uncompressed images. ``image_bytes``: those of all ranks; 0 while not
-    known.
+    is the snapshot's. ``awaiting_ranks``: it is complete, others' may not be. ``failed``: the save was given up during
+    capture. ``commit`` is the record for uncompressed images. ``image_bytes``: those of all ranks; 0 while not known.
 
     ``pinned``, ``deleted`` and ``tags`` are what persons have decided, with the tags of its save.
     """
@@ -124,8 +123,8 @@ class LedgerEntry:
         )
 
     def note_on_peers(self) -> None:
-        """Note with the image in memory that peer memory has committed its checkpoint: a start after a loss sees which
-        checkpoints were reported."""
+        """Note in the file of the image that peer memory has committed its checkpoint: a start after a loss then knows
+        that it was reported."""
         if self.region is not None and self.region.sealed:
             self.region.note_on_peers()
 
@@ -235,7 +234,7 @@ def without(by_tier: Mapping[str, V], tier: str) -> Mapping[str, V]:
 class CopyFailures:
     """Consecutive failures of one copy to one tier, all retryable or all permanent (``lasts``).
 
-    ``others_arrived`` counts the failures before which the tier had received another copy since the last failure.
+    ``others_arrived`` counts the failures with an arrival of another copy between them and the failure before.
     ``arrivals`` is the number of copies that it had received at the last failure.
     """
 
@@ -310,8 +309,8 @@ def _key(id: CheckpointId) -> tuple[int, int]:
 class AbandonedLines:
     """The abandoned checkpoints, updated as checkpoints are added and removed.
 
-    An attempt that has committed something counts also when all of that is deleted; one that has only saved into memory
-    counts while such an image is there.
+    An attempt that has committed abandons checkpoints even after its own are deleted; one that has saved only into
+    memory does so while an image is there.
     """
 
     def __init__(self) -> None:
@@ -436,22 +435,21 @@ class Ledger:
         on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
         decided: DecidedList | None = None,
     ) -> None:
-        """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
-        in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
-        be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
-        tier. ``decided`` is what is decided by the lists of all tiers together, the same on all ranks. ``has_begun``:
-        this start has restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``:
-        a listing of this start left out what is there, and they never do. ``reading`` counts the readers of a
-        checkpoint: meanwhile only a command deletes its copies on stored tiers; what could not be read counts to the
-        end. ``restoring``: a restore reads the tiers. ``failing`` tells why tiers accept no copies at present, on this
-        rank or another; ``stuck`` has the copy of another rank that a tier does not accept. ``fenced`` is the error
-        that reports a newer attempt: this process writes nothing more. ``memory_is_short``: the last save that
-        requested a region found no room. ``deadlines`` are the times by which drains are to be done, by who asked.
-        ``admitted`` are the copies that rank 0 has begun, in their order; ``committing`` those that all ranks have
-        uploaded, while rank 0 waits for their commit records. ``lost_saves`` and ``lost_copies`` tell why all ranks
-        have given up a save or a copy, as this rank may begin it later.
-        ``now_s`` is the time of the present step. ``evaluated_at`` is the training step of the last evaluation: earlier
-        checkpoints may lack its metrics."""
+        """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as in ``note_partial``.
+        ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can be restored, and are
+        not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by tier. ``decided`` is
+        what is decided by the lists of all tiers together, the same on all ranks. ``has_begun``: this start has
+        restored, or begins anew, or has committed a checkpoint; before, rules delete nothing. ``lags``: a listing of
+        this start was incomplete, and rules delete nothing. ``reading`` counts a checkpoint's readers: meanwhile only a
+        command deletes its stored copies. One that could not be read counts as read to the end. ``restoring``: a
+        restore reads the tiers. ``failing`` tells why tiers accept no copies at present, on this rank or another;
+        ``stuck`` has the copy of another rank that a tier does not accept. ``fenced`` is the error that reports a newer
+        attempt: this process writes nothing more. ``memory_is_short``: the last save that requested a region found no
+        room. ``deadlines`` are the times by which drains are to be done, by who asked. ``admitted`` are the copies that
+        rank 0 has begun, in their order; ``committing`` those that all ranks have uploaded, while rank 0 waits for
+        their commit records. ``lost_saves`` and ``lost_copies`` tell why all ranks have given up a save or a copy, as
+        this rank may begin it later. ``now_s`` is the time of the present step. ``evaluated_at`` is the training step
+        of the last evaluation: earlier checkpoints may lack its metrics."""
         self.entries = LedgerEntries()
         self._open: dict[CheckpointId, LedgerEntry] = {}
         self.lineage = AbandonedLines()

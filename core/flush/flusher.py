@@ -99,9 +99,8 @@ class FlushQueue:
         yield from waiting.values()  # abandoned ones
 
     def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
-        """Return whether the tier has newer copies, and this one fits only if one of them is evicted, or not at all.
-        Copies that a person has deleted count as free room. False for a pinned one, and where copies are made in
-        order."""
+        """Return whether newer copies are on the tier, and this one needs the room of one, or does not fit. Copies that
+        a person has deleted count as free room. False for a pinned one, and where copies are made in order."""
         draining = self._drain_schedule.active
         is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or is_in_order:
@@ -153,8 +152,8 @@ FITTING_UNTIL_ROOM = 3
 
 @dataclass(slots=True)
 class FullDisk:
-    """A tier's disk, from the first write that found no space until it has room again. ``error`` is that of the last
-    such write, ``deleted`` are the copies deleted for room, ``fitting`` counts the copies written since."""
+    """A tier's disk, from the first write that found no space until it has room again. ``error`` is of the last such
+    write, ``deleted`` are copies deleted for room, ``fitting`` counts later copies without deletion."""
 
     error: StorageFullError
     deleted: list[CheckpointId] = field(default_factory=list)
@@ -199,7 +198,7 @@ class TierRoom:
         """A copy to a tier found no space on its disk."""
         lane.disk_full = True
         full = self._full.setdefault(lane.tier, FullDisk(error))
-        full.error, full.fitting = error, -1  # that copy, once it is written, needed a deletion
+        full.error, full.fitting = error, -1  # that copy needed a deletion: it does not count
 
     def on_committed(self, tier: str) -> None:
         """A copy was committed on a tier: log that its disk has room again, where that is so."""
@@ -248,8 +247,8 @@ class TierRoom:
     def _gives_way(
         self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
     ) -> bool:
-        """Return whether newer copies on the tier leave this one no room, so that it is given up. It waits while older
-        ones may be evicted for it once a copy there is verified."""
+        """Return whether newer copies on the tier leave this one no room. It is given up then, or waits if older ones
+        may be evicted for it once a copy there is verified."""
         displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
         if not displaces_newer(plan):
             return False
@@ -282,7 +281,7 @@ class TierRoom:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
-        # once that is verified, others may be evicted
+        # after verification others may be evicted
         if self._verifier.is_verifying(lane.tier) or self._relieve(lane, plan.missing_bytes):
             return WAIT
         return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
@@ -339,7 +338,7 @@ class TierRoom:
         newest = next((e for e in newest_first if e.state(tier) is CopyState.COMMITTED), None)
         if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
             return raw_bytes
-        # what peer memory keeps here may be images of other ranks alone
+        # peer memory here may keep images of other ranks alone
         newest_raw_bytes = self._raw_bytes(tier, newest) or newest_bytes
         return min(raw_bytes, -(-raw_bytes * newest_bytes // newest_raw_bytes))
 
@@ -348,8 +347,8 @@ class TierRoom:
         return image_bytes_of(entry) * len(self._group.ranks_on(tier))
 
     def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
-        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Without this the
-        later copy would wait for this one, and this one for its room."""
+        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Else a later copy
+        waits for this one, and this one for the room of its files."""
         unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
         why = "it was left unfinished, and room is needed"
         others = [id for id in unfinished if id != entry.id]
@@ -395,10 +394,10 @@ def _outgrown(tier: str, entry: LedgerEntry, need: int, capacity: int) -> Capaci
 
 
 ARRIVALS_BEFORE_SET_ASIDE = 8
-"""A copy with retryable failures is set aside once it failed again after so many others were committed."""
+"""A copy with retryable failures is set aside once so many of them each followed another's commit."""
 ROOM_S = 1.0
-"""A rank that found no space tries again after so many seconds, then twice as many: its leader has probably deleted by
-then what rank 0 has."""
+"""A rank that found no space waits so many seconds, then twice as many: its leader has probably made rank 0's deletion,
+too, by then."""
 OLDER_OWED_MAX = 64
 """A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
@@ -516,8 +515,8 @@ class Flusher:
             self._messages.report_copy_failed(tier, entry.id, decision.error)
 
     def on_room_elsewhere(self, tier: str) -> None:
-        """Rank 0 has deleted a copy from a tier, and the leaders of the other nodes do: what finds no room there is
-        tried again for a time before that is reported."""
+        """Rank 0 has deleted a copy from a tier, and the leaders of other nodes do so now: a copy that finds no room
+        there is tried for a time before a report."""
         lane = self._lanes[tier]
         lane.room_tries = 1
         if lane.lacks_room:
@@ -592,8 +591,8 @@ class Flusher:
         self._conditions.end(tier, text, tier, owed)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int, *, found: bool) -> None:
-        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``; ``found`` is as in
-        ``CommittedCopy``: what nobody has read or written in this start is not known to be good."""
+        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``. If ``found`` (see
+        ``CommittedCopy``), it is not known to be good: this start has not written or read it all."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
         if not found:
@@ -907,7 +906,7 @@ class CaptureEvents:
         entry.set_state(self._ledger.host, CopyState.LEAVING)
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
-        """Give up a save because another rank's image of it failed."""
+        """Give up a save, as rank 0 has announced to all ranks."""
         if entry.failed or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
         entry.failed = True

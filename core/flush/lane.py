@@ -44,8 +44,8 @@ class Transfer:
     """A copy in progress.
 
     ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
-    of those that were not begun, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks that
-    read from a stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
+    of those to begin, or begin again, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks
+    that now read a stored tier. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
     ``published``: files of it may be visible on the tier, without a commit. ``source_is_unread``: it failed because a
     source could not be read.
     """
@@ -147,12 +147,12 @@ class LaneLimits:
 
 
 class FlushLane:
-    """The state of copies to one stored tier. While memory is short, it is read only if no tier has the bytes.
+    """The state of copies to one stored tier. If memory is short, a tier that has the bytes is read instead.
     ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
     the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
     can continue, ``last_error`` that of the last copy that stalled or failed. ``disk_full``: the last write found no
     space; ``lacks_room``: no room can be made for the next copy until something changes; on a rank other than 0: it was
-    asked for. ``room_tries`` counts the tries since rank 0 has deleted a copy there; 0: it has deleted none."""
+    asked for. ``room_tries`` is 1 once rank 0 has deleted a copy there, and grows by each try; else it is 0."""
 
     def __init__(self, tier: str, *, limits: LaneLimits, context: Context) -> None:
         self.tier = tier
@@ -472,7 +472,7 @@ class FlushLane:
         return True
 
     def has_resumed(self) -> bool:
-        """Return, once, whether copies advance again after a stall and the tier has no other failure."""
+        """Return True, once, if copies advance after a stall and the tier has no other failure."""
         if self.active is None or self.failing_since_s is None:
             return False
         self.active.stalls = 0

@@ -30,11 +30,11 @@ logger = logging.getLogger("tierfall")
 
 
 class Superseder:
-    """Supersedes a snapshot that is not flushed yet for a newer save, if memory is full; the policy chooses it.
+    """Supersedes an image that is not flushed yet for a newer save, if memory is full; the policy chooses it.
 
     A kill at any point is safe: first one atomic write of 8 bytes unseals the image, so that no later start uses it;
-    then the handle reports it; the region is freed once no task reads it. A snapshot that a lane is copying is never
-    superseded, so no copy has to be aborted. ``kept`` has the reasons why the other snapshots were kept.
+    then the handle reports it; the region is freed once no task reads it. An image that a lane is copying is never
+    superseded, so no copy has to be aborted. ``kept`` has the reasons why the other images were kept.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Superseder:
     def make_room(
         self, saved: CheckpointId, would_fit: Callable[[Collection[HostRegion]], bool]
     ) -> bool:
-        """Give up one snapshot for ``saved``; return False where none may be, with the reasons in ``kept``.
+        """Give up one image for ``saved``; return False if none may be, with the reasons in ``kept``.
 
         ``would_fit`` returns whether ``saved`` would fit if the given regions were free.
         """
@@ -239,7 +239,7 @@ class Admissions:
             free_bytes=free,
         )
         evictable = [d for d in plan.deletions if not self._relied_on(d)]
-        # what an earlier start left of other ranks' images goes before one of this rank that is of use
+        # other ranks' images of an earlier start go before an image of this rank that is of use
         may_evict = bool(evictable) and not self._is_of_use(view, evictable[0])
         if not may_evict and self._leftovers is not None and self._leftovers.evict_oldest():
             return True

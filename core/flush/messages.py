@@ -205,7 +205,7 @@ class Reason(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageShare(Message):
     """How an image was made: the ``structure`` of its state, the id of the ``assignment`` by which it leaves tensors
-    out, and the digest of each group of replicated tensors; see ``core/capture/snapshot.py:Share``."""
+    out, and the digest of each group of replicated tensors; see ``core/capture/snapshot.py:ReplicaShare``."""
 
     structure: str
     assignment: str | None

@@ -127,9 +127,9 @@ class DeleteCopy:
     """Delete a committed copy, or the files of an ``unfinished`` one: all, or those of ``shard``.
 
     ``known`` are the entries that the decision took into account: if the tier's list has any other, nothing is deleted,
-    and the outcome's value is that list. Without ``known`` all ranks have given the copy up, whatever is decided. Else
-    the value is None, or the commit record of an unfinished copy that turned out to be committed. The first deletion of
-    a ``batch`` reads the list anew. ``next_latest`` is what ``latest`` names afterwards if it named this one. ``stay``
+    and the outcome's value is that list. Without ``known`` all ranks have given it up: no list is read. If it is no
+    list, the value is None, or the commit record of an unfinished copy that is committed. The first deletion of a
+    ``batch`` reads the list anew. ``next_latest`` is what ``latest`` names afterwards if it named this one. ``stay``
     are copies on the tier that stay; NotWholeError if one of them lacks files.
     """
 
@@ -248,7 +248,6 @@ class Outcome:
     seconds: float = 0.0
     throttled_s: float = 0.0
     read_s: float = 0.0
-    bytes: int = 0
 
 
 # The other events that the coordinator handles.

@@ -218,8 +218,8 @@ class Throttle:
         """The peer tiers whose rate was lowered since training went on."""
 
     def on_step(self, seconds: float, began: Flushing) -> None:
-        """Report the duration of a training step; ``began`` is what ``flushing`` was when it began. A step in which a
-        flush began or ended counts for neither."""
+        """Report the duration of a training step; ``began`` is what ``flushing`` was when it began. It counts for no
+        tier whose flush began or ended in it."""
         tiers, count = self.flushing
         if began == (tiers, count):
             self._step_times.put((seconds, tiers))

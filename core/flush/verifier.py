@@ -38,8 +38,8 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified(Message):
-    """What is wrong with a copy, or kept it from being verified; None for a good one. Not ``read``: the tier has a good
-    copy meanwhile, and the rest was left."""
+    """``text`` says why a copy is not good, or was not verified; None for a good one. Not ``read``: the tier has a good
+    copy by now, and the rest is left."""
 
     text: str | None = None
     damaged: bool = False
@@ -120,8 +120,9 @@ class BackgroundVerifier:
     # Choosing copies -------------------------------------------------------------------------------
 
     def is_verifying(self, tier: str) -> bool:
-        """Return, on rank 0, whether a copy on a tier is being read, or is to be after the restore: once it is known to
-        be good, more may be deleted there. Room on the tier waits for that: it is read as fast as possible."""
+        """Return, on rank 0, whether a copy on a tier is being read or is to be; False during a restore or a drain.
+        Once it is known to be good, more may be deleted there. Room on the tier waits for that: it is read as fast as
+        possible."""
         self._room_waits = True
         request = self._requested.get(tier)
         if request is not None and not request.urgent:

@@ -152,7 +152,7 @@ class _ReadState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _SharedRun:
-    """A chunk range that workers read or write from. ``spare`` are the buffers that all workers but the first left in
+    """A chunk range that one worker reads for several. ``spare`` are the buffers that the others have left in
     exchange."""
 
     run: CopyRun
@@ -263,7 +263,7 @@ class _SourceError(Exception):
 
 
 class TaskRunner:
-    """Carries out one task at a time.
+    """Carries out the tasks of all workers.
 
     Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``, or of another
     tier's that reads the same chunks (``SharedReads``). They stay there until they are written, so that a slow tier
