@@ -276,8 +276,8 @@ def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:
 
 
 def overhead_steps(cost_s: float, step_s: float, overhead: float) -> int:
-    """Return the fewest steps over which what a save adds is within ``overhead``, a share of the time without it: what
-    CheckFreq's growing of its interval by 2 arrives at, at once, and on the way down too."""
+    """Return the fewest steps over which a save's cost is within ``overhead``, a share of the time without it.
+    CheckFreq grows its interval by 2 towards it; here it is immediate, and from above too."""
     return max(_ceil(cost_s / (overhead * step_s)), 1)
 
 

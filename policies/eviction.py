@@ -151,9 +151,8 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
 
     These are the images of the newest checkpoint that survives the loss of a node. So are those of the restored one
     until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of the newest one
-    on too few nodes that may have been reported. None of them counts if another tier has the checkpoint, and survives
-    that loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are
-    lost does not count.
+    on too few nodes that may have been reported. None counts if another tier that survives that loss has the
+    checkpoint. The restored one is whole. If it is not to be sent to other nodes, no older one with lost parts counts.
     """
     peers = [tier for tier in view.tiers if tier.kind is TierKind.PEER]
     if not peers:

@@ -1,8 +1,8 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier receives the copies.
 
 Pure. A tier is owed the checkpoints whose ordinal its ``flush.every`` divides, and the last one of a training, in the
-order of ``flush.order`` (``in_order``, ``newest_first``). Peer memory is owed the newest one of a start, too. It is not
-owed those that it had before and deleted, nor those that its retention would delete at once.
+order of ``flush.order`` (``in_order``, ``newest_first``). Peer memory is owed the newest one of a start, too. At a
+start, no tier is owed one that it had and deleted, or that its retention would delete at once.
 """
 
 from __future__ import annotations

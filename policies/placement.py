@@ -18,7 +18,7 @@ from tierfall.core.types.view import NodeLosses, SurvivalChance
 CHANCES_BEYOND = 3
 """Chances are computed for so many losses more than an image has copies on other nodes."""
 ENUMERATED_MAX = 16
-"""Nodes whose images depend on each other, up to which all losses are counted one by one."""
+"""The most nodes with images that depend on each other for which each loss is counted."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _mixed(order: list[int], domains: Sequence[str], width: int) -> list[list[in
 
 
 def _stride(order: list[int], width: int, stride: int) -> list[tuple[int, ...]]:
-    """Of nodes in the order of their domains, the holders of each are ``stride`` apart: no domain is that long, where
-    that can be had."""
+    """Return the holders of each node, ``stride`` apart in the order of domains: no domain is longer, if that is
+    possible."""
     holders: list[tuple[int, ...]] = [()] * len(order)
     for at, node in enumerate(order):
         holders[node] = tuple(order[(at + step * stride) % len(order)] for step in range(width))

@@ -72,7 +72,7 @@ LINES = {
     ("core/restore", "core/load", "core/copies"): 7_194,
     ("core/compression",): 373,
     ("core/flush",): 8_157,
-    ("policies",): 2_178,
+    ("policies",): 2_177,
     ("backends",): 6_882,
     ("tiers",): 3_820,
     ("tierfall/config",): 2_638,

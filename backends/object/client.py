@@ -56,7 +56,7 @@ class ObjectClient(ABC):
     ``durable``: an object that the store has acknowledged survives a power cut. ``atomic_replace``: a reader during
     ``put`` or ``finish`` sees the old or the new object, never a mixture or none. ``supports_if_absent``: ``put`` can
     send the condition IF_ABSENT; a probe finds out whether the store obeys it. ``max_parallel``: requests that usefully
-    run at once. ``keys_max``: the most keys of one ``delete_some``; 1: the client has none.
+    run at once. ``keys_max``: the most keys of one ``delete_some``; 1: it lacks the call.
 
     An object too large for memory is uploaded in parts if the client ``takes_parts`` (``begin``, ``put_part``,
     ``complete``), in order if it ``takes_streams`` (``open_stream``); a client with neither gets every object by one

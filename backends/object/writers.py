@@ -130,8 +130,8 @@ class MultipartWriter(ObjectWriterBase):
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._there: Mapping[int, tuple[str, int]] = {}
-        """Parts that an earlier writer has sent of the upload: etag and bytes. The etag of a store is their MD5, as a
-        rule; where it is not, they are sent again."""
+        """Parts that an earlier writer has sent of the upload: etag and bytes. An etag is usually the part's MD5; a
+        part with another etag is sent again."""
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
 
     def abort(self) -> None:

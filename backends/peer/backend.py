@@ -231,7 +231,7 @@ class PeerBackend(BackendBase):
 
 
 class PeerWriter(WriterBase):
-    """Writes one object. The server keeps what was written until a connection of this process is left."""
+    """Writes one object. The server keeps unpublished bytes until this process's last connection ends."""
 
     def __init__(
         self, backend: PeerBackend, number: int, key: str, *, extent: Extent, publish: Publish

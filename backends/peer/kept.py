@@ -2,8 +2,8 @@
 
 New pages cost more than the transfer of the bytes: the kernel zeroes each, and enters it in the page table. So a large
 object is received into a mapping of its file, which stays after ``publish``. Its file then has a second name, which is
-no key. Once the object is deleted, by whichever process of the node, the pages belong to the second name alone, and
-the next object takes them over. The pages of one deleted object stay at most.
+no key. Once the object is deleted, by whichever process of the node, the pages belong to the second name alone, and the
+next object takes them over. At most one deleted object's pages stay.
 
 The pages are not reused while another process has the file open, since it would see the bytes change.
 """
@@ -205,7 +205,7 @@ class MappedWriter(PosixWriter):
         return os.dup(self._pages.file)
 
     def _reserve(self) -> None:
-        """Have exactly the pages of the object before one is touched: one that is missing then ends the process."""
+        """Reserve the object's exact pages before any is touched: a missing one then ends the process."""
         length, spare = self._extent.length or 0, self._pages
         if os.fstat(self._file).st_size < length:
             super()._reserve()

@@ -33,7 +33,7 @@ _SYNCED_MAX = 4096
 PROOF_BYTES_MAX = 1 << 20
 LISTINGS_AT_ONCE = 64
 GROUP = 128
-"""Folders of one folder that are listed concurrently, before a scan yields their first object."""
+"""Subfolders that are listed concurrently before a scan yields the first object of any."""
 _CURE = (
     "Mount it again, or move it back, and copies go on. If it was deleted, end the run by close, and start it again: "
     "the start makes a new folder (of a shared tier, after 'tierfall forget'), and copies there what memory and other "

@@ -49,7 +49,7 @@ class _WatchedGradient:
 
 
 class GradientWatch:
-    """Detects saves between a backward pass and the optimizer step that uses its gradients, which a save omits. Called
+    """Detects saves between a backward pass and the optimizer step that uses its gradients: a save omits these. Called
     before each optimizer step, and at each save. Logs at most one warning.
 
     One parameter per optimizer is watched, by the identity of its gradient; no value is read. A gradient at a save that
@@ -134,7 +134,7 @@ def _gradient_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def ignore_step(optimizer: torch.optim.Optimizer) -> None:
-    """What is called after an optimizer's step where nobody times steps."""
+    """The default of ``on_step``, before each step: nobody times steps."""
 
 
 class Barrier:

@@ -302,7 +302,7 @@ class Capturer:
             del snapshot  # so that this thread keeps no memory alive while it waits
 
     def _capture(self, snapshot: Snapshot) -> None:
-        """Advance one snapshot as far as possible. It may return here, after its barrier or when given up."""
+        """Advance one snapshot as far as possible. It comes here again after its barrier, or if given up."""
         filling = snapshot.copier
         if snapshot.commit is not None or snapshot.failed:
             return

@@ -39,11 +39,11 @@ logger = logging.getLogger("tierfall")
 POLL_S = 0.2
 DEVICE_POLL_S = 0.0005
 LAUNCH_BYTES = 64 << 20
-"""Of segments on a device that one call copies: each call costs the host a fraction of a millisecond."""
+"""Bytes that one call copies from a device: each call costs the host a fraction of a millisecond."""
 BARRIER_LAUNCH_BYTES = 2 << 30
-"""The same at the barrier, where training waits until all calls are made."""
+"""Bytes of one call at the barrier: training waits until all are made."""
 EAGER_BYTES_MAX = 256 << 20
-"""Of copies on a device of what may change at any time. They take memory of the next forward pass until they are read;
+"""Most bytes of the device copies of eager segments. They take memory of the next forward pass until they are read;
 what does not fit is copied to host memory before save() returns."""
 
 
@@ -519,7 +519,7 @@ class ImageCopier:
         if self._released or not on_devices or not self.is_read:
             return
         changed = self._sources.changed()
-        # Read in this order: at the barrier they were compared, and a step may have changed them since.
+        # ``_past_barrier`` is read last: the barrier compared them; a step may have changed them since.
         if changed and not self._past_barrier:
             self._sources.raise_changed(changed)
         self._sources.release_some(on_devices)

@@ -133,7 +133,7 @@ class NumberOnDevice:
 
 
 def device_of(state: Mapping[Any, object]) -> torch.device | None:
-    """The CUDA device of a state's tensors, by those of its modules and optimizers; None if they are in host memory."""
+    """The CUDA device of the first tensor on one: an entry, or of a module or an optimizer; None if there is none."""
     for value in map(unwrap, state.values()):
         tensors: Iterable[object] = (value,)
         if isinstance(value, nn.Module):
@@ -175,7 +175,7 @@ class CaptureDevices:
         return tuple(map(places.__getitem__, devices))
 
     def present_value(self, value: torch.Tensor, places: Sequence[int]) -> SupportsFloat:
-        """The present value of a number. If the state has tensors on the number's device (``places``), one that is read
+        """The present value of a number. If the state has tensors on the number's device (``places``), it is read
         later, as their capture is ordered after it; otherwise the host waits for the value."""
         if value.is_cpu:
             return value

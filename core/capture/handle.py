@@ -1,6 +1,6 @@
 """The handle that a save returns: the outcome of one save on each tier.
 
-Capture thread and coordinator set outcomes; the training loop queries them, waits, and receives the original exception.
+Capture thread and coordinator set outcomes. The training loop queries them; a wait raises a copy of the error.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class LazyEvidence:
         self._covered: frozenset[int] = frozenset()
         """The parameters of the optimizers that had stepped at the last ``follow_optimizers``."""
         self._changing: tuple[tuple[Changes, ...], list[int]] = ((), [])
-        """The numbers of the tensors that may change at any time, by a view's ``changes``."""
+        """A view's ``changes``, and the numbers of tensors that may change at any time."""
 
     def reason_to_block(self, *, elsewhere: Collection[str], first: bool) -> str | None:
         """Why nothing of this save can be captured lazily, or None.

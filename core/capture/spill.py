@@ -135,8 +135,8 @@ class SpillBuffer:
 
     @classmethod
     def take_last(cls, place: int, slab: DeviceSlab, queue: deque[Segment]) -> SpillBuffer | None:
-        """Take the last segments of the device ``place`` out of a queue, as many as a slab has room for. None, and the
-        queue is as before, if there is no room."""
+        """Take the last segments of the device ``place`` out of a queue, as many as a slab has room for. None without
+        room; the queue keeps its segments then."""
         room, taken, others = slab.largest_free_bytes, deque[Segment](), deque[Segment]()
         while queue:
             segment = queue.pop()
@@ -201,8 +201,8 @@ class SpillBuffer:
             self.release(self.segments.popleft())
 
     def move_back(self, queue: deque[Segment]) -> None:
-        """Undo ``take_last``. In no queue, they would make the capture thread report an incomplete image, before the
-        barrier reports why."""
+        """Undo ``take_last``. Segments in no queue would make the capture thread report an incomplete image before the
+        barrier says why."""
         queue.extend(self.segments)
         self.discard()
 

@@ -36,7 +36,7 @@ _HASHED_BYTES = 64 << 20
 
 
 class KeyKind(IntEnum):
-    """What of a tensor was digested: the last two bits of a key, which are 0 in a table."""
+    """The digested part of a tensor: the last two bits of a key, which are 0 in a table."""
 
     WHOLE = 0
     SAMPLES = 1

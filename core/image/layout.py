@@ -149,7 +149,7 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
 
 def table_digest(rows: Iterable[tuple[str, str, Sequence[int], int, int]]) -> str:
     """Return the digest of the table of tensors: name, dtype, shape, start and end of each. The tree refers to tensors
-    by position: it does not describe a table that another program wrote, though its metadata is this one's."""
+    by position, so it is wrong for a table that another program wrote under this metadata."""
     return sha256(dumps([*rows]))
 
 

@@ -79,8 +79,8 @@ class TensorSources:
     def copy(
         self, segment: Segment, targets: RegionTargets, *, stream: CopyStream | None = None
     ) -> None:
-        """Copy a segment to its position in the region. ``stream``: of its device; this is called in its work, and
-        does not wait for the copies."""
+        """Copy a segment to its position in the region. ``stream`` is its device's: this call, in that stream's work,
+        waits for no copy."""
         to, of, non_blocking = [], [], stream is not None
         if stream is not None:
             segment = self._copy_memory(segment, targets.data, segment.columns[1], stream)

@@ -1,11 +1,11 @@
 """Agreement: each rank's calling thread contributes a message, rank 0 decides, and all ranks return its decision.
 
-For ``open``, ``restore`` and ``close``, which every rank calls; never for a save. An error names each rank that did not
+For calls of all ranks, as ``open``, ``restore`` and ``close``; never for a save. An error names each rank that did not
 make the call in time, or made another one.
 
-Calls are numbered: the next one has the number after the last that rank 0 has answered, on every rank. What a rank
-gives up, it takes back. So a call that only some ranks make does not put later ones out of step. If rank 0 had its part
-already, and another call of rank 0 failed by it, that call fails on this rank, too, once it comes.
+Calls are numbered: the next one has the number after the last that rank 0 has answered, on every rank. A rank takes
+back what it gives up. So a call that only some ranks make does not put later ones out of step. If rank 0 already had
+that part, and another call of rank 0 failed by it, this rank's later call of that name fails, too.
 """
 
 from __future__ import annotations

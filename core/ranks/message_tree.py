@@ -98,7 +98,7 @@ class _Gathering:
 
 
 def _remember(topics: dict[Topic, None], topic: Topic) -> None:
-    """Add a topic. Messages about those that were added long before do not come any more."""
+    """Add a topic. No more messages come about topics that were added long before."""
     topics[topic] = None
     if len(topics) > _RECENT_MAX:
         del topics[next(iter(topics))]

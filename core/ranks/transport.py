@@ -25,7 +25,7 @@ PACKET_BYTES_MAX = 4 << 20
 _FOREVER = timedelta(days=365)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
 GOODBYE_S = 2.0
-"""How much longer than it waits for other ranks a close may take to announce that this rank leaves."""
+"""Seconds beyond its wait for other ranks in which a close may announce that this rank leaves."""
 _HEADER = struct.Struct("!cI")  # the kind of packet, and the rank that sent it
 _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 
@@ -84,7 +84,7 @@ class StoreTransport:
             thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Stop to receive, and to serve once all guests have left or ``timeout_s`` is over."""
+        """Stop receiving; stop serving once all guests have left, or after ``timeout_s``."""
         self._closing = True
         deadline = time.monotonic() + timeout_s
         goodbye = threading.Thread(

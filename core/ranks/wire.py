@@ -35,7 +35,7 @@ BUFFER_BYTES = 1 << 20
 HEAD_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 10.0
-"""For all of a handshake."""
+"""Seconds per handshake."""
 LEAST_TIMEOUT_S = 0.001
 """A timeout of 0 would make a socket one that never waits."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -64,7 +64,7 @@ class Connection:
     """One side of a connection. Used by one thread at a time. After an OSError or a WireError it must be closed; after
     a DamagedPayloadError the next message can be received.
 
-    All that comes before ``set_timeout``, which is the handshake, has ``timeout_s`` seconds in all.
+    The handshake, which is all before ``set_timeout``, has ``timeout_s`` seconds in all.
     """
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:

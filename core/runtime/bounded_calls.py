@@ -30,7 +30,7 @@ SLOW_S = 1.0
 IDLE_S = 1.0
 """Seconds after which an idle thread ends."""
 INTERRUPT_S = 0.1
-"""Seconds after which a wait looks whether its thread was interrupted."""
+"""Seconds between checks of a wait for an interrupt of its thread."""
 T = TypeVar("T")
 
 
@@ -50,8 +50,8 @@ class CallResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call. An interrupt within ``Thread.start`` leaves open whether a thread starts; a cancelled ``future`` is not
-    called."""
+    """One call. After an interrupt in ``Thread.start`` a thread may still start; if ``future`` is cancelled, it makes
+    no call."""
 
     bound_s: float
     began_s: float

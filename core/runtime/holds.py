@@ -1,6 +1,6 @@
 """What holds the training thread at present, so that another thread logs why while it lasts.
 
-The training thread enters a hold where it may wait; that costs it two appends. ``log_present`` is called about once a
+The training thread enters a hold if it may wait: an append, then a removal. ``log_present`` is called about once a
 second, by a thread that nothing holds.
 """
 

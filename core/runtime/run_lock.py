@@ -39,7 +39,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockOwner:
-    """The process that holds a lock; None is what the file does not have (yet).
+    """The process that holds a lock; a field is None while the file lacks it.
 
     ``start_ticks`` is the process's start time in clock ticks since boot, which detects a reused pid. ``command`` is
     the name of the command that the process carries out; empty for a trainer. ``elsewhere``: the process is in another

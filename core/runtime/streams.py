@@ -16,7 +16,7 @@ from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, enqueue_
 
 Work = Callable[[], None]
 _spare: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""CUDA streams whose copy stream is gone, by device; the next copy streams take them."""
+"""CUDA streams of deleted ``CopyStream`` objects, by device; the next ones take them."""
 
 
 class CopyStream:

@@ -87,7 +87,7 @@ def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) 
 
 
 class _SharedWork:
-    """Numbers that several threads share. ``starts`` has one element for each thread that has not begun."""
+    """Numbers that several threads share. ``_starts`` has an element for each thread that has not begun."""
 
     def __init__(self, threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
         self.failures: list[BaseException] = []

@@ -32,7 +32,7 @@ class InterruptibleEvent:
                 self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
             except queue.Empty:
                 return self._rung
-            # For the next: of several threads in ``get``, those that find the queue empty again may wait for ever, also
+            # For the next thread: of several in ``get``, one that finds the queue empty again may wait for ever, even
             # with a timeout (CPython 3.11).
             self._queue.put(None)
         return self._rung

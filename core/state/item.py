@@ -58,7 +58,7 @@ def item(
 
 
 register_codec = public_call(value_codec.register_codec)
-"""Here, as ``core.tensors`` is below ``core.runtime``."""
+"""A public call: ``core.tensors`` cannot import those."""
 
 
 def unwrap(value: object) -> object:

@@ -157,7 +157,7 @@ class ModuleScan:
         return {self._strip(raw): raw for raw in (*self.buffers, *self.parameters)}
 
     def signature(self) -> tuple[Any, ...]:
-        """A value that changes whenever the parameters of keys, or the keys' names, change."""
+        """A value that changes whenever a key's parameter, or its name, changes."""
         try:
             pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
         except (RuntimeError, ValueError):

@@ -57,7 +57,7 @@ def type_name(value: object) -> str:
 
 
 def state_dict_of(value: object) -> str | None:
-    """What kind of object a dict is the state_dict() of, if a restore into it cannot reach that object; None for any
+    """The kind of object whose state_dict() a dict is, if a restore into it cannot reach that object; None for any
     other value. For a module's state_dict see ``lost_entries``."""
     if type(value) not in value_codec.MAPPINGS:
         return None

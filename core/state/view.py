@@ -7,7 +7,7 @@ one structure give equal trees, which are cheap to compare.
     ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
     ("d", kind, keys, nodes)            a mapping with tensors in it; a key is str, or (coded,) for any other type
     ("l", nodes), ("t", nodes)          a list, a tuple
-    ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
+    ("m", keys, names, nodes)           a module's state_dict; names is () if they equal the keys
     ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
     ("s", node)                         an object with state_dict and load_state_dict
     ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point

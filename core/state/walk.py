@@ -154,8 +154,8 @@ class PlainValue:
 
 
 class _Walk:
-    """The walk of one state. Its context: ``_declared``, the ``changes`` of the innermost ``item()``, and ``_owner``,
-    inside an optimizer the id of the parameter whose state is walked (NO_OWNER elsewhere)."""
+    """The walk of one state. ``_declared`` is the ``changes`` of the innermost ``item()``; ``_owner`` is the id of the
+    parameter whose optimizer state is walked (NO_OWNER elsewhere)."""
 
     def __init__(self, scans: Scans, cache: WalkCache) -> None:
         self.scans = scans
@@ -660,8 +660,8 @@ class _Walk:
         piece: TensorPiece | None = None,
         alone: bool = False,
     ) -> int:
-        """Add a tensor that the caller has validated to the table; return its number. When it may change, and whose
-        step changes it, follows from its owner, unless the user's ``item(changes=...)`` says it."""
+        """Add a tensor that the caller has validated to the table; return its number. Its owner decides when it may
+        change, and by whose step, unless the user's ``item(changes=...)`` does."""
         if self._declared is not None:
             changes, owner = self._declared, DECLARED
         else:

@@ -100,7 +100,7 @@ class Columns(NamedTuple):
 class CachedPart:
     """Consecutive tensors of a walk's table, from number ``first`` on, and their node.
 
-    ``cache_key`` is what must be equal besides fingerprints and ``owners``, which cover all tensors of the module or
+    ``cache_key`` must be equal, as must fingerprints and ``owners``, which cover all tensors of the module or
     optimizer. ``picked`` are the indices of the stored ones among these (None: all, in order). ``first_at`` maps
     addresses to numbers.
     """
