@@ -369,7 +369,7 @@ def copy_bytes(target: int, source: int, count: int) -> None:
 
 
 class TargetWriter:
-    """The targets of one restore. Shared by the reading threads."""
+    """The targets of one image. Shared by the reading threads."""
 
     def __init__(self, fills: Sequence[Fill]) -> None:
         """``fills`` are in image order."""

@@ -274,7 +274,7 @@ class Builder:
             return self.unknown(builtin_codecs.unknown_value(name, value, str(error)))
 
     def unknown(self, value: UnknownValue) -> object:
-        """Return a placeholder for a value whose class or codec is not there, or has changed. Here: RestoreError."""
+        """Raise RestoreError: the class or codec of a value is not there, or changed. A subclass may replace it."""
         raise RestoreError(
             f"restore: {self.header.what} holds a value of {value.name}: {value.reason}"
         )

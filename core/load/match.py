@@ -436,7 +436,7 @@ _PER_ELEMENT = frozenset(
         *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
     )
 )
-"""The entries of their state that have the shape of the parameter."""
+"""Entries of those optimizers' state with the parameter's shape."""
 
 
 def shape_of_state(

@@ -185,7 +185,7 @@ class RestoreWork:
         return is_none or isinstance(leaf, _NEVER_REPORTED)
 
     def report_kept(self) -> None:
-        """Report what the caller skips, and the restore of another name would change."""
+        """Report skipped entries that the restore of another name would change."""
         live = live_parts(dict(self.state), "") if self.choices.skip else ()
         kept = [each for each in live if self.choices.skipped(each[0])]
         self.matcher.check_kept((n, part) for n, part in kept if isinstance(part, torch.Tensor))

@@ -151,7 +151,7 @@ def agree_on_step(
 
 
 def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
-    """Return what ``fill_first`` ends a candidate by, on all ranks. ``timeout_s`` is how much longer than the fastest
+    """Return the ``together`` of ``fill_first``, for these ranks. ``timeout_s`` is how much longer than the fastest
     rank the slowest may take to fill its targets."""
 
     def end_candidate(
@@ -410,7 +410,7 @@ def not_on_all_nodes(
 
 
 def only_whole(listing: Listing) -> Listing:
-    """Leave out what is not on all nodes: its record says nothing for those that lack it."""
+    """Leave out copies that are not whole: a record says nothing for nodes that lack it."""
     return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
 
 
@@ -427,7 +427,7 @@ def on_few_nodes(
 
     ``copies`` says how many nodes are to have each image, beside host memory, which is the tier ``host``. Of ``whole``
     checkpoints all images are on some tier; others are left out. ``listings`` are the ``inventories`` of all ranks,
-    merged. A checkpoint may have been reported as committed if an image of it in memory says so, or if memory has none.
+    merged. The value: whether it may have been reported as committed: an image in memory says so, or memory has none.
     Nobody counts on one that is abandoned, or was deleted by a person: the value is False.
     """
     if not copies:

@@ -21,8 +21,8 @@ from tierfall.core.ranks.topology import Topology
 HEADER = 0
 """The chunk that is an image's header."""
 NODES_TRIED = 4
-"""A chunk that one rank of each of so many nodes cannot read counts as unreadable: it is not read by each of a thousand
-ranks before."""
+"""A chunk counts as unreadable once one rank of each of so many nodes could not read it: not each of a thousand ranks
+tries."""
 
 Chunk = tuple[int, int]
 """The rank that saved an image, and the number of a chunk in it."""
@@ -132,8 +132,8 @@ def assign(groups: Sequence[RankGroup], holders: Holders) -> dict[Chunk, Assigne
 
 
 class _Owners:
-    """The number of chunks that each rank has to read so far. Queues find the least busy of many ranks without a look
-    at all."""
+    """The number of chunks that each rank has to read so far. Queues find the least busy rank without a look at each
+    one."""
 
     def __init__(self, groups: Sequence[RankGroup], holders: Holders) -> None:
         self._holders = holders

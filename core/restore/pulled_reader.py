@@ -307,7 +307,7 @@ class PulledReader(CheckpointReader):
         raise kind(f"no rank can read {assign.name_of(chunk)}: {reasons}")
 
     def owner_of(self, chunk: Chunk) -> int | None:
-        """Return the rank that reads a chunk: this one, if no other needs anything."""
+        """Return the rank that reads a chunk: this one, if each reads for itself."""
         item = self._items.get(chunk)
         return item.owner if item is not None else None if self._groups else self._rank
 
@@ -384,7 +384,7 @@ class _SharedChunks(ChunkReader):
         return of.first_good(chunk, of.owner_of(chunk), get)
 
     def fill_from_page_cache(self, index: int, pieces: Pieces) -> bool:
-        """As from the page cache, fill targets from memory that this rank shares with others."""
+        """Fill targets with a chunk as its owner reads or sends it; False if that fails."""
         chunk = (self._image, index)
         owner = self._of.owner_of(chunk)
         if owner is None:

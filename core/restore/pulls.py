@@ -210,7 +210,7 @@ class RankAddress(Message):
 class PullNetwork:
     """The connections of a rank with the others that restore the same ``checkpoint``, from its construction until
     ``close``: it is asked for chunks at ``address``, and asks others once it has met them. Threads share it. A rank
-    that has not answered once is not asked again: it is in ``silent``.
+    that once did not answer is not asked again: it is in ``silent``.
 
     With several nodes it listens on a port, on the network that ``interface`` names; with several ranks on this node,
     by a name on the node. ``provide`` returns the chunk that another rank asks for, by its source; ``taken`` is called

@@ -204,7 +204,7 @@ def _described(stored: StoredTensor) -> _Described:
 
 
 def _table(manifest: Manifest) -> dict[_Described, int]:
-    """Return the start of each tensor of a manifest; malformed entries are left out."""
+    """Return the start of each tensor of a manifest; entries that describe no tensor are left out."""
     data_bytes = manifest.image_bytes - manifest.data_start
     table = {}
     for entry in json.loads(manifest.pieces):
@@ -310,7 +310,7 @@ class BlockReads:
             self._check(stored, request.position)
 
     def _join_ranges(self) -> None:
-        """Read bytes that several ranges have once, to the targets of all."""
+        """Read bytes in several ranges once, to the targets of all."""
         edges: dict[int, set[int]] = {}
         for one, other in itertools.pairwise(sorted(self._ranges)):
             if one.rank == other.rank and other.start < one.end:

@@ -3,10 +3,10 @@
 It belongs to the training thread. The policies decide (``policies.cadence``), the meter measures, and the clock is an
 argument. Nothing here saves.
 
-With several ranks, all save at the same step, where that does not follow from the step's number: rank 0 announces a
-step ahead of time, and every rank saves at the first step from there on. No rank waits. A rank that receives an
-announcement after passing the step reports a miss. Rank 0 then abandons that checkpoint on all ranks and increases its
-lead. See docs/decisions/0017.
+Several ranks save at the same step. If that does not follow from the step's number, rank 0 announces a step ahead of
+time, and every rank saves at the first step from there on. No rank waits. A rank that receives an announcement after
+passing the step reports a miss. Rank 0 then gives up that checkpoint on all ranks and increases its lead. See
+docs/decisions/0017.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AHEAD_S = 1.0
 _RECENT_STEPS = 4096
 LeaveOut = Callable[[int, TierfallError], None]
 PATIENCE_STEPS = 100
-"""Steps by which a save that is due is delayed at most, until earlier ones are flushed."""
+"""A save that is due waits so many steps at most for earlier ones to be flushed."""
 
 
 def rules_of(interval: IntervalSection, tiers: tuple[TierRules, ...]) -> CadenceRules:

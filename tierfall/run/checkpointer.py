@@ -237,10 +237,10 @@ class Checkpointer:
         """Return a report, and a checkpoint as a nested dict of what each ``state_dict()`` returned, as
         ``tierfall.load`` does; each chunk is read from its fastest good copy, host memory included.
 
-        ``step``, ``attempt`` and ``only`` select as for ``restore``. Of a list, an optimizer or an object, all is
-        returned as soon as a part is selected. Tensors are made on ``map_location``. With several ranks, all make this
-        call. Sharded tensors are returned whole. Of values that differ between ranks, each rank gets its own; rank 0's
-        if another number of ranks saved.
+        ``step``, ``attempt`` and ``only`` select as for ``restore``. A list, an optimizer or an object is returned
+        whole if a part of it is selected. Tensors are made on ``map_location``. With several ranks, all make this call.
+        Sharded tensors are returned whole. Of values that differ between ranks, each rank gets its own; rank 0's if
+        another number of ranks saved.
 
         With ``resume``, and without ``only``, the run continues from that step, as after ``restore``. The random state
         is not set: ``restore({}, step=report.step, only=["rng"])`` sets it.
@@ -272,8 +272,8 @@ class Checkpointer:
     def _read(
         self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool
     ) -> RestoreResult | None:
-        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Where there
-        is no checkpoint, it begins."""
+        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Without a
+        checkpoint, saving may begin."""
         opened, ranks = self._opened, self._session.ranks
         restored = opened.fill(request, plan, rules)
         if restored is None:

@@ -85,7 +85,7 @@ def agree_on_end(
     failed: str,
     timeout_s: float,
 ) -> tuple[ClosingPlan, float]:
-    """Return whether all ranks save the last step; and how many seconds to wait for the other ranks at each later
+    """Return the plan of all ranks for the last step, and the seconds to wait for the other ranks at each later
     meeting. Log what keeps the step from being saved, and flush it where it is saved.
 
     The saves after the last that all ranks have begun are given up: no rank begins one any more. ``changed`` is how the
@@ -132,7 +132,7 @@ def agree_on_end(
 
 
 def _copied(session: Session) -> tuple[InterruptibleEvent, bool]:
-    """Return what is set once this rank has made the copies that it can, and whether it owes none now."""
+    """Return an event, set once this rank has made all copies it can, and whether it owes none now."""
     coordinator, copied = session.coordinator, InterruptibleEvent()
 
     def ask() -> bool:
@@ -205,8 +205,8 @@ def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
 
 @dataclass(frozen=True, slots=True)
 class LookedAt:
-    """Images that memory must not lose, each with the tiers that have a copy by the ledger: whether it is whole there
-    now, or why that is not known."""
+    """Images that memory must not lose. Of each, by tier that has a copy in the ledger: whether it is whole there now,
+    or why that is not known."""
 
     found: Mapping[CheckpointId, Mapping[str, bool | TierfallError]]
 

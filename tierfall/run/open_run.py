@@ -57,7 +57,7 @@ OPEN: set[OpenRun] = set()
 """The runs that are open in this process, and those that a fork has inherited."""
 ABANDON_S = 1.0
 LAST_S = 1.0
-"""Each last step of ``close`` has at least so many seconds, also when ``max_wait`` is over."""
+"""Each last action of ``close`` has at least so many seconds, even after ``max_wait``."""
 LOOK_S = 2.0
 """Seconds that a tier has to answer which other runs it has."""
 _SAVE_ON = "open: interval.on_signal"
@@ -167,7 +167,7 @@ class OpenRun:
         self.listeners: dict[str | int, Listener] = (
             {} if announced is None else {cadence.TOPIC: announced.on_message}
         )
-        """What receives the other ranks' messages of a topic."""
+        """The receivers of other ranks' messages, by topic."""
         self.cadence = cadence.CadenceClock(
             cadence.rules_of(self.config.interval, tier_rules(self.config)),
             clock=time.monotonic,
@@ -290,8 +290,8 @@ class OpenRun:
         metrics: Mapping[str, Any] | None,
         tags: Sequence[str],
     ) -> None:
-        """Keep what ``close`` has to do if no other step follows. A step that is not saved has a fingerprint of the
-        state with it: the one of an earlier step is updated."""
+        """Note the last step for ``close``, in case no other follows. If the step is not saved, it has a fingerprint of
+        the state: that of an earlier step, updated."""
         if not self.lineage.has_saved(step):
             if self._fingerprint is None or not self._fingerprint.refresh(state):
                 self._fingerprint = Fingerprint(state, self._steps.step_s)
@@ -471,7 +471,7 @@ class OpenRun:
         )
 
     def barrier(self) -> Together:
-        """Return what all ranks end a candidate by."""
+        """Return how all ranks end a candidate."""
         return make_barrier(self.session.ranks, timeout_s=self.patience_s)
 
     def candidates(
@@ -541,7 +541,7 @@ class OpenRun:
             )
 
     def _check_alive(self) -> None:
-        """Raise what keeps anything that is saved from becoming a checkpoint."""
+        """Raise the error that keeps saves from becoming checkpoints."""
         self.session.ranks.check()
         self.session.check_running()
         if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
@@ -673,7 +673,7 @@ def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: Checkpoin
 
 
 def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
-    """Return what a reader calls for a damaged copy, so that the open runs of this process learn of it.
+    """Return a function by which a reader reports a damaged copy to the open runs of this process.
 
     ``places`` are those of the tiers that it reads, by its names for them.
     """

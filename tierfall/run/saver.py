@@ -583,7 +583,7 @@ class _PlannedLayout:
     """A cached layout, and the replica assignment (``division``) it was planned with.
 
     Both depend on ``structure``, ``changes`` and ``rules`` of the state. ``replicas`` is what is compared with other
-    ranks. ``divided``: no tensor could be left out.
+    ranks. ``divided``: there are no replicas.
     """
 
     layout: Layout
@@ -612,7 +612,7 @@ class Layouts:
         self._session = session
         self._planned: list[_PlannedLayout] = []
         self._reported: str | None = None
-        """The structure without replicas that was reported to the other ranks last; None once another was."""
+        """The structure reported last to the other ranks, if it has no replicas; else None."""
 
     def of(
         self,

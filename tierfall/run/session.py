@@ -155,7 +155,7 @@ class Session:
         self.filled.set()
 
     def _begin(self) -> None:
-        """Have the coordinator decide by what the tiers hold; it reads the commit records first that the start has left
+        """Have the coordinator decide by what the tiers hold, once it has read the commit records that the start left
         for later."""
         if not self.filled.is_set:
             self._awaited.wait(AFTER_S)
@@ -232,7 +232,7 @@ class Session:
             self.coordinator.post(LedgerQuery(function=function, on_answer=_log_error))
 
     def wait(self, done: InterruptibleEvent, timeout: float | None = None) -> bool:
-        """Wait until the coordinator rings ``done``; False after ``timeout`` seconds.
+        """Wait until the coordinator sets ``done``; False after ``timeout`` seconds.
 
         Raises TierfallError where the coordinator has stopped.
         """
@@ -430,8 +430,8 @@ class Session:
     # The end -----------------------------------------------------------------------------------------
 
     def close(self, *, keep_memory: bool, timeout_s: float | None = None) -> None:
-        """Stop all threads, abort half-written copies, and close the tiers. Each of these takes ABANDON_S at least, and
-        ends by ``timeout_s`` else: what a tier holds up is left to its thread, which no end of a program waits for."""
+        """Stop all threads, abort half-written copies, and close the tiers. Together they have ``timeout_s``, each
+        ABANDON_S at least: a call that a tier holds up is left to its thread, for which no program waits at its end."""
         if self._closed:
             return
         keep = True

@@ -58,14 +58,14 @@ EVENTS_MAX = 10
 JOIN_S = 1.0
 SPACE_EVERY_S = 30.0
 SPACE_S = 1.0
-"""How often the free space of file systems is read, and how long that may take, in seconds."""
+"""Seconds between two reads of file systems' free space (SPACE_EVERY_S), and for each read."""
 
 
 class StatusWriter:
     """See the module. ``start`` once the coordinator runs; ``close`` before it ends."""
 
     def __init__(self, session: Session) -> None:
-        """What holds training in a ``session`` is logged while it lasts."""
+        """Holds of training in a ``session`` are logged while they last."""
         self._session = session
         self._tiers, self._journal = session.tiers, session.journal
         self._coordinator = session.coordinator
@@ -348,7 +348,7 @@ class StatusWriter:
 
 
 def _configured_every_s(config: Config, step_s: float | None) -> float | None:
-    """Return the configured time between two saves, in seconds; None where it is measured, or ``step_s`` is needed."""
+    """Return the configured seconds between two saves; None if they are measured, or by steps of unknown time."""
     every = config.interval.every_steps
     if every is None or step_s is None:
         return config.interval.every_s

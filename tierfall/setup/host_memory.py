@@ -71,8 +71,8 @@ class NodeMemory:
     def __init__(
         self, config: Config, *, ranks: Ranks, adopts: bool, images: int, command: str
     ) -> None:
-        """Lock and open the own slot and, if this process ``adopts``, those of ranks that no longer exist. ``images``
-        is for how many memory has room by default. A ``command`` that holds the run is waited for, for ``max_wait`` at
+        """Lock and open the own slot and, if this process ``adopts``, those of ranks that no longer exist. By default
+        memory has room for so many ``images``. A ``command`` that holds the run is waited for, for ``max_wait`` at
         most.
 
         Raises LockError if another process has one of the slots, ConfigError for memory of another run.
@@ -255,7 +255,7 @@ def check_memory(
 
 
 def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
-    """Return whether no tier that answered knows the attempt that a checkpoint was saved by under another id."""
+    """Return whether a tier knows a checkpoint's attempt by this id, or no tier that answered knows it."""
     number, id = commit.lineage.checkpoint.attempt, commit.lineage.attempt_id
     known = _ids_by_tier(number, stores, listings).values()
     return not known or any(id in ids for ids in known)
@@ -294,8 +294,8 @@ def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
 def displaced_in(
     inventories: Mapping[int, Inventory], *, host: str, world_size: int
 ) -> frozenset[CheckpointId]:
-    """Return the checkpoints of which some rank has found an image in memory that another rank saved, or one of as many
-    ranks as there are not now."""
+    """Return the checkpoints of which some rank has found an image in memory that another rank saved, or another number
+    of ranks."""
     return frozenset(
         copy.id
         for rank, tiers in inventories.items()
@@ -350,9 +350,9 @@ class Leftovers:
     def evict_oldest(self) -> bool:
         """Release the oldest images, for a save; False where there are none that may go.
 
-        Those that this start was restored from go last; without peer memory they stay as long as no tier has them. So
-        do those that peer memory counts on, and only where memory has room for nothing else: of these the restored one
-        goes before one that was reported.
+        Last go those that this start was restored from, or that peer memory counts on, if no other tier has them: of
+        these the restored one goes before a reported one. Without peer memory they stay; with it they go only if memory
+        has room for nothing else.
         """
         if not self.images:
             return False

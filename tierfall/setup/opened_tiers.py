@@ -70,10 +70,9 @@ class OpenedTiers:
 
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
-    tier is read-only that is not configured so. ``emptied`` has why a tier of this node counts as not looked at, if the
-    other nodes have not reported yet what they have of it.
-    ``agrees``: the start and its restores must be consistent with other ranks, or with the images that other ranks of
-    an earlier start left in memory.
+    tier is read-only that is not configured so. ``emptied`` has why a tier of this node counts as not looked at until
+    the other nodes have reported what they have of it. ``agrees``: the start and its restores must be consistent with
+    other ranks, or with the images that other ranks of an earlier start left in memory.
     """
 
     def __init__(

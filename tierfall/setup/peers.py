@@ -81,7 +81,7 @@ CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 _ID_NAME = "memory-id"
 _FOLDER = re.compile(r"[0-9a-f]{16}-[0-9]+")
-"""Of what a node sends in a start: the start, and the number of the node."""
+"""The name of a sender's folder: the start, and the number of the node."""
 
 
 class PeerMemory:
@@ -257,8 +257,8 @@ def close_peers(peers: PeerMemory | None) -> None:
 
 
 def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
-    """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
-    or only read if this node has kept anything: a restore must not take what it cannot read whole for nothing.
+    """Return the configuration, and the peer memory, if it has any. With one node, the peer tier is left out, or only
+    read if this node keeps anything: a restore must not take a checkpoint that it cannot read whole for none.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """

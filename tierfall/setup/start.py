@@ -107,15 +107,15 @@ class Start(Message):
 
     ``unreachable`` has, per tier, the reason of some rank. ``whole`` has, per tier that all ranks reach, the
     checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``on_few_nodes`` is as
-    in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a
-    checkpoint. ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: another rank has a listing
-    that lags. ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank
-    flushes them. ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank
-    has read; ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the
-    attempts began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by
-    the record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the
-    ranks that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of,
-    though they are whole or damaged there.
+    in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a checkpoint.
+    ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: some rank has a listing that lags.
+    ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank flushes them.
+    ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank has read;
+    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
+    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
+    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
+    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
+    they are whole or damaged there.
     """
 
     attempt: Attempt | None = None
@@ -166,8 +166,8 @@ def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[List
 class FoundAtStart(Message):
     """What one rank has found. ``unreachable`` has the reason of each tier; ``tiers`` is the inventory of those that it
     reports; ``unlisted`` names, for each stored tier that it could not list, the rank that reports it; ``nothing``: it
-    knows of no checkpoint, and could read every tier. ``emptied`` has the reason of each tier that its node remembers,
-    and that is empty there."""
+    knows of no checkpoint, and could read every tier. ``emptied`` has the tiers that its node remembers and finds
+    empty, each with the reason."""
 
     number: int
     unreachable: Mapping[str, str]
@@ -403,8 +403,8 @@ def _first_reasons(reasons: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str
 
 
 def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
-    """Return this rank's listings, without the checkpoints of which other ranks lack their images, if ranks have
-    agreed on the ``start``.
+    """Return this rank's listings. If ranks have agreed on the ``start``, checkpoints that lack images of other ranks
+    are left out.
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is
     another rank's, whose record does not name this rank's files. What any rank has found to be decided counts for all,

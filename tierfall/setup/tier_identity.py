@@ -95,8 +95,8 @@ class TierIdentities:
         ]
 
     def _remembers(self, name: str, *, surely: bool = False) -> KnownTier | None:
-        """Return the newest memory of a tier by its name, or else of its place; of a tier of this node alone, that of
-        this machine. ``surely``: what another tier remembers counts only if all nodes saw the tier."""
+        """Return the newest ``KnownTier`` of a tier, by its name or else its place; of one of this node alone, this
+        machine's. ``surely``: what another tier remembers counts only if all nodes saw the tier."""
         entries = [
             (record.wall_time_s, named, known)
             for record, named, known in self._entries(but=name)
@@ -161,8 +161,8 @@ class TierIdentities:
         return all(is_as_remembered(x) for x in listings if x.tier in written and x.error is None)
 
     def _unlike(self, listings: Iterable[Listing]) -> Iterator[Listing]:
-        """Give the listings of the tiers that do not have the id that is remembered of them, or have that of another
-        tier of the configuration."""
+        """Yield the listings of tiers that do not have the id remembered of them, or have that of another tier of the
+        configuration."""
         configured = {tier.name for tier in self._config.storage}
         for listing in listings:
             if listing.tier not in self._stores or listing.error is not None:
@@ -319,9 +319,9 @@ class TierIdentities:
             self._write_memory(self._written)
 
     def forget_lost(self, names: Iterable[str], *, timeout_s: float) -> None:
-        """Forget on this machine the ids of those of the tiers ``names``, which fail, that are of this node alone and
-        whose files were deleted while this process wrote there. If they are empty at the next start, what is in memory
-        is this run's."""
+        """Of the failing tiers ``names``, forget on this machine the ids of those that are of this node alone and whose
+        files were deleted while this process wrote there. If they are empty at the next start, what is in memory is
+        this run's."""
         if self._written is None or not self._memory.exists():
             return
         known = self._written.others

@@ -56,9 +56,9 @@ SLOT = 0
 SYNCS_AT_ONCE = 64
 """Concurrent flushes of a disk's cache: the disk carries them out as one."""
 READ_BYTES_PER_S_MIN = 1 << 20
-"""A call that moves n bytes has n divided by this more seconds to return: it answers only once it is complete."""
+"""A call may take longer, by its bytes divided by this, in seconds: it answers only once it is complete."""
 SHARES = 16
-"""Reads that share a tier's configured rate at most."""
+"""Calls that share a tier's configured rate at most."""
 STORAGE_TRIES = 5
 PEER_TRIES = 2
 """How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
@@ -163,8 +163,8 @@ def bounds_s(config: Config) -> dict[str, float]:
 def bounded(
     backend: Backend, tier: StoredSection, config: Config, last_answer_s: Callable[[], float]
 ) -> Bounded:
-    """Return a tier's backend with a bound for each call. With a configured rate, a call has as much longer as all
-    calls in flight take at that rate."""
+    """Return a tier's backend with a bound for each call. With a configured rate, its bound is longer by the time that
+    SHARES calls take at that rate."""
     limits = (tier.bandwidth_bytes_per_s, tier.read_bandwidth)
     slowest = min((READ_BYTES_PER_S_MIN, *(limit / SHARES for limit in limits if limit)))
     return Bounded(
