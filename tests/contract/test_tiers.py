@@ -146,9 +146,9 @@ def test_what_each_failure_would_cost_follows_from_kind_and_shared(place: Place)
         ckpt.drain()
         assert ckpt.statistics().newest == {"process": 3, "node": 2, "site": None}
     answer = place.cli("ls")
-    assert "process, 3@1 on disk" in answer.out
-    assert "node, 2@1 on pfs" in answer.out
-    assert "site, nothing" in answer.out
+    assert "process dies: 3@1 is left, on disk" in answer.out
+    assert "machine dies: 2@1 is left, on pfs" in answer.out
+    assert "site is lost: nothing is left" in answer.out
 
 
 def test_several_runs_share_tiers_and_leave_each_other_alone(place: Place) -> None:
