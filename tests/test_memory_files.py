@@ -153,7 +153,7 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
 def test_memory_whose_place_another_process_took_is_not_deleted(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Only the lock was removed, and a second start took it before that was noticed: what lies there may be its own."""
+    """Another start took the place after its lock file was removed: the images there may be its own."""
     config = make_config()
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1), block=True)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tierfall")
 FILES_MAX = 63
 DESCRIPTORS_FOR_ONE_FILE = 16
-"""One file, which has two, is allowed for so many descriptors of the process: the rest are for all else."""
+"""The process may open so many descriptors for each file, which takes two: the program needs the others."""
 _FILE = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.image")
 
 

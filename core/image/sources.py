@@ -8,6 +8,7 @@ again, when no operation is in progress.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import NoReturn
@@ -51,6 +52,10 @@ class TensorSources:
         self.pointers = view.pointers
         lazy_tensors = [*map(self._tensors.__getitem__, lazy)]
         self._watched = [*lazy], lazy_tensors, _versions(lazy_tensors)
+
+    @cached_property
+    def _is_plain(self) -> NDArray[np.bool_]:
+        return np.array(self._plain, dtype=np.bool_)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
@@ -131,7 +136,7 @@ class TensorSources:
     ) -> Segment:
         """Enqueue the copies of plain tensors in one call, where that is possible; return the other parts."""
         numbers, _, sizes, starts = segment.columns
-        chosen = np.fromiter(map(self._plain.__getitem__, numbers.tolist()), dtype=np.bool_)
+        chosen = self._is_plain[numbers]
         if not chosen.any() or not stream.copies_memory(memory):
             return segment
         numbers = numbers[chosen]

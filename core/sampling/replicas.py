@@ -156,7 +156,7 @@ class _Rotation:
 
 
 class _HostReplicas:
-    """Which bytes of tensors in host memory are digested; valid while no tensor moves."""
+    """The ranges of tensors in host memory that are digested; valid while no tensor moves."""
 
     def __init__(self, entries: _ReplicaColumns, addresses: Integers, period: int) -> None:
         self._entries = entries

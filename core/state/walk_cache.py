@@ -32,7 +32,7 @@ def _find_guards() -> Any:
     """Return torch's class that compares many tensors in one call; None if this torch has none."""
     try:
         guards: Any = torch._C._dynamo.guards.TensorGuards
-        one = torch.empty(1)
+        one = torch.empty(1, device="cpu")  # not the default device: an import must not start CUDA
         guards(one, dynamic_dims_sizes=[[1]], dynamic_dims_strides=[[1]]).check(one)
     except (AttributeError, TypeError, RuntimeError):
         return None

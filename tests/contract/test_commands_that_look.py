@@ -212,7 +212,13 @@ def test_show_has_lineage_copies_decisions_tensors_and_files(place: Place) -> No
     weight = {t["name"]: t for t in manifest["tensors"]}["model.0.weight"]
     assert (weight["shape"], weight["bytes"], weight["dtype"]) == ([128, 32], 16384, "float32")
     text = place.cli("show", "3").out
-    for part in ("model.0.weight", "#t", "loss 0.25", IMAGE, "3rd checkpoint of this"):
+    for part in (
+        "model.0.weight",
+        "#t",
+        "loss 0.25",
+        IMAGE,
+        "checkpoint 3 of this training, which started from nothing",
+    ):
         assert part in text
     assert "pinned" in place.cli("show", "2").out
 
@@ -327,6 +333,7 @@ def test_a_tier_that_is_new_in_the_file_is_not_created_yet_and_one_that_was_used
     shutil.move(place.root / "far", place.root / "unmounted")
     answer = place.cli("ls", code=1)
     assert "tier far could not be read" in answer.err
+    assert "if the site is lost: nothing is left\nnot read: far\n" in answer.out
     assert "not created yet" not in answer.out
 
 

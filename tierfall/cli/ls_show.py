@@ -515,11 +515,9 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     if commit is not None:
         start = commit.lineage.started_from
         begun = "started from nothing" if start is None else f"continued from {start}"
-        place = commit.lineage.ordinal
-        ending = (
-            "th" if place // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+        made.add_row(
+            "lineage", f"checkpoint {commit.lineage.ordinal} of this training, which {begun}"
         )
-        made.add_row("lineage", f"{place}{ending} checkpoint of this training, which {begun}")
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.wall_time_s))
         age = format_duration(round(facts.age_s(checkpoint) or 0.0))
         made.add_row("saved", f"{at}, {age} ago")

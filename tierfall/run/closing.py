@@ -132,7 +132,7 @@ def agree_on_end(
 
 
 def _copied(session: Session) -> tuple[InterruptibleEvent, bool]:
-    """Return an event, set once this rank has made all copies it can, and whether it owes none now."""
+    """Return an event that is set once this rank has made all copies it can; and whether it owes none now."""
     coordinator, copied = session.coordinator, InterruptibleEvent()
 
     def ask() -> bool:

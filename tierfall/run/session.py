@@ -155,7 +155,7 @@ class Session:
         self.filled.set()
 
     def _begin(self) -> None:
-        """Have the coordinator decide by what the tiers hold, once it has read the commit records that the start left
+        """Have the coordinator plan by the content of the tiers. First it reads the commit records that the start left
         for later."""
         if not self.filled.is_set:
             self._awaited.wait(AFTER_S)
@@ -451,7 +451,7 @@ class Session:
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
             damaged = self.host.holds_damaged()  # the next start reports it, too
-            keep = keep_memory or damaged or not is_held  # what lies there may be another start's
+            keep = keep_memory or damaged or not is_held  # the images may be another start's
         finally:
             self.journal.close()
             self.callbacks.close(CLOSE_S)

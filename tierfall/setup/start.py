@@ -110,12 +110,12 @@ class Start(Message):
     in ``View``; ``seen`` the tiers that every rank could read whole. ``first``: no rank found a checkpoint.
     ``image_bytes`` has the bytes of all ranks' images, by checkpoint. ``lags``: some rank has a listing that lags.
     ``displaced`` are complete checkpoints of which some rank's memory has another rank's image: no rank flushes them.
-    ``decided`` are the names of the entries of what is decided, by the lists of all tiers that any rank has read;
-    ``damaged``, per tier, the damaged copies that a rule may delete, with their damage; ``starts`` how the attempts
-    began that have committed a checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the
-    record of a newer one on any node; None where each rank decides by itself. ``reported`` has listings for the ranks
-    that could not list a tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though
-    they are whole or damaged there.
+    ``decided`` are the names of the entries in all lists that any rank has read; ``damaged``, per tier, the damaged
+    copies that a rule may delete, with their damage; ``starts`` how the attempts began that have committed a
+    checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any
+    node; None where each rank decides by itself. ``reported`` has listings for the ranks that could not list a tier.
+    ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though they are whole or damaged
+    there.
     """
 
     attempt: Attempt | None = None

@@ -299,8 +299,8 @@ def describe_statistics(found: Statistics) -> str:
 
 
 def _format_loss(bound: LossBound) -> str:
-    """Format what is left after a loss, on which tier, how long reading it takes, and what would be lost. Only a living
-    trainer knows the present step, and so what would be lost."""
+    """Format a loss bound: the step that is left, its tier, the time to read it, and the steps that would be lost. Only
+    a living trainer knows the present step, and so the steps lost."""
     if bound.survives is None:
         return "nothing is left"
     text = f"{bound.survives} is left, on {bound.tier}"

@@ -217,6 +217,21 @@ def test_tensors_on_devices_are_summed_in_turns_and_each_turn_has_some(
         assert set(found) - {None} == {name}
 
 
+def test_tensors_that_are_conjugated_or_negated_later_are_compared_on_devices(
+    stream: FakeStream,
+) -> None:
+    def made(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        numbers = torch.randn(40, dtype=torch.complex128)
+        kinds = {"conjugated": numbers.conj(), "negated": numbers.conj().imag}
+        return {name: value.as_subclass(OnDevice) for name, value in kinds.items()}
+
+    alike = DeviceRanks(made(0), made(0), stream=stream)
+    assert all(alike.alike(ordinal) for ordinal in range(3))
+    apart = DeviceRanks(made(0), made(1), stream=stream)
+    assert not any(apart.alike(ordinal) for ordinal in range(3))
+
+
 def test_what_a_device_cannot_sum_up_is_no_difference(stream: FakeStream) -> None:
     ranks = DeviceRanks(on_device(), on_device(), stream=stream)
     whole = ranks.read(1)
