@@ -3,7 +3,6 @@ is an error on all ranks. Each rank is a thread of this process."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,15 +11,17 @@ from typing import Any
 import pytest
 
 from tests.core.ranks.threads import network, on_all
-from tierfall.backends.peer.kept import KeptFiles
 from tierfall.config import Config
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Geometry
 from tierfall.core.ranks.addresses import own_address
 from tierfall.core.ranks.domains import node_name
-from tierfall.core.types.backend import Publish, put_object
-from tierfall.core.types.errors import ConfigError, StorageFullError
+from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.setup import peers
-from tierfall.setup.peers import KeptFolders, PeerMemory, RoomCheck, close_peers, meet_peers
-from tierfall.tiers.host_folder import RoomReport
+from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
+from tierfall.tiers.image_file import IMAGE_START
 
 
 @pytest.fixture(autouse=True)
@@ -133,41 +134,9 @@ def test_images_travel_on_the_network_that_is_named(tmp_path: Path, interface: s
         pytest.skip("this machine has no IPv6")
     with met(tmp_path, 2, interface=interface) as found:
         assert {rank.host for one in found for node in one._nodes for rank in node} == {address}  # type: ignore[union-attr]
-        with closing(found[0].connect()[0]) as sent:  # type: ignore[union-attr]
-            put_object(sent, "run/document", b"on its way", Publish.REPLACE)
-    (arrived,) = tmp_path.glob("peers-1/**/run/document")
-    assert arrived.read_bytes() == b"on its way"
-
-
-def test_a_folder_that_was_removed_is_kept_no_more(tmp_path: Path) -> None:
-    tier = config_of(tmp_path, 0).peers
-    assert tier is not None
-    folder = tier.path / "0123456789abcdef-1"
-    (folder / "run").mkdir(parents=True)
-    kept = KeptFolders(tier, "run", read_only=True)
-    assert [*kept()] == [folder.name]
-    shutil.rmtree(folder)
-    assert kept() == {}
-
-
-def test_memory_that_is_used_again_need_not_be_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(folder: Path) -> RoomReport:
-        return RoomReport(
-            folder=folder, file_system_free_bytes=0, memory_free_bytes=None, in_memory=True
-        )
-
-    kept = RoomCheck(KeptFiles(tmp_path))
-    image = memoryview(bytes(2 << 20))
-    with kept.create("run/1/image", length=image.nbytes) as writer:
-        writer.write(0, image)
-        writer.publish()
-    monkeypatch.setattr(peers, "measure_room", full)
-    with pytest.raises(StorageFullError):
-        kept.create("run/2/image", length=image.nbytes)
-    kept.delete("run/1/image")
-    with pytest.raises(StorageFullError):
-        kept.create("run/2/image", length=image.nbytes + 1)
-    kept.create("run/2/image", length=image.nbytes).abort()
-    kept.close()
+        with closing(found[0].open_tier(RateLimiter(None))) as tier:  # type: ignore[union-attr]
+            cut = Geometry(image_bytes=4, data_start=1, chunk_bytes=4096)
+            image = tier.create_shard(CheckpointId(1, 1), Shard(0, 2), cut, Spliced(b"[]"))
+            image.write_chunks(0, 0, memoryview(b"sent"))
+            (arrived,) = tmp_path.glob("peers-1/**/*.image")
+            assert arrived.read_bytes()[IMAGE_START : IMAGE_START + 4] == b"sent"

@@ -20,6 +20,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.setup.peers import close_peers
+from tierfall.tiers.kept_images import ImageHere, KeptFolder
 
 SOON_S = 20.0
 NODES = "0123"
@@ -115,14 +116,17 @@ def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
     )
 
 
+def kept_on(folder: Path, node: str) -> list[ImageHere]:
+    """Return the images that a node keeps for others."""
+    (place,) = folder.glob(f"peers-{node}/*/run")
+    return KeptFolder(place, "run").images()[0]
+
+
 def nodes_with(folder: Path, rank: int) -> set[str]:
-    """Return the nodes that keep a rank's image for it: a commit record there names it, and its file is there."""
-    found = set()
-    for record in folder.glob("peers-*/*/*/run/step-00000001-a0001/commit.json"):
-        images = [*record.parent.glob(f"rank-{rank:05d}-*.safetensors*")]
-        if any(f'"{image.name}"' in record.read_text() for image in images):
-            found.add(record.relative_to(folder).parts[0].removeprefix("peers-"))
-    return found
+    """Return the nodes that keep a rank's image for it."""
+    places = folder.glob("peers-*")
+    nodes = [path.name.removeprefix("peers-") for path in places]
+    return {n for n in nodes if rank in {image.shard.rank for image in kept_on(folder, n)}}
 
 
 def test_each_image_is_on_as_many_other_nodes_again_before_a_save(tmp_path: Path) -> None:
@@ -142,27 +146,27 @@ def test_only_what_a_keeper_lacks_is_sent_again(tmp_path: Path) -> None:
     """Of four nodes in two pairs, one is lost: what the other pair keeps takes no memory a second time."""
     train(tmp_path)
     lose(tmp_path, "1")
+    before = [i.path.stat().st_mtime_ns for node in "23" for i in kept_on(tmp_path, node)]
     with opened(tmp_path) as all_ranks:
         wait_copied(all_ranks)
-    images = {
-        node: [path.stat() for path in tmp_path.glob(f"peers-{node}/**/rank-*.safetensors")]
-        for node in NODES
-    }
-    assert [len(images[node]) for node in "23"] == [2, 2], "in the folder of each start"
-    assert [len({each.st_ino for each in images[node]}) for node in "0123"] == [1, 1, 1, 1]
+    kept = {node: [image.path for image in kept_on(tmp_path, node)] for node in NODES}
+    assert [len(kept[node]) for node in NODES] == [1, 1, 1, 1]
+    assert [path.stat().st_mtime_ns for node in "23" for path in kept[node]] == before
 
 
 def test_an_image_that_is_damaged_on_its_keeper_is_sent_again(tmp_path: Path) -> None:
     """Nodes 0 and 2 are a pair."""
     train(tmp_path)
     lose(tmp_path, "1")
-    (old,) = tmp_path.glob("peers-0/**/rank-00002-*.safetensors")
-    good = old.read_bytes()
-    old.write_bytes(bytes(len(good)))
+    (old,) = kept_on(tmp_path, "0")
+    with old.path.open("r+b") as file:
+        file.seek((2 << 20) + 100_000)
+        file.write(b"damage")
     with opened(tmp_path) as all_ranks:
         wait_copied(all_ranks)
-    (new,) = [path for path in tmp_path.glob(f"peers-0/**/{old.name}") if path != old]
-    assert new.read_bytes() == good
+    (new,) = kept_on(tmp_path, "0")
+    assert new.commit.lineage == old.commit.lineage
+    new.verify()
 
 
 def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:

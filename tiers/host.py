@@ -64,6 +64,13 @@ def image_files(folder: Path) -> dict[int, list[Path]]:
     return {slot: [path for _, path in sorted(found[slot])] for slot in sorted(found)}
 
 
+def new_path(folder: Path, slot: int) -> Path:
+    """Return a free path for another file of a slot. Raises UnreachableError."""
+    taken = set(image_files(folder).get(slot, []))
+    paths = (folder / f"slot-{slot}.{number}.image" for number in range(len(taken) + 1))
+    return next(path for path in paths if path not in taken)
+
+
 def held_bytes(folder: Path) -> int:
     """Return how much memory the image files in a run's folder take."""
     total = 0
@@ -410,9 +417,7 @@ class HostTier:
                 f"{self.name}: the file system of {self.folder} was unmounted, and the one that is there now is not "
                 "in memory; mount it again"
             )
-        taken = {path.name for path in image_files(self.folder).get(self.slot, [])}
-        names = (f"slot-{self.slot}.{number}.image" for number in range(len(taken) + 1))
-        path = self.folder / next(name for name in names if name not in taken)
+        path = new_path(self.folder, self.slot)
         return ImageFile.create(
             path, run=self._run, room_bytes=room_bytes, stopped=lambda: self._closed
         )

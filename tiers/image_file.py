@@ -229,6 +229,16 @@ class Region:
         return self._seal is not None and not self._released
 
     @property
+    def path(self) -> Path:
+        """The path of its file."""
+        return self._file.path
+
+    @property
+    def sealed_as(self) -> Seal | None:
+        """What the header says of the image; None if it is not sealed."""
+        return self._seal
+
+    @property
     def filling(self) -> bool:
         """Whether the image may be written to."""
         return self._seal is None and not self.is_discarded

@@ -1,109 +1,97 @@
 """Peer memory: the images that this node keeps for others, and those that it sends to the nodes that keep its own.
 
-A node has a folder for each node and start that has sent it something, with the layout of a stored tier: the commit
-record there names what that node has sent. So no two starts write one file, and the shards of two attempts never add up
-to a checkpoint. Nothing is decided there: it has no attempts, no list and no fence. A start reads what its nodes keep,
-and sends to folders of its own. Rank 0 says which checkpoint is whole, so that its shards count, and which goes.
+A rank sends its image to a process of each node that keeps a copy. The image counts there once rank 0 has said that the
+checkpoint is whole, and the rank has sent its records. Nothing is decided there: it has no attempts, no list and no
+fence. Each rank drops what it keeps, as rank 0 says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tierfall.core.copies.image_writes import ImageUpload
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import image_file, unite_records
+from tierfall.core.format.commit_files import files_of, shards_of, unite_records
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Manifest, NamedFile
-from tierfall.core.restore.inventory import unite_copies, unite_listings
-from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.format.records import (
+    Attempt,
+    Commit,
+    Geometry,
+    Manifest,
+    NamedFile,
+    records_bytes_max,
+)
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
+from tierfall.tiers.kept_images import KeptImage, KeptImages, KeptReader, copy_of, list_images
+from tierfall.tiers.peer_requests import PeerClient
 from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
-Adopt = Callable[[CheckpointId, Shard, str], bool]
-
-
-class PeerFolder(StoredTier):
-    """What one node has sent in one start, on a node that keeps it."""
-
-    def __init__(
-        self, name: str, run: str, backend: Backend, adopt: Adopt = lambda id, shard, attempt: False
-    ) -> None:
-        """``adopt`` asks the node for an image of an attempt id that an earlier start has sent: if the node has a good
-        one, it takes it into this folder, and the answer is True."""
-        super().__init__(name=name, run=run, backend=backend, has_latest=False)
-        self.adopt = adopt
-
-    def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
-        """Write the record of this node's images."""
-        key = self._key(commit.lineage.checkpoint, keys.COMMIT_NAME)
-        self._documents.replace(key, commit.encode())
-
-    def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
-        """No other start writes here."""
-
-    def drop(self, checkpoint: CheckpointId) -> None:
-        """Delete a checkpoint, the commit record first."""
-        self._cache.pop(checkpoint, None)
-        self.backend.delete(self._key(checkpoint, keys.COMMIT_NAME))
-        self.discard(checkpoint, attempt=None)
+NAMES_BYTES = 256 << 10
+"""Room for the metrics and tags of a checkpoint, which are known at its end."""
 
 
 class PeerCache(StoredTier):
-    """Peer memory of one node, with the calls of a stored tier. ``kept`` returns the folders of what this node keeps,
-    by their names; ``sent`` are the folders of this start on the nodes that keep its images, one for each copy."""
+    """Peer memory of one node, with the calls of a stored tier. ``kept`` reads what this node keeps, and ``images`` are
+    the files of it that this process has; ``sent`` are the nodes that keep the image of this rank, ``shard``."""
 
     def __init__(
         self,
         *,
         name: str,
         run: str,
-        kept: Callable[[], Mapping[str, PeerFolder]],
-        sent: Sequence[PeerFolder],
-        backend: Backend,
+        folder: Path,
+        kept: KeptReader,
+        images: KeptImages | None = None,
+        sent: Sequence[PeerClient] = (),
+        shard: Shard | None = None,
         **options: Any,
     ) -> None:
-        """``backend`` tells place and traits: that of the first folder of ``sent``, or of what is kept."""
+        # what a tier stores beside images is in its folder: here, nothing
+        backend = PosixBackend(folder, read_only=True, direct_io=False)
         super().__init__(name=name, run=run, backend=backend, has_latest=False, **options)
         self._kept = kept
+        self._images = images
         self._sent = tuple(sent)
+        self._shard = shard
+        self._waiting: dict[CheckpointId, bytes] = {}
+        """The manifests of the images that were sent, and do not count yet."""
+        self._written: dict[CheckpointId, Commit] = {}
+        """The records of those that count."""
         self._attempt_ids: dict[CheckpointId, str] = {}
         """By checkpoint, the id of its attempt: two starts may use one number."""
-        self._holding: dict[tuple[CheckpointId, Shard], Sequence[PeerFolder]] = {}
-        """The folders of what is kept that have an image."""
+        self._found: dict[tuple[CheckpointId, Shard], Sequence[KeptImage]] = {}
+        """The images that were read last."""
 
     # What this node keeps ------------------------------------------------------------------------
 
     def list(self, *, newest: bool = False) -> Listing:
-        try:
-            found = {name: folder.list() for name, folder in self._kept().items()}
-        except TierfallError as error:
-            return Listing(tier=self.name, error=error)
-        listing = unite_listings(self.name, found)
+        listing = list_images(self.name, self._kept)
         self._attempt_ids |= {c.id: c.commit.lineage.attempt_id for c in listing.copies if c.commit}
         return listing
 
     def find_copy(self, checkpoint: CheckpointId, *, batch: int = 0) -> FoundCopy | None:
-        found = {name: folder.find_copy(checkpoint) for name, folder in self._kept().items()}
-        copies = {name: copy for name, copy in found.items() if copy is not None}
-        if not copies and self._sent:
-            return self._sent[0].find_copy(checkpoint)
-        return unite_copies(copies)[0] if copies else None
+        listing = self.list()
+        if listing.error is not None:
+            raise listing.error
+        found = listing.copy(checkpoint)
+        if found is None and self.is_committed(
+            checkpoint
+        ):  # by this rank, and nothing is kept here
+            return copy_of(self.written_commit(checkpoint))
+        return found
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         """Return the record of what this node keeps of a checkpoint, and of what it has sent."""
-        found = {name: commit for name, _, commit in self._records(checkpoint)}
-        try:
-            found["sent"] = self.written_commit(checkpoint)
-        except BackendError as error:
-            if not (found or isinstance(error, KeyNotFoundError)):
-                raise
+        found = {f"image {n}": one.commit for n, one in enumerate(self._images_of(checkpoint))}
+        if checkpoint in self._written:
+            found["sent"] = self._written[checkpoint]
         attempt_id = self._attempt_ids.get(checkpoint)
         same = {where: one for where, one in found.items() if one.lineage.attempt_id == attempt_id}
         if not same:
@@ -113,32 +101,28 @@ class PeerCache(StoredTier):
     def files(
         self, checkpoint: CheckpointId, commit: Commit | None = None
     ) -> tuple[StoredObject, ...]:
-        """List all files of a checkpoint that this node keeps, by their names in the step's folder."""
-        attempt_id = self._attempt_ids.get(checkpoint)
-        found = {
-            file.key: file
-            for _, folder, record in self._records(checkpoint)
-            if attempt_id in (None, record.lineage.attempt_id)
-            for file in folder.files(checkpoint)
+        """List what this node keeps of a checkpoint, as the files that another tier would have in the step's folder."""
+        named = {
+            file.name: StoredObject(key=file.name, bytes=file.bytes, version="")
+            for image in self._images_of(checkpoint)
+            for file in files_of(image.commit, image.shard)
         }
-        return tuple(found.values())
+        return tuple(named.values())
 
-    def _records(self, checkpoint: CheckpointId) -> Sequence[tuple[str, PeerFolder, Commit]]:
-        """Return the folders of what is kept that have a checkpoint, by name, and their records. One that cannot be
-        read counts as absent if another has it."""
-        found, failure = [], None
-        for name, folder in self._kept().items():
-            try:
-                found.append((name, folder, folder.read_commit(checkpoint)))
-            except KeyNotFoundError:
-                continue
-            except TierfallError as error:
-                failure = error
-        if failure is not None and not found:
-            raise failure
-        for _, _, commit in found:
-            self._attempt_ids.setdefault(checkpoint, commit.lineage.attempt_id)
-        return found
+    def _images_of(
+        self, checkpoint: CheckpointId, kept: KeptReader | None = None
+    ) -> Sequence[KeptImage]:
+        """Return the images of a checkpoint that this node keeps, or another one, all of one attempt. Those that cannot
+        be read count as absent if others can."""
+        images, problems = (kept or self._kept).images()
+        found = [image for image in images if image.commit.lineage.checkpoint == checkpoint]
+        unread = next((each for each in problems if not each.is_damage), None)
+        if not found and unread is not None:
+            raise unread
+        for image in found:
+            self._attempt_ids.setdefault(checkpoint, image.commit.lineage.attempt_id)
+        wanted = self._attempt_ids.get(checkpoint)
+        return [image for image in found if image.commit.lineage.attempt_id == wanted]
 
     def delete(
         self,
@@ -149,38 +133,30 @@ class PeerCache(StoredTier):
         batch: int = 0,
         next_latest: CheckpointId | None = None,
     ) -> None:
-        """Delete what this node keeps of a checkpoint: each node does, as rank 0 says. Without ``known``, the commit
-        was revoked, and what this node has sent goes."""
-        folders = self._sent if known is None else self._kept().values()
-        call_all(folders, lambda folder: folder.drop(checkpoint))
+        """Drop what this process keeps of a checkpoint: each does, as rank 0 says. Without ``known``, the commit was
+        revoked, and what this rank has sent goes."""
+        if known is None:
+            self.discard(checkpoint, attempt=attempt)
+        elif self._images is not None:
+            self._images.drop(checkpoint)
+            self._written.pop(checkpoint, None)
         self._attempt_ids.pop(checkpoint, None)
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
-        """Delete what earlier starts have sent in part."""
-        count = 0
-        for folder in self._kept().values():
-            for checkpoint in folder.list().unfinished:
-                folder.discard(checkpoint, attempt=None)
-            count += folder.backend.discard_unfinished(f"{self._run}/")
-        return count
+        """An image that an earlier start has sent in part is no image: its file is free."""
+        return 0
 
-    def delete_run(self) -> None:
-        """Delete all of the run that this node keeps, and that it has sent."""
-        call_all((*self._sent, *self._kept().values()), lambda folder: folder.delete_run())
-
-    # What this node sends ------------------------------------------------------------------------
+    # What this rank sends ------------------------------------------------------------------------
 
     def written_commit(self, checkpoint: CheckpointId) -> Commit:
-        """Return the record of the images that this node has sent. It counts as written once all nodes that keep them
-        have it."""
-        records = [folder.read_commit(checkpoint) for folder in self._sent]
-        if not records:
+        """Return the record of the image that this rank has sent. It counts as written once all nodes that keep it have
+        it."""
+        if checkpoint not in self._written:
             raise KeyNotFoundError(f"{self.name}: nothing of {checkpoint} was sent")
-        self._attempt_ids.setdefault(checkpoint, records[0].lineage.attempt_id)
-        return records[0]
+        return self._written[checkpoint]
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
-        return bool(self._sent) and all(folder.is_committed(checkpoint) for folder in self._sent)
+        return checkpoint in self._written
 
     def create_shard(
         self,
@@ -193,38 +169,58 @@ class PeerCache(StoredTier):
         resumes: bool = False,
     ) -> SentImage:
         """Begin to send an image, to those that do not keep it from an earlier start, by its ``attempt_id``."""
+        self._waiting.pop(checkpoint, None)
+        records_bytes = NAMES_BYTES + records_bytes_max(
+            pieces_bytes=len(pieces), chunks=cut.chunk_count, metrics=(), tags=(), run=self._run
+        )
+        image = SentImage(checkpoint, shard, [])
         with ExitStack() as undo:
-            writers: list[ImageUpload] = []
-            for folder in self._sent:
-                if attempt_id is not None and _adopts(folder, checkpoint, shard, attempt_id):
-                    continue
-                writer = folder.create_shard(checkpoint, shard, cut, pieces)
-                undo.callback(writer.abort)
-                writers.append(writer)
+            undo.callback(image.abort)
+            for client in self._sent:
+                is_there = client.begin(
+                    checkpoint,
+                    shard,
+                    image_bytes=cut.image_bytes,
+                    records_bytes=records_bytes,
+                    attempt_id=attempt_id,
+                    waiting=list(self._waiting),
+                )
+                if not is_there:
+                    image.clients.append(client)
             undo.pop_all()
-        return SentImage(writers)
+        return image
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
-        for folder in self._sent:
-            folder.write_manifest(checkpoint, shard, data)
+        """Keep the manifest until rank 0 has said that the checkpoint is whole."""
+        self._waiting[checkpoint] = data
 
     def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
-        """Make this node's images count: rank 0 has said that the checkpoint is whole."""
-        for folder in self._sent:
-            folder.commit(commit, attempt=attempt)
+        """Make this rank's image count."""
+        id = commit.lineage.checkpoint
+        manifest, record = self._waiting.get(id, b""), commit.encode()
+        for shard in shards_of(commit):
+            for client in self._sent:
+                client.seal(id, shard, manifest=manifest, commit=record)
+        self._waiting.pop(id, None)
+        self._written[id] = commit
+        self._attempt_ids.setdefault(id, commit.lineage.attempt_id)
 
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
-        """Delete a checkpoint that rank 0 gave up from the nodes that keep this node's images."""
-        call_all(self._sent, lambda folder: folder.discard(checkpoint, shard, attempt=attempt))
+        """Drop an image of this rank, of a checkpoint that rank 0 gave up, from the nodes that keep it."""
+        self._waiting.pop(checkpoint, None)
+        self._written.pop(checkpoint, None)
+        own = self._shard
+        if own is not None:
+            call_all(self._sent, lambda client: client.discard(checkpoint, own))
 
     # Reading -------------------------------------------------------------------------------------
 
     def read_manifest(
         self, checkpoint: CheckpointId, shard: Shard, *, length: int | None = None
     ) -> bytes:
-        return self._ask(checkpoint, shard, lambda folder: folder.read_manifest(checkpoint, shard))
+        return self._ask(checkpoint, shard, lambda image: image.manifest())
 
     def read_into(
         self,
@@ -235,7 +231,7 @@ class PeerCache(StoredTier):
         *,
         codec: Codec = Codec.NONE,
     ) -> None:
-        self._ask(checkpoint, shard, lambda f: f.read_into(checkpoint, shard, offset, view))
+        self._ask(checkpoint, shard, lambda image: image.read(offset, [view]))
 
     def read_cached(
         self,
@@ -247,52 +243,48 @@ class PeerCache(StoredTier):
         *,
         codec: Codec = Codec.NONE,
     ) -> bool:
+        """Read an image that was found on this node; False if none was, or it cannot be read."""
         views = tuple(views)
-        return self._ask(
-            checkpoint, shard, lambda f: f.read_cached(checkpoint, shard, offset, end, views)
-        )
+        for image in self._found.get((checkpoint, shard), ()):
+            with suppress(TierfallError):
+                image.read(offset, views)
+                return True
+        return False
 
-    def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[StoredTier], T]) -> T:
-        """Call each folder that has an image until one answers: those on this node first, then those on other
-        nodes."""
-        failure: BackendError | None = None
-        if (checkpoint, shard) not in self._holding:
-            self._holding[checkpoint, shard] = self._folders_with(checkpoint, shard)
-        for folder in (*self._holding[checkpoint, shard], *self._sent):
+    def _ask(self, checkpoint: CheckpointId, shard: Shard, call: Callable[[KeptImage], T]) -> T:
+        """Call each image until one answers: those on this node first, then those on other nodes."""
+        failure: TierfallError | None = None
+        for kept in (self._kept, *self._sent):
             try:
-                return call(folder)
-            except BackendError as error:
-                if failure is None or not error.is_damage:
-                    failure = error
-        self._holding.pop((checkpoint, shard), None)
+                for image in self._copies_on(kept, checkpoint, shard):
+                    try:
+                        return call(image)
+                    except TierfallError as error:
+                        if failure is None or not error.is_damage:
+                            failure = error
+            except TierfallError as error:
+                failure = failure or error
+        self._found.pop((checkpoint, shard), None)
         raise failure or KeyNotFoundError(f"{self.name}: no image of {shard} of {checkpoint}")
 
-    def _folders_with(self, checkpoint: CheckpointId, shard: Shard) -> Sequence[PeerFolder]:
-        records = self._records(checkpoint)
-        attempt_id = self._attempt_ids.get(checkpoint)
-        return [
-            folder
-            for _, folder, commit in records
-            if attempt_id in (None, commit.lineage.attempt_id) and image_file(commit, shard)
-        ]
-
-    def for_reading(self, wrap: Callable[[Backend], Backend]) -> PeerCache:
-        """Return the same tier for reading. ``wrap`` is applied to the backend of each folder on another node."""
-        sent = [PeerFolder(self.name, self._run, wrap(folder.backend)) for folder in self._sent]
-        backend = sent[0].backend if sent else self.backend
-        found = PeerCache(
-            name=self.name, run=self._run, kept=self._kept, sent=sent, backend=backend
-        )
-        found._attempt_ids = self._attempt_ids
+    def _copies_on(
+        self, kept: KeptReader, checkpoint: CheckpointId, shard: Shard
+    ) -> Sequence[KeptImage]:
+        key = checkpoint, shard
+        if kept is self._kept and key in self._found:
+            return self._found[key]
+        found = [i for i in self._images_of(checkpoint, kept) if i.shard == shard]
+        if kept is self._kept:
+            self._found[key] = found
         return found
 
     # What a cache has none of --------------------------------------------------------------------
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
-        """No other start sends to the folders of this one."""
+        """No other start sends to the nodes of this one."""
 
     def check_begin(self, attempt: Attempt) -> None:
-        """No other start sends to the folders of this one."""
+        """No other start sends to the nodes of this one."""
 
     def sync_commit(self, checkpoint: CheckpointId) -> None:
         """Memory has nothing to sync."""
@@ -307,52 +299,45 @@ class PeerCache(StoredTier):
         """See ``note_damaged``."""
 
     def close(self) -> None:
-        call_all((*self._sent, *self._kept().values()), lambda folder: folder.close())
-        if not self._sent:
-            self.backend.close()
-
-
-def _adopts(folder: PeerFolder, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
-    """Return whether a keeper has an image of an earlier start; what it cannot tell is sent."""
-    try:
-        return folder.adopt(checkpoint, shard, attempt_id)
-    except BackendError:
-        return False
+        for client in self._sent:
+            client.close()
+        super().close()
 
 
 class SentImage:
-    """Writes an image to each node that keeps a copy. The failure of any is the failure of the call."""
+    """Sends an image to each node that is to keep a copy. The failure of any is the failure of the call."""
 
-    def __init__(self, writers: Sequence[ImageUpload]) -> None:
-        self._writers = writers
+    def __init__(self, checkpoint: CheckpointId, shard: Shard, clients: list[PeerClient]) -> None:
+        self._checkpoint, self._shard = checkpoint, shard
+        self.clients = clients
 
     def has_chunk(self, index: int) -> bool:
-        return all(writer.has_chunk(index) for writer in self._writers)
+        """Whether there is nothing to send."""
+        return not self.clients
 
     def write_chunks(self, index: int, start: int, view: memoryview) -> None:
-        for writer in self._writers:
-            writer.write_chunks(index, start, view)
+        for client in self.clients:
+            client.write(self._checkpoint, self._shard, start, view)
 
     def flush(self) -> None:
-        for writer in self._writers:
-            writer.flush()
+        """Do nothing: no data is buffered."""
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
-        for writer in self._writers:
-            writer.finish(manifest)
+        """All has arrived; what counts is decided by the commit."""
         return ()
 
     def abort(self) -> None:
-        for writer in self._writers:
-            writer.abort()
+        for client in self.clients:
+            with suppress(BackendError):  # the next image that is begun gives this one up
+                client.discard(self._checkpoint, self._shard)
 
 
-def call_all(folders: Iterable[T], call: Callable[[T], object]) -> None:
+def call_all(clients: Iterable[T], call: Callable[[T], object]) -> None:
     """Call for all, and raise the first error then: one that fails does not keep what is on the others."""
     failure: BackendError | None = None
-    for folder in folders:
+    for client in clients:
         try:
-            call(folder)
+            call(client)
         except BackendError as error:
             failure = failure or error
     if failure is not None:

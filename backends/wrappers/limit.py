@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
 from tierfall.core.types.backend import Backend, Publish, Traits, Writer
-
-SLICE_S = 0.05
-SLICE_BYTES_MIN = 256 * 1024
 
 
 class Limited(Wrapper):
@@ -43,25 +40,16 @@ class Limited(Wrapper):
 class _LimitedWriter(WriterWrapper):
     def __init__(self, inner: Writer, traits: Traits, rate: RateLimiter | None) -> None:
         super().__init__(inner)
-        self._traits, self._rate = traits, rate
+        self._rate = rate
+        # not divided if a backend bounds the length of a write, nor if offsets must rise: a retry of the whole range
+        # would begin at an earlier offset
+        whole = traits.part_bytes_min or traits.ordered_writes
+        self._unit_bytes = 0 if whole else max(traits.alignment_bytes, SLICE_BYTES_MIN)
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Pass a range on slice by slice, each after its wait; an empty range is passed on too."""
+        """Pass a range on slice by slice."""
         if self._rate is None:
             self._inner.write(offset, view)
             return
-        data = flat(view)
-        step = _slice_bytes(self._traits, self._rate.bytes_per_second) or max(data.nbytes, 1)
-        for start in range(0, max(data.nbytes, 1), step):
-            piece = data[start : start + step]
-            self._rate.acquire(piece.nbytes)
+        for start, piece in self._rate.slices(flat(view), unit_bytes=self._unit_bytes):
             self._inner.write(offset + start, piece)
-
-
-def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:
-    """Return the length of a slice; 0 (no slices) without a rate, where a backend bounds the length of a write, and
-    where offsets must rise, since a retry of the whole range would begin at an earlier offset."""
-    if bytes_per_second is None or traits.part_bytes_min or traits.ordered_writes:
-        return 0
-    unit = max(traits.alignment_bytes, SLICE_BYTES_MIN)
-    return max(1, round(bytes_per_second * SLICE_S) // unit) * unit

@@ -12,13 +12,14 @@ The uploads of all ranks become one committed copy on a tier, or are deleted aga
 
     every rank             rank 0                      leaders of nodes (rank 0 alone, on a shared tier)
                            admits the copy          ->
-    uploaded            -> all have: commit         -> write the commit record
+    uploaded            -> all have: commit         -> write the commit record (in peer memory every rank does)
                            all have: committed      <- node committed
     copy failed         -> given up on this tier, by all (after a retryable error it is retried: stuck)
     full                -> delete another copy
 
 On a tier that all nodes share, one commit record names the files of all ranks; elsewhere each node's record names those
-of its own. All of it belongs to the coordinator's thread and does no I/O: workers write the records.
+of its own, and in peer memory each rank's that of its image. All of it belongs to the coordinator's thread and does no
+I/O: workers write the records.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ class TierCommits:
         self._deleter = deleter
         self._on_committed = on_committed
         self._pending: dict[_Copy, _PendingRecord] = {}
-        self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
-        self._uploaded: dict[_Copy, list[NamedFile]] = {}
+        self._of_node: dict[_Copy, tuple[NamedFile, ...]] = {}
+        """On the leader of a node: the files that its ranks have uploaded."""
+        self._uploaded: dict[_Copy, tuple[NamedFile, ...]] = {}
         self._found: set[_Copy] = set()
         """On rank 0: the copies of which a rank has found its image, and not written it."""
         self._given_up: dict[_Copy, None] = {}
@@ -213,7 +215,7 @@ class TierCommits:
         if not complete:
             if uploaded:
                 self._deleter.collect_unfinished(tier, entry.id, reason)
-        elif self._group.owns(tier) and not in_flight:  # else when the commit's outcome is known
+        elif self._ledger.owns(tier) and not in_flight:  # else when the commit's outcome is known
             self._retract(tier, entry.id, reason)
         self._ledger.forget_if_gone(entry)
 
@@ -256,7 +258,7 @@ class TierCommits:
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to |= {tier}
-        self._uploaded[tier, entry.id] = list(files)
+        self._uploaded[tier, entry.id] = tuple(files)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         body = UploadedFiles(files=tuple(files), found=found)
         self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
@@ -266,9 +268,9 @@ class TierCommits:
     ) -> None:
         """Continue a copy that all ranks have uploaded, or (``of_node_only``) all that are below this leader."""
         uploads = read_all(UploadedFiles, bodies)
-        if not self._group.is_shared(tier):
+        if not (self._group.is_shared(tier) or tier in self._ledger.peer_tiers):
             local = self._group.topology.local_ranks
-            self._of_node[tier, id] = {rank: uploads[rank] for rank in local}
+            self._of_node[tier, id] = files_of_all({rank: uploads[rank] for rank in local})
         if of_node_only:
             return
         entry = self._ledger.entries.get(id)
@@ -288,16 +290,19 @@ class TierCommits:
         self._messages.announce(MessageKind.COMMIT, id, tier, facts)
 
     def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
-        """Write the commit record of this node's images, after all nodes have uploaded theirs."""
-        uploads = self._of_node.pop((tier, entry.id), None)
-        if uploads is None or entry.commit is None:
-            return  # this rank is no leader of a node
-        if not any(upload.files for upload in uploads.values()):  # no image is on this node
+        """Write the commit record of this node's images, or of this rank's, after all ranks have uploaded theirs."""
+        if tier in self._ledger.peer_tiers:
+            files = self._uploaded.get((tier, entry.id))
+        else:
+            files = self._of_node.pop((tier, entry.id), None)
+        if files is None or entry.commit is None:
+            return  # this rank writes none
+        if not files:  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
             return
         commit = replace(
             entry.commit,
-            files=files_of_all(uploads),
+            files=files,
             wall_time_s=facts.wall_time_s,
             metrics=facts.metrics,
             tags=facts.tags,
@@ -373,7 +378,8 @@ class TierCommits:
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         body = CommittedBytes(bytes=stored_bytes)
-        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=True)
+        of_node = tier not in self._ledger.peer_tiers
+        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=of_node)
 
     def on_all_committed(self, tier: str, id: CheckpointId, bodies: Bodies) -> None:
         if not self.has_given_up(tier, id):
@@ -387,12 +393,12 @@ class TierCommits:
         self._messages.announce(MessageKind.COMMITTED, id, tier, body)
 
     def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
-        leader = 0 if self._group.is_shared(tier) else self._group.topology.local_ranks[0]
         self._ledger.stuck.pop(tier, None)
         self._forget(entry, tier)
         if tier in self._ledger.peer_tiers:
             entry.note_on_peers()
-        size = message.bytes_by_rank[leader]
+        here = (0,) if self._group.is_shared(tier) else self._group.topology.local_ranks
+        size = sum(message.bytes_by_rank.get(rank, 0) for rank in here)
         self._flusher.committed(tier, entry.id, size, found=message.found)
         self._on_committed(tier, entry)
         self._ledger.partial.discard((tier, entry.id))
@@ -401,7 +407,7 @@ class TierCommits:
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
         """Delete older copies of which only a part is left. They were kept in case the parts of other nodes return."""
-        if not self._group.owns(tier):
+        if not self._ledger.owns(tier):
             return
         older = [id for where, id in self._ledger.partial if where == tier]
         for id in older:
@@ -766,7 +772,7 @@ class Commits:
         is_shared = self._group.is_shared(tier)
         if entry.pinned and not is_shared:  # pinned meanwhile: this part stays
             self._ledger.partial.add((tier, entry.id))
-        if is_shared or entry.pinned or not self._group.topology.is_leader:
+        if is_shared or entry.pinned or not self._ledger.owns(tier):
             entry.note_gone(tier)
             self._ledger.forget_if_gone(entry)
             return

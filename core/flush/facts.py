@@ -515,6 +515,10 @@ class Ledger:
         """Return how long to wait after so many failures in a row."""
         return retries.wait_s(failures, has_deadline=bool(self.deadlines))
 
+    def owns(self, tier: str) -> bool:
+        """Return whether this rank writes and deletes records on a tier. In peer memory, each rank has its own."""
+        return tier in self.peer_tiers or self.group.owns(tier)
+
     def rules_of(self, tier: str) -> TierRules:
         return next(rules for rules in self.rules if rules.name == tier)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+SLICE_S = 0.05
+SLICE_BYTES_MIN = 256 * 1024
 
 
 class RateLimiter:
@@ -50,6 +53,19 @@ class RateLimiter:
         if until_s > now_s:
             _waited.seconds = waited_s() + until_s - now_s
             self._sleep(until_s - now_s)
+
+    def slices(
+        self, view: memoryview, *, unit_bytes: int = SLICE_BYTES_MIN
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield a flat range slice by slice, each with its offset, after its wait; an empty range is one slice. A slice
+        is a multiple of ``unit_bytes``; 0: the range is not divided."""
+        rate, step = self._bytes_per_second, max(view.nbytes, 1)
+        if rate is not None and unit_bytes:
+            step = max(1, round(rate * SLICE_S) // unit_bytes) * unit_bytes
+        for start in range(0, max(view.nbytes, 1), step):
+            piece = view[start : start + step]
+            self.acquire(piece.nbytes)
+            yield start, piece
 
 
 _waited = threading.local()

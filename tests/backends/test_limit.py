@@ -10,8 +10,8 @@ from backend_places import get, put
 
 from tests.memory_backend import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
-from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.backends.wrappers.limit import Limited
+from tierfall.core.runtime.rate_limit import SLICE_BYTES_MIN, RateLimiter
 from tierfall.core.types.backend import Backend, Publish, Traits, Writer
 
 

@@ -30,7 +30,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
 
 def kept_in(config: dict[str, Any]) -> Path:
     """The folder of what this node keeps for others, of a run with these tiers."""
-    return Path(config["tiers"][1]["path"]) / memory_of(config).name / "0123456789abcdef-1"
+    return Path(config["tiers"][1]["path"]) / memory_of(config).name / "run"
 
 
 def test_a_run_of_one_node_leaves_the_tier_out(
@@ -59,7 +59,9 @@ def kept(
     attempt = parse_attempt_record(record.read_bytes(), what="attempt")
     losses = place_copies([f"n{node}" for node in range(16)], 1).node_losses
     record.write_bytes(replace(attempt, node_losses=losses).encode())
-    shutil.copytree(tmp_path / "disk/run", kept_in(config) / "run")
+    kept_in(config).mkdir(parents=True)
+    for image in memory_of(config).glob("*.image"):
+        shutil.copy(image, kept_in(config))
     return cli, record
 
 

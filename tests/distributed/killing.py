@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.backends.peer.backend import PeerBackend, PeerWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.run.session import Session
 from tierfall.setup.opened_tiers import OpenedTiers
 from tierfall.tiers.image_file import Region
 from tierfall.tiers.image_writer import RawImageWriter
+from tierfall.tiers.peer_requests import PeerClient
 from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
@@ -47,27 +47,18 @@ POINTS = {
 }
 
 
-def _is_of_checkpoint(writer: Any) -> bool:
-    return "/step-" in writer._key
-
-
-def _is_peers(store: Any) -> bool:
-    return bool(store.name == "peers")
-
-
 PEER_POINTS = {
     "capture": POINTS["capture"],
     "seal": POINTS["seal"],
     "sealed": POINTS["sealed"],
-    "transfer": Point(PeerWriter, "write", of=_is_of_checkpoint),
-    "request": Point(PeerBackend, "request"),
-    "published": POINTS["published"],
-    "documents": Point(StoredTier, "write_manifest", after=True, of=_is_peers),
+    "transfer": Point(PeerClient, "write"),
+    "request": Point(PeerClient, "request"),
+    "sent": Point(PeerCache, "write_manifest", after=True),
     "commit": Point(PeerCache, "commit"),
     "committed": Point(PeerCache, "commit", after=True),
     "read": POINTS["restore"],
 }
-"""Of a job whose checkpoints go to peer memory. The first rank of each node commits there."""
+"""Of a job whose checkpoints go to peer memory. Each rank commits there."""
 
 
 def at_point(name: str, call: int, act: Callable[[], None], points: Any = POINTS) -> None:

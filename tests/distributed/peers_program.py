@@ -17,9 +17,10 @@ import torch.distributed as dist
 import tierfall
 from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main, same
-from tierfall.backends.peer.backend import PeerWriter
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.errors import FlushError
-from tierfall.setup import peers
+from tierfall.tiers import kept_images
+from tierfall.tiers.peer_requests import PeerClient
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
@@ -184,16 +185,18 @@ def note(folder: str, step: int, name: str = "durable") -> None:
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""
-    write: Any = PeerWriter.write
+    write: Any = PeerClient.write
     sending, behind = Path(folder, "sending"), Path(folder, "behind")
 
-    def hold_up(writer: Any, offset: int, view: memoryview) -> None:
-        if "step-00000002" in writer._key and offset and RANK == 0 and not sending.exists():
+    def hold_up(
+        client: PeerClient, id: CheckpointId, shard: Shard, offset: int, view: memoryview
+    ) -> None:
+        if id.step == 2 and offset and RANK == 0 and not sending.exists():
             sending.touch()
             time.sleep(1.0)  # the other node is stopped meanwhile
-        write(writer, offset, view)
+        write(client, id, shard, offset, view)
 
-    PeerWriter.write = hold_up  # type: ignore[method-assign]
+    PeerClient.write = hold_up  # type: ignore[method-assign]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))
@@ -230,12 +233,12 @@ def wait_until(holds: Callable[[], object]) -> None:
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
     """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
     if on == RANK:
-        measure = peers.measure_room
+        measure = kept_images.measure_room
 
         def little(place: Path) -> Any:
             return replace(measure(place), file_system_free_bytes=free)
 
-        peers.measure_room = little  # type: ignore[assignment]
+        kept_images.measure_room = little  # type: ignore[assignment]
     stored = {"flush": {"every": 1}}
     with tierfall.open(config(folder, pfs=stored, **changes)) as ckpt:
         why = ""

@@ -45,8 +45,7 @@ SAVING = [
     "sealed",
     "transfer",
     "request",
-    "published",
-    "documents",
+    "sent",
     "commit",
     "committed",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.memory_backend import MemoryBackend
@@ -30,6 +31,9 @@ from tierfall.core.ranks.messages import Topic
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.tiers.host import image_files
+from tierfall.tiers.image_file import PAGE_BYTES
+from tierfall.tiers.kept_images import ImageHere
 from tierfall.tiers.stored import StoredTier
 
 RECORD = f"/{keys.COMMIT_NAME}"
@@ -80,6 +84,7 @@ class PeerWatch:
         self.counts: Counter[str] = Counter()
         self._announced: list[CheckpointId] = []
         self._good: dict[tuple[str, str, Shard], tuple[object, ...]] = {}
+        self._images: dict[Path, tuple[bytes, ImageHere | None]] = {}
         self._read = CommitReader().read
         world.said = self._on_said
 
@@ -205,8 +210,7 @@ class PeerWatch:
         for rank in self.world.ranks:
             assert rank.committed(PEER_TIER) == there, f"rank {rank.number} knows of others"
         for machine in self.world.present:
-            keys_there = (key for kept in machine.kept for key in kept._objects)
-            kept = {id for key in keys_there if (id := id_of(key)) is not None}
+            kept = {image.commit.lineage.checkpoint for image in self._kept(machine)}
             assert kept <= there, (
                 f"machine {machine.number} keeps {sorted(kept - there)} for nothing"
             )
@@ -218,16 +222,38 @@ class PeerWatch:
         return (machine for machine in self.world.present if machine.number not in lost)
 
     def _disks(self) -> list[MemoryBackend]:
-        disks = [kept for machine in self._machines() for kept in machine.kept]
-        return (
-            [*disks, self.world.disk(SHARED_TIER, 0)] if SHARED_TIER in self.world.stored else disks
-        )
+        return [self.world.disk(SHARED_TIER, 0)] if SHARED_TIER in self.world.stored else []
+
+    def _kept(self, machine: Machine) -> list[ImageHere]:
+        """What a machine keeps for others; a file is read again only if its header has changed."""
+        found = []
+        for path in [path for paths in image_files(machine.kept.folder).values() for path in paths]:
+            with path.open("rb") as file:
+                header = file.read(PAGE_BYTES)
+            if self._images.get(path, (b"", None))[0] != header:
+                images, problems = machine.kept.images()
+                assert not problems, problems
+                here = {image.path: image for image in images}
+                self._images[path] = header, here.get(path)
+                if path in here:
+                    self._check_bytes(here[path], machine.number)
+            image = self._images[path][1]
+            found += [image] if image is not None else []
+        return found
+
+    def _check_bytes(self, image: ImageHere, where: int) -> None:
+        """Compare a sealed image with what was saved."""
+        image.verify()
+        id, data = image.commit.lineage.checkpoint, bytearray(image.seal.image_bytes)
+        image.read(0, [memoryview(data)])
+        assert data == image_of(id, image.shard.rank), f"{image.shard} of {id} on {where}"
 
     def _ids(self) -> set[CheckpointId]:
         found = {
             id for disk in self._disks() for key in disk._objects if (id := id_of(key)) is not None
         }
         for machine in self._machines():
+            found |= {image.commit.lineage.checkpoint for image in self._kept(machine)}
             for memory in machine.memories:
                 found |= {c.lineage.checkpoint for c in commits_in(memory.regions)}
         return found
@@ -246,14 +272,16 @@ class PeerWatch:
                             f"{shard} of {id} in memory"
                         )
                         found.in_memory[shard].add(machine.number)
-            for kept in machine.kept:
-                found = self._find_on(kept, machine.number, id, found)
+            for image in self._kept(machine):
+                if image.commit.lineage.checkpoint == id:
+                    found = found or Found(image.commit)
+                    found.kept[image.shard].add(machine.number)
         if SHARED_TIER in self.world.stored:
-            found = self._find_on(self.world.disk(SHARED_TIER, 0), -1, id, found)
+            found = self._find_stored(self.world.disk(SHARED_TIER, 0), id, found)
         return found
 
-    def _find_on(
-        self, disk: MemoryBackend, where: int, id: CheckpointId, found: Found | None
+    def _find_stored(
+        self, disk: MemoryBackend, id: CheckpointId, found: Found | None
     ) -> Found | None:
         data = disk._objects.get(keys.step_prefix(RUN, id) + keys.COMMIT_NAME)
         if data is None:
@@ -261,11 +289,11 @@ class PeerWatch:
         commit = self._read(data)
         found = found or Found(commit)
         for shard in shards_of(commit):
-            if self._is_good(disk, where, commit, shard):
-                (found.elsewhere if where < 0 else found.kept)[shard].add(where)
+            if self._is_good(disk, commit, shard):
+                found.elsewhere[shard].add(-1)
         return found
 
-    def _is_good(self, disk: MemoryBackend, where: int, commit: Commit, shard: Shard) -> bool:
+    def _is_good(self, disk: MemoryBackend, commit: Commit, shard: Shard) -> bool:
         """Read an image by its record, again only where its files are others than before."""
         id = commit.lineage.checkpoint
         prefix = keys.step_prefix(RUN, id)
@@ -280,10 +308,10 @@ class PeerWatch:
         ):
             return True
         try:
-            image = read_image(StoredTier(name=PEER_TIER, run=RUN, backend=disk), commit, shard)
+            image = read_image(StoredTier(name=SHARED_TIER, run=RUN, backend=disk), commit, shard)
         except TierfallError:
             return False
-        assert image == image_of(id, shard.rank), f"{prefix} on {where}: {shard} is another one's"
+        assert image == image_of(id, shard.rank), f"{prefix}: {shard} is another one's"
         self._good[known] = files
         return True
 

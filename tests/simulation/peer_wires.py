@@ -1,21 +1,19 @@
-"""Peer memory without a network: the backend and the server of the product, and between them connections that a seed
+"""Peer memory without a network: the client and the requests of the product, and between them connections that a seed
 breaks. A machine may be lost, or be cut off from another one.
 """
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tierfall.backends.peer.backend import PeerBackend
-from tierfall.backends.peer.server import PeerServer, _RequestHandler, _Session
 from tierfall.core.ranks.wire import Connection, Head, WireError
-from tierfall.core.types.backend import Backend
-from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.errors import BackendError
+from tierfall.tiers.kept_images import KeptImages
+from tierfall.tiers.peer_requests import PeerClient, PeerServer, Requests
 
 RUN = "run"
 BREAKS = ("before", "halfway", "after")
@@ -46,57 +44,22 @@ class Wires:
         self.breaks.clear()
 
 
-class Server:
-    """What a process of a machine keeps for those of another: in place of a ``PeerServer``."""
-
-    def __init__(
-        self,
-        machine: int,
-        storage: Backend,
-        folders: Callable[[], list[str]],
-        adopt: Callable[[Head], bool],
-    ) -> None:
-        self.machine = machine
-        self.lock = threading.Lock()
-        self.idle_s = 1.0
-        self.folders = folders
-        self._adopt = adopt
-        self._storage = storage
-        self._sessions: dict[str, _Session] = {}
-
-    def adopt(self, sender: str, head: Head) -> bool:
-        return self._adopt(head)
-
-    def join(self, name: str) -> _Session:
-        session = self._sessions.setdefault(name, _Session(self._storage))
-        session.connections += 1
-        return session
-
-    def leave(self, name: str) -> None:
-        session = self._sessions[name]
-        session.connections -= 1
-        if not session.connections:
-            del self._sessions[name]
-            for writer in session.writers.values():
-                with suppress(BackendError):
-                    writer.abort()
-
-
 class Wire:
     """One connection, both of its sides: a request is carried out as it is sent."""
 
-    def __init__(self, wires: Wires, source: int, server: Server, session: str) -> None:
-        self._wires, self._source, self._server, self._name = wires, source, server, session
+    def __init__(self, wires: Wires, source: int, target: int, images: KeptImages) -> None:
+        self._wires, self._source, self._target = wires, source, target
         self._check_reach()
         side = cast(Connection, SimpleNamespace(
-            set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
+            set_timeout=lambda seconds: None, receive=self._next_request, send=self._keep_answer,
+            fill=self._fill, take=self._take,
         ))  # fmt: skip
-        self._handler = _RequestHandler(cast(PeerServer, server), side, server.join(session), "")
+        server = SimpleNamespace(images=images, senders={""}, idle_s=1.0)
+        self._handler = Requests(cast(PeerServer, server), side, "")
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")
         self._answer: tuple[Head, memoryview | None] | None = None
         self._trouble = ""
-        self._is_open = True
 
     # The sender's side ---------------------------------------------------------------------------
 
@@ -104,9 +67,9 @@ class Wire:
         """A request takes no time here."""
 
     def send(self, head: Head, payload: memoryview | None = None) -> None:
-        self._wires.on_request(self._source, self._server.machine)
+        self._wires.on_request(self._source, self._target)
         self._check_reach()
-        self._trouble = self._wires.trouble(self._source, self._server.machine)
+        self._trouble = self._wires.trouble(self._source, self._target)
         if self._trouble == "before" or (self._trouble == "halfway" and payload is None):
             raise ConnectionResetError("the connection broke, on purpose")
         self._requests.append((head, payload))
@@ -126,14 +89,10 @@ class Wire:
         target[:] = payload
 
     def close(self) -> None:
-        """Close it. A server that cannot be reached may not notice, and keep what it was sent."""
-        reached = self._wires.reaches(self._source, self._server.machine)
-        if self._is_open and (reached or self._wires.draw.random() < 0.5):
-            self._server.leave(self._name)
-        self._is_open = False
+        """A server keeps what it was sent, however its connections end."""
 
     def _check_reach(self) -> None:
-        if not self._wires.reaches(self._source, self._server.machine):
+        if not self._wires.reaches(self._source, self._target):
             raise TimeoutError("timed out, on purpose")
 
     # The server's side ---------------------------------------------------------------------------
@@ -145,37 +104,37 @@ class Wire:
         self._payload, self._answer = payload or memoryview(b""), None
         return head, self._payload.nbytes
 
+    def _fill(self, target: memoryview) -> None:
+        arrives = target.nbytes
+        if self._trouble == "halfway":
+            arrives = self._wires.draw.randrange(arrives)
+        target[:arrives] = self._payload[:arrives]
+        if arrives < target.nbytes:
+            raise WireError("the connection broke in the middle, on purpose")
+
     def _take(
         self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
     ) -> BaseException | None:
-        arrives = length
-        if self._trouble == "halfway":
-            arrives = self._wires.draw.randrange(length)
         try:
-            use(0, self._payload[:arrives])
+            use(0, self._payload)
         except BackendError as error:
             return error
-        if arrives < length:
-            raise WireError("the connection broke in the middle, on purpose")
         return None
 
     def _keep_answer(self, head: Head, payload: memoryview | None = None) -> None:
         self._answer = head, payload
 
 
-class WiredPeer(PeerBackend):
-    """The memory of another machine, over ``Wire`` in place of TCP."""
+class WiredPeer(PeerClient):
+    """The memory of another machine, over ``Wire`` in place of TCP. ``process`` returns the images of its process
+    there."""
 
-    def __init__(self, wires: Wires, source: int, server: Server) -> None:
-        super().__init__(("", 0), secret=b"", run=RUN, sender=f"machine-{source}")
-        self._wires, self._source, self._server = wires, source, server
-
-    @property
-    def place(self) -> str:
-        return f"the memory of machine {self._server.machine}"
+    def __init__(
+        self, wires: Wires, source: int, target: int, process: Callable[[], KeptImages]
+    ) -> None:
+        super().__init__(("", 0), secret=b"", run=RUN, sender="")
+        self.place = f"the memory of machine {target}"
+        self._wires, self._source, self._target, self._process = wires, source, target, process
 
     def _connect(self, what: str, deadline_s: float) -> Any:
-        try:
-            return Wire(self._wires, self._source, self._server, self._session)
-        except OSError as error:
-            raise UnreachableError(f"{what}: {error}") from error
+        return Wire(self._wires, self._source, self._target, self._process())

@@ -4,67 +4,57 @@ its ranks and what it keeps for others, and is a node of the starts that it take
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.memory_backend import MemoryBackend
 from tests.simulation.many import Many
 from tests.simulation.mounts import MachineFile
-from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
+from tests.simulation.peer_wires import RUN, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion
 from tierfall.core.copies import shard_reader
-from tierfall.core.format.commit_files import files_of
-from tierfall.core.ranks.wire import Head
 from tierfall.core.restore.inventory import Inventory
-from tierfall.core.types import keys
-from tierfall.core.types.errors import RestoreError, TierfallError
+from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
 from tierfall.setup.host_memory import is_ours
-from tierfall.setup.peers import kept_by, recover_image
+from tierfall.setup.peers import recover_image
 from tierfall.setup.start import Start
-from tierfall.tiers.peers import PeerCache, PeerFolder
+from tierfall.tiers.kept_images import KeptFolder, KeptImages
+from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
 PEER_TIER = "peers"
 
 
+SHARED = Path("/dev/shm")
+
+
 class Machine:
-    """A machine with its memory. ``folders`` is what it keeps for others: by start and node of the sender."""
+    """A machine with its memory. ``kept`` is what it keeps for others."""
 
     def __init__(self, number: int, *, slots: int, images: int, copies: int, domain: str) -> None:
         self.number = number
         self.domain = domain
-        self.folders: dict[str, MemoryBackend] = {}
+        folder = tempfile.mkdtemp(dir=SHARED if SHARED.is_dir() else None)
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.kept = KeptFolder(Path(folder), RUN)
         self.memories = [FakeMemory(images) for _ in range(slots)]
         self.file = MachineFile()
 
-    def folder(self, sender: str) -> MemoryBackend:
-        place = f"the memory of machine {self.number}"
-        return self.folders.setdefault(sender, MemoryBackend(place=place))
 
-    def adopt(self, sender: str, head: Head) -> bool:
-        """Give a sender what is kept of an image from another start, as ``PeerMemory`` does."""
-        checkpoint, shard = CheckpointId(*head["checkpoint"]), Shard(*head["shard"])
-        for name, backend in self.folders.items():
-            try:
-                commit = PeerFolder(PEER_TIER, RUN, backend).read_commit(checkpoint)
-            except TierfallError:
-                continue
-            files = [keys.step_prefix(RUN, checkpoint) + f.name for f in files_of(commit, shard)]
-            same = commit.lineage.attempt_id == head["attempt_id"] and name != sender
-            if same and files and all(file in backend._objects for file in files):
-                for file in files:
-                    self.folder(sender)._objects[file] = backend._objects[file]
-                return True
-        return False
-
-    @property
-    def kept(self) -> list[MemoryBackend]:
-        return list(self.folders.values())
+def kill(images: KeptImages) -> None:
+    """The process that has these files is killed: it closes nothing."""
+    for file in images._files:
+        file.closed = True
+        file.release_descriptor()
 
 
 class StartFailedError(Exception):
@@ -103,7 +93,6 @@ class PeerRank(Rank):
         self.machine = world.present[self.node]
         self.memory = self.machine.memories[number % world.slots]
         self.recovered: CheckpointId | None = None
-        self._folders: dict[str, PeerFolder] = {}
 
     def open(self) -> None:
         super().open()
@@ -117,9 +106,8 @@ class PeerRank(Rank):
             patch.object(shard_reader, "run_in_threads", _in_turn),
             patch.object(self.world.wires, "on_request", self.world.on_recovery_request),
         ):
-            for machine, process in self.world.keepers_of(self):
-                connect = partial(self.world.connect, self, machine, process)
-                keeper = kept_by(PEER_TIER, RUN, connect(self.sender), connect)
+            for client in self.world.keepers_of(self):
+                keeper = self._cache(client)
                 memory = HostMemory(self.memory)
                 found = recover_image(memory, keeper, self.shard, self.listings, known)
                 self.recovered = self.recovered or found
@@ -130,19 +118,13 @@ class PeerRank(Rank):
     def _open_store(self, tier: str) -> StoredTier:
         if tier != PEER_TIER:
             return super()._open_store(tier)
-        remotes = self.world.remotes_of(self)
-        sent = [PeerFolder(tier, RUN, remote, remote.adopt) for remote in remotes]
-        return PeerCache(name=tier, run=RUN, kept=self._kept, sent=sent, backend=sent[0].backend)
+        images = self.world.processes[self.node, self.number % self.world.slots]
+        sent = self.world.keepers_of(self)
+        return self._cache(self.machine.kept, images=images, sent=sent, shard=self.shard)
 
-    @property
-    def sender(self) -> str:
-        return f"{self.world.starts}-{self.node}"
-
-    def _kept(self) -> dict[str, PeerFolder]:
-        for name, backend in self.machine.folders.items():
-            if name not in self._folders:
-                self._folders[name] = PeerFolder(PEER_TIER, RUN, backend)
-        return self._folders
+    def _cache(self, kept: Any, **more: Any) -> PeerCache:
+        folder = self.machine.kept.folder
+        return PeerCache(name=PEER_TIER, run=RUN, folder=folder, kept=kept, **more)
 
 
 class PeerWorld(Many):
@@ -164,6 +146,8 @@ class PeerWorld(Many):
         self.copies = copies
         self.wires = Wires(seed)
         self.starts = 0
+        self.processes: dict[tuple[int, int], KeptImages] = {}
+        """By node and slot, what each process keeps for others."""
         self.world_sizes: dict[int, int] = {}
         """The number of ranks of each attempt."""
         self.refused: RestoreError | None = None
@@ -181,31 +165,17 @@ class PeerWorld(Many):
     def make_rank(self, number: int, memory_images: int) -> PeerRank:
         return PeerRank(self, number, memory_images)
 
-    def keepers_of(self, rank: PeerRank) -> list[tuple[Machine, tuple[int, int]]]:
-        """The machines that keep a rank's images, and the process there that serves it."""
-        keepers = self.placement.holders[rank.node][1:]
-        return [(self.present[node], (node, rank.number % self.slots)) for node in keepers]
-
-    def connect(
-        self, rank: PeerRank, machine: Machine, process: tuple[int, int], sender: str
-    ) -> WiredPeer:
-        """Connect a rank to what a machine keeps of a sender."""
-        server = self._servers.setdefault(
-            (*process, sender),
-            Server(
-                machine.number,
-                machine.folder(sender),
-                lambda: list(machine.folders),
-                partial(machine.adopt, sender),
-            ),
-        )
-        return WiredPeer(self.wires, rank.machine.number, server)
-
-    def remotes_of(self, rank: PeerRank) -> list[WiredPeer]:
-        """The folders of this start on the machines that keep a rank's images."""
+    def keepers_of(self, rank: PeerRank) -> list[WiredPeer]:
+        """The processes that keep a rank's images, on other machines."""
+        slot = rank.number % self.slots
         return [
-            self.connect(rank, machine, process, rank.sender)
-            for machine, process in self.keepers_of(rank)
+            WiredPeer(
+                self.wires,
+                rank.machine.number,
+                self.present[node].number,
+                partial(self.processes.__getitem__, (node, slot)),
+            )
+            for node in self.placement.holders[rank.node][1:]
         ]
 
     # Starts --------------------------------------------------------------------------------------
@@ -221,7 +191,13 @@ class PeerWorld(Many):
         self.node_of = self._nodes()
         self.machines = {node: machine.file for node, machine in enumerate(self.present)}
         self.starts += 1
-        self._servers: dict[tuple[int, int, str], Server] = {}
+        for images in self.processes.values():
+            kill(images)
+        self.processes = {
+            (node, slot): KeptImages(machine.kept, slot)
+            for node, machine in enumerate(self.present)
+            for slot in range(self.slots)
+        }
         self.placement = place_copies([machine.domain for machine in self.present], self.copies)
         self.ranks = [self.make_rank(number, 0) for number in range(len(self.node_of))]
         super().start()

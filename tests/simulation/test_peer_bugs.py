@@ -32,7 +32,8 @@ from tierfall.policies import eviction
 from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup import start
 from tierfall.setup.host_memory import Leftovers
-from tierfall.tiers.peers import PeerCache, PeerFolder
+from tierfall.tiers.peer_requests import PeerClient
+from tierfall.tiers.peers import PeerCache
 
 SEEDS = 12
 """How many runs may pass until a bug is found. ``first`` is the seed that found it last."""
@@ -62,7 +63,7 @@ def put_two_copies_on_one_node(patch: pytest.MonkeyPatch) -> None:
 def write_the_first_copy_only(patch: pytest.MonkeyPatch) -> None:
     """An image counts as written once the first of the nodes that are to keep it has it."""
 
-    def init(self: PeerCache, *, sent: Sequence[PeerFolder], **more: Any) -> None:
+    def init(self: PeerCache, *, sent: Sequence[PeerClient] = (), **more: Any) -> None:
         real(self, sent=sent[:1], **more)
 
     real = PeerCache.__init__
@@ -86,8 +87,7 @@ def delete_on_the_other_side(patch: pytest.MonkeyPatch) -> None:
     """A deletion reaches what this start has sent, and not what this node keeps of others."""
 
     def delete(self: PeerCache, checkpoint: CheckpointId, **more: Any) -> None:
-        for folder in self._sent:
-            folder.drop(checkpoint)
+        self.discard(checkpoint, attempt=None)
 
     patch.setattr(PeerCache, "delete", delete)
 
@@ -99,7 +99,7 @@ def announce_a_commit_too_early(patch: pytest.MonkeyPatch) -> None:
         self: TierCommits, tier: str, id: CheckpointId, bodies: Bodies, **more: Any
     ) -> None:
         real(self, tier, id, bodies, **more)
-        if not more["of_node_only"] and not self._shared[tier]:
+        if not more["of_node_only"] and not self._group.is_shared(tier):
             self._announce_committed(tier, id, dict.fromkeys(bodies, 1))
 
     real = TierCommits.on_all_uploaded
@@ -137,29 +137,28 @@ def restore_a_part_of_an_older_step(patch: pytest.MonkeyPatch) -> None:
     """The image of another step that bears the same name is read, and its digests are not compared."""
 
     def read_into(
-        self: PeerFolder, checkpoint: CheckpointId, shard: Shard, *arguments: Any, **more: Any
+        self: PeerCache, checkpoint: CheckpointId, shard: Shard, *arguments: Any, **more: Any
     ) -> None:
         older = (c.id for c in self.list().copies if c.id < checkpoint)
         real(self, max(older, default=checkpoint), shard, *arguments, **more)
 
-    real = PeerFolder.read_into
-    patch.setattr(PeerFolder, "read_into", read_into)
+    real = PeerCache.read_into
+    patch.setattr(PeerCache, "read_into", read_into)
+    patch.setattr(PeerCache, "read_cached", lambda *arguments, **more: False)
     patch.setattr(images, "check_digest", lambda *arguments, **more: None)
 
 
 def believe_one_keeper(patch: pytest.MonkeyPatch) -> None:
     """A copy counts as written once one of the nodes that are to keep it has its record."""
 
-    def written_commit(self: PeerCache, checkpoint: CheckpointId) -> Commit:
-        for folder in self._sent[:-1]:
-            with suppress(KeyNotFoundError):
-                return folder.read_commit(checkpoint)
-        return self._sent[-1].read_commit(checkpoint)
-
     def commit(self: PeerCache, commit: Commit, **more: Any) -> None:
-        self._sent[0].commit(commit, **more)
+        sent, self._sent = self._sent, self._sent[:1]
+        try:
+            real(self, commit, **more)
+        finally:
+            self._sent = sent
 
-    patch.setattr(PeerCache, "written_commit", written_commit)
+    real = PeerCache.commit
     patch.setattr(PeerCache, "commit", commit)
 
 
@@ -178,11 +177,10 @@ def move_an_image_back(patch: pytest.MonkeyPatch) -> None:
     """A start that has brought an image back deletes it where it was kept."""
     real = peer_world.recover_image
 
-    def recover_image(host: Any, keepers: Any, *arguments: Any, **more: Any) -> CheckpointId | None:
-        id = real(host, keepers, *arguments, **more)
+    def recover_image(host: Any, keeper: Any, *arguments: Any, **more: Any) -> CheckpointId | None:
+        id = real(host, keeper, *arguments, **more)
         if id is not None:
-            for folder in keepers._kept().values():
-                folder.drop(id)
+            keeper._kept._process().drop(id)
         return id
 
     patch.setattr(peer_world, "recover_image", recover_image)

@@ -2,190 +2,260 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from test_stored import CUT, IMAGE, attempt, commit_of, manifest_of
+from kept_records import CUT, ONE, image_of, receive, records_of
+from test_stored import attempt
 
-from tests.faults import Fault, FaultKind, Faulty, Operation
-from tests.memory_backend import MemoryBackend
-from tierfall.core.format.commit_files import raw_files, shards_of
+from tierfall.core.format.commit_files import unite_records
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import names_all_shards
-from tierfall.core.types.backend import Backend, put_object
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.tiers.peers import PeerCache, PeerFolder
+from tierfall.tiers.kept_images import KeptFolder, KeptImages
+from tierfall.tiers.peers import PeerCache
 
-ONE = CheckpointId(1, 1)
-MANIFEST = b"manifest"
+TWO = CheckpointId(2, 1)
+
+
+class Wired:
+    """A node that another one sends to, without a wire: its requests, by the names of a ``PeerClient``. While
+    ``silent`` names a request, it is not answered."""
+
+    def __init__(self, images: KeptImages) -> None:
+        self.images_there = images
+        self.silent = ""
+        self.begun: list[Any] = []
+
+    def _ask(self, do: str, call: Callable[[], Any]) -> Any:
+        if self.silent == do:
+            raise UnreachableError("no answer, on purpose")
+        return call()
+
+    def begin(self, id: CheckpointId, shard: Shard, **more: Any) -> bool:
+        self.begun.append((id, shard, more["attempt_id"], more["waiting"]))
+        begin = self.images_there.begin
+        return bool(self._ask("begin", lambda: begin(id, shard, upload=1, **more)))
+
+    def write(self, id: CheckpointId, shard: Shard, offset: int, view: memoryview) -> None:
+        def write() -> None:
+            with self.images_there.receiving(id, shard, 1, offset, view.nbytes) as memory:
+                memory[:] = view
+
+        self._ask("write", write)
+
+    def seal(self, id: CheckpointId, shard: Shard, **records: bytes) -> None:
+        self._ask("seal", lambda: self.images_there.seal(id, shard, 1, **records))
+
+    def discard(self, id: CheckpointId, shard: Shard) -> None:
+        self._ask("discard", lambda: self.images_there.discard(id, shard))
+
+    def images(self) -> Any:
+        return self._ask("images", self.images_there.folder.images)
+
+    def close(self) -> None:
+        self.images_there.close(keep=True)
 
 
 class Node:
-    """A node of two, with what it keeps, by sender."""
+    """A node of two ranks' job, with what it keeps."""
 
-    def __init__(self) -> None:
-        self.kept: dict[str, Backend] = {}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+        self.images = KeptImages(KeptFolder(folder, "run"), 0)
 
-    def cache(self, *sent: Backend) -> PeerCache:
-        folders = {name: PeerFolder("peers", "run", backend) for name, backend in self.kept.items()}
+    def cache(self, *sent: Node | Wired, rank: int = 0) -> PeerCache:
+        clients: Any = [node if isinstance(node, Wired) else Wired(node.images) for node in sent]
         return PeerCache(
             name="peers",
             run="run",
-            kept=lambda: folders,
-            sent=[PeerFolder("peers", "run", backend) for backend in sent],
-            backend=(*sent, MemoryBackend("none"))[0],
+            folder=self.folder,
+            kept=self.images.folder,
+            images=self.images,
+            sent=clients,
+            shard=Shard(rank, 2),
         )
 
+    def kept(self) -> list[tuple[CheckpointId, int]]:
+        images, _ = self.images.folder.images()
+        return sorted((image.commit.lineage.checkpoint, image.shard.rank) for image in images)
 
-def record(rank: int, identity: str = "a") -> Commit:
-    files = raw_files(Shard(rank, 2), image_bytes=len(IMAGE), manifest=MANIFEST)
-    return replace(commit_of(1, identity=identity), world_size=2, files=files)
+
+Make = Callable[[], Node]
 
 
-def send(cache: PeerCache, commit: Commit, *, count: bool = True) -> None:
+@pytest.fixture
+def node(tmp_path: Path) -> Make:
+    numbers = iter(range(100))
+    return lambda: Node(tmp_path / f"node-{next(numbers)}")
+
+
+def send(cache: PeerCache, rank: int = 0, id: CheckpointId = ONE, *, count: bool = True) -> None:
     """Send the image of a rank; ``count``: rank 0 says that the checkpoint is whole."""
-    (shard,) = shards_of(commit)
-    writer = cache.create_shard(ONE, shard, CUT, Spliced(b"[]"))
-    writer.write_chunks(0, 0, memoryview(IMAGE))
-    writer.finish(manifest_of(1))
-    cache.write_manifest(ONE, shard, MANIFEST)
+    manifest, commit = records_of(id, rank)
+    writer = cache.create_shard(id, Shard(rank, 2), CUT, Spliced(b"[]"))
+    writer.write_chunks(0, 0, memoryview(image_of(id, rank)))
+    writer.finish(manifest)
+    cache.write_manifest(id, Shard(rank, 2), manifest.encode())
     if count:
         cache.commit(commit, attempt=attempt())
 
 
-def test_the_shards_of_two_attempts_of_one_number_never_add_up() -> None:
-    keeper = Node()
-    for sender, commit in (("1-0", record(0)), ("2-1", record(1, "b"))):
-        keeper.kept[sender] = backend = MemoryBackend("keeper")
-        send(Node().cache(backend), commit)
+def read(cache: PeerCache, rank: int = 0, id: CheckpointId = ONE) -> bytes:
+    data = bytearray(CUT.image_bytes)
+    cache.read_into(id, Shard(rank, 2), 0, memoryview(data))
+    return bytes(data)
+
+
+def test_the_shards_of_two_attempts_of_one_number_never_add_up(node: Make) -> None:
+    keeper = node()
+    receive(keeper.images, ONE, 0)
+    receive(keeper.images, ONE, 1, "b")
     (copy,) = keeper.cache().list().copies
     assert copy.commit is not None
     assert not names_all_shards(copy.commit)
 
 
-def test_a_shard_counts_once_rank_0_has_said_that_the_checkpoint_is_whole() -> None:
-    keeper = Node()
-    keeper.kept["1-0"] = backend = MemoryBackend("keeper")
-    sender = Node().cache(backend)
-    send(sender, record(0), count=False)
-    assert keeper.cache().list().copies == ()
-    sender.commit(record(0), attempt=attempt())
+def test_the_shards_of_one_attempt_add_up(node: Make) -> None:
+    keeper = node()
+    for rank in (0, 1):
+        receive(keeper.images, ONE, rank)
     (copy,) = keeper.cache().list().copies
-    assert (copy.id, copy.commit) == (ONE, record(0))
+    assert copy.commit == unite_records({str(r): records_of(ONE, r)[1] for r in (0, 1)})
+    assert names_all_shards(copy.commit)
+    assert copy.bytes == 2 * CUT.image_bytes
 
 
-def test_an_image_is_on_all_that_are_to_keep_it_or_not_written() -> None:
-    first, second = MemoryBackend("first"), MemoryBackend("second")
-    once = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*/commit.json")
-    sender = Node().cache(first, Faulty(second, seed=0, plan=[once]))
-    send(sender, record(0), count=False)
+def test_a_shard_counts_once_rank_0_has_said_that_the_checkpoint_is_whole(node: Make) -> None:
+    keeper = node()
+    sender = node().cache(keeper)
+    send(sender, count=False)
+    assert keeper.cache().list().copies == ()
+    assert not sender.is_committed(ONE)
+    sender.commit(records_of(ONE)[1], attempt=attempt())
+    (copy,) = keeper.cache().list().copies
+    assert (copy.id, copy.commit) == (ONE, records_of(ONE)[1])
+    assert sender.is_committed(ONE)
+
+
+def test_an_image_is_on_all_that_are_to_keep_it_or_not_written(node: Make) -> None:
+    first, second = node(), node()
+    wired = Wired(second.images)
+    sender = node().cache(first, wired)
+    send(sender, count=False)
+    wired.silent = "seal"
     with pytest.raises(UnreachableError):
-        sender.commit(record(0), attempt=attempt())
+        sender.commit(records_of(ONE)[1], attempt=attempt())
     with pytest.raises(KeyNotFoundError):
         sender.written_commit(ONE)
-    sender.commit(record(0), attempt=attempt())
-    assert sender.written_commit(ONE) == record(0)
+    wired.silent = ""
+    sender.commit(records_of(ONE)[1], attempt=attempt())
+    assert sender.written_commit(ONE) == records_of(ONE)[1]
+    assert first.kept() == second.kept() == [(ONE, 0)]
 
 
-def test_what_is_kept_of_another_start_is_not_what_this_one_has_sent() -> None:
-    node, keeper = Node(), MemoryBackend("keeper")
-    node.kept["1-1"] = backend = MemoryBackend("node")
-    send(Node().cache(backend), record(0))
-    again = node.cache(keeper)
+def test_what_is_kept_of_another_start_is_not_what_this_one_has_sent(node: Make) -> None:
+    one, keeper = node(), node()
+    receive(one.images, ONE)
+    again = one.cache(keeper)
     assert not again.is_committed(ONE)
-    assert again.read_commit(ONE) == record(0)
+    assert again.read_commit(ONE) == records_of(ONE)[1]
 
 
-def test_a_deletion_takes_what_each_node_keeps_and_asks_no_other_node() -> None:
-    node, keeper = Node(), MemoryBackend("keeper")
-    node.kept["1-1"] = kept = MemoryBackend("node")
-    send(Node().cache(kept), record(1))
-    silent = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, times=None)
-    cache = node.cache(Faulty(keeper, seed=0, plan=[silent]))
-    send(cache, record(0))
+def test_what_a_node_has_sent_is_known_there_though_it_keeps_nothing(node: Make) -> None:
+    sender = node().cache(node())
+    send(sender)
+    assert sender.list().copies == ()
+    found = sender.find_copy(ONE)
+    assert found is not None
+    assert found.commit == sender.read_commit(ONE) == records_of(ONE)[1]
+    assert read(sender) == image_of(ONE)
+
+
+def test_a_deletion_takes_what_each_node_keeps_and_asks_no_other_node(node: Make) -> None:
+    one, keeper = node(), node()
+    receive(one.images, ONE, 1)
+    wired = Wired(keeper.images)
+    cache = one.cache(wired)
+    send(cache)
+    wired.silent = "discard"
     cache.delete(ONE, attempt=attempt(), known=DecidedList())
-    assert [*kept.scan("run/")] == []
-    other = Node()
-    other.kept["2-0"] = keeper
-    other.cache().delete(ONE, attempt=attempt(), known=DecidedList())
-    assert [*keeper.scan("run/")] == []
+    assert one.kept() == []
+    assert keeper.kept() == [(ONE, 0)]
+    keeper.cache().delete(ONE, attempt=attempt(), known=DecidedList())
+    assert keeper.kept() == []
 
 
-def test_a_damaged_record_in_one_folder_hides_nothing_in_another() -> None:
-    node = Node()
-    for sender in ("1-1", "2-1"):
-        node.kept[sender] = MemoryBackend(sender)
-        send(Node().cache(node.kept[sender]), record(1))
-    put_object(node.kept["1-1"], "run/step-00000001-a0001/commit.json", b"damaged")
-    target = bytearray(len(IMAGE))
-    node.cache().read_into(ONE, Shard(1, 2), 0, memoryview(target))
-    assert bytes(target) == IMAGE
+def test_a_damaged_image_hides_nothing_of_another_start(node: Make) -> None:
+    one = node()
+    receive(one.images, ONE, 1)
+    receive(one.images, ONE, 1)
+    first = one.images.folder.images()[0][0]
+    with first.path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"damage")
+    assert read(one.cache(), 1) == image_of(ONE, 1)
+    assert one.cache().list().damaged
 
 
-def test_all_of_a_run_goes_from_all_that_keep_it() -> None:
-    node, keepers = Node(), [MemoryBackend("first"), MemoryBackend("second")]
-    node.kept["1-1"] = kept = MemoryBackend("node")
-    send(Node().cache(kept), record(1))
-    cache = node.cache(*keepers)
-    send(cache, record(0))
-    cache.delete_run()
-    assert [s for backend in (kept, *keepers) for s in backend.scan("run/")] == []
-
-
-def test_a_commit_that_is_revoked_costs_nothing_of_an_earlier_start() -> None:
-    node, keeper = Node(), MemoryBackend("keeper")
-    node.kept["1-1"] = kept = MemoryBackend("node")
-    send(Node().cache(kept), record(1))
-    cache = node.cache(keeper)
-    send(cache, record(0))
+def test_a_commit_that_is_revoked_costs_nothing_of_an_earlier_start(node: Make) -> None:
+    one, keeper = node(), node()
+    receive(one.images, ONE, 1)
+    cache = one.cache(keeper)
+    send(cache)
     cache.delete(ONE, attempt=attempt(), known=None)
-    assert [*keeper.scan("run/")] == []
-    assert cache.list().copies
+    assert keeper.kept() == []
+    assert one.kept() == [(ONE, 1)]
+    assert not cache.is_committed(ONE)
 
 
-def test_an_image_is_read_from_the_second_keeper_if_the_first_is_silent() -> None:
-    first, second = MemoryBackend("first"), MemoryBackend("second")
-    silent = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.READ, keys="*.safetensors")
-    cache = Node().cache(Faulty(first, seed=0, plan=[silent]), second)
-    send(cache, record(0))
-    target = bytearray(len(IMAGE))
-    cache.read_into(ONE, Shard(0, 2), 0, memoryview(target))
-    assert bytes(target) == IMAGE
+def test_an_image_is_read_from_the_second_keeper_if_the_first_is_silent(node: Make) -> None:
+    wired = Wired(node().images)
+    cache = node().cache(wired, node())
+    send(cache)
+    wired.silent = "images"
+    assert read(cache) == image_of(ONE)
 
 
-def test_a_start_deletes_what_an_earlier_one_has_sent_in_part() -> None:
-    keeper = Node()
-    keeper.kept["1-0"] = backend = MemoryBackend("keeper")
-    send(Node().cache(backend), record(0), count=False)
-    keeper.cache().discard_unfinished(attempt=attempt(2))
-    assert [*backend.scan("run/")] == []
+def test_an_image_that_is_given_up_leaves_nothing_once_the_next_one_is_begun(node: Make) -> None:
+    """The node was silent when it was given up."""
+    keeper = node()
+    wired = Wired(keeper.images)
+    cache = node().cache(wired)
+    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"))
+    wired.silent = "discard"
+    writer.abort()
+    wired.silent = ""
+    send(cache, id=TWO)
+    assert keeper.kept() == [(TWO, 0)]
+    assert len([*keeper.folder.glob("*.image")]) == 1
 
 
-def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again() -> None:
-    asked = []
+def test_an_image_that_waits_for_rank_0_stays_while_the_next_one_is_sent(node: Make) -> None:
+    keeper = node()
+    cache = node().cache(keeper)
+    send(cache, count=False)
+    send(cache, id=TWO)
+    cache.commit(records_of(ONE)[1], attempt=attempt())
+    assert keeper.kept() == [(ONE, 0), (TWO, 0)]
 
-    def adopt(*image: object) -> bool:
-        asked.append(image)
-        return True
 
-    cache = Node().cache(MemoryBackend("new"))
-    cache._sent[0].adopt = adopt
+def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again(node: Make) -> None:
+    keeper = node()
+    receive(keeper.images, ONE)
+    keeper.images.close(keep=True)
+    later = Wired(KeptImages(KeptFolder(keeper.folder, "run"), 0))
+    cache = node().cache(later)
     writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
     assert writer.has_chunk(0)
-    assert asked == [(ONE, Shard(0, 2), "a" * 32)]
-
-
-def test_an_image_is_sent_to_a_keeper_that_cannot_tell_whether_it_has_it() -> None:
-    def adopt(*image: object) -> bool:
-        raise UnreachableError("no answer in time")
-
-    keeper = MemoryBackend("new")
-    cache = Node().cache(keeper)
-    cache._sent[0].adopt = adopt
-    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
-    writer.write_chunks(0, 0, memoryview(IMAGE))
-    writer.finish(manifest_of(1))
-    assert [stored.bytes for stored in keeper.scan("run/")] == [len(IMAGE)]
+    assert later.begun == [(ONE, Shard(0, 2), "a" * 32, [])]
+    cache.write_manifest(ONE, Shard(0, 2), records_of(ONE)[0].encode())
+    cache.commit(records_of(ONE)[1], attempt=attempt())
+    assert keeper.kept() == [(ONE, 0)]
+    cache.delete(ONE, attempt=attempt(), known=None)
+    assert keeper.kept() == [(ONE, 0)], "it is not this start's to revoke"

@@ -46,7 +46,6 @@ from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.flush import still_owed
 from tierfall.policies.retention import missing_metrics, plan_retention
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.setup.peers import discard_kept
 from tierfall.setup.places import MEMORY_NAME, run_folder, with_own_peers
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tier_identity import TierIdentities
@@ -63,6 +62,7 @@ from tierfall.setup.tiers import (
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.host import lock_name
 from tierfall.tiers.host_folder import prepare_folder
+from tierfall.tiers.kept_images import discard_kept
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -651,7 +651,7 @@ def _delete_on_tiers(config: Config, tiers: OpenedTiers) -> dict[str, TierfallEr
     if peers is not None:
         stores.pop(peers.name, None)
         try:
-            discard_kept(peers.path, config.run)
+            discard_kept(peers.path / config.run)
         except BackendError as error:
             failed[peers.name] = error
     delete = StoredTier.delete_run

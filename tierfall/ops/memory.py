@@ -5,8 +5,6 @@ The folder of its host memory identifies a run. ``tiers.json`` in it names the r
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.ops.reader import PATH_ANSWER_S, find_owner, known_slots, names_in_memory, open_memory
 from tierfall.setup.host_memory import images_in
-from tierfall.setup.peers import discard_kept, kept_of_run
 from tierfall.setup.places import folders_of_run, memory_root, read_memory, run_folder, seen_by_one
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.host import held_bytes, image_files, lock_name
 from tierfall.tiers.host_folder import default_folder
 from tierfall.tiers.image_file import remove_image_file
+from tierfall.tiers.kept_images import discard_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class HeldMemory:
             for slot in slots:
                 remove_status(self.folder, slot)
             if self.kept:
-                discard_kept(Path(self.kept), self.run)
+                discard_kept(Path(self.kept) / self.run)
 
 
 def held_by_runs(config: Config | None) -> list[HeldMemory]:
@@ -96,10 +94,8 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
     slots = known_slots(folder)
     remembered = read_memory(folder)
     kept = remembered.kept if remembered is not None else ""
-    kept_files = (
-        (file for one in kept_of_run(Path(kept), run) for file in one.rglob("*")) if kept else ()
-    )
-    in_images, kept_bytes = held_bytes(folder), _bytes_of(kept_files)
+    in_images = held_bytes(folder)
+    kept_bytes = held_bytes(Path(kept) / run) if kept else 0
     if not in_images + kept_bytes:
         return None
     hosts, unread = open_memory(folder, slots, name=TierKind.HOST.value, run=run)
@@ -118,15 +114,3 @@ def _look_at(run: str, folder: Path) -> HeldMemory | None:
         kept_bytes=kept_bytes,
         problems=tuple(str(error) for error in (unread, *damaged) if error is not None),
     )
-
-
-def _bytes_of(files: Iterable[Path]) -> int:
-    """Return how much memory files take; those that are deleted meanwhile take none."""
-    total = 0
-    for file in files:
-        try:
-            status = os.lstat(file)
-        except OSError:
-            continue
-        total += status.st_blocks * 512
-    return total

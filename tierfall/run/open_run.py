@@ -626,7 +626,9 @@ class OpenRun:
                     session.ranks.close(max(LAST_S, meets_s()))
                 else:
                     session.ranks.leave()
-                close_peers(self._peers)  # until all have left, they delete what it keeps
+                close_peers(
+                    self._peers, keep=keep
+                )  # until all have left, others may read what it keeps
         if self.config.on_error is OnError.RAISE:
             self._check_alive()
             self._raise_failures()

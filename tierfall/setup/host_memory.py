@@ -352,7 +352,7 @@ class Leftovers:
 
         Last go those that this start was restored from, or that peer memory counts on, if no other tier has them: of
         these the restored one goes before a reported one. Without peer memory they stay; with it they go only if memory
-        has room for nothing else.
+        has no image of this rank that would go before them.
         """
         if not self.images:
             return False
@@ -365,8 +365,9 @@ class Leftovers:
                 "'tierfall drain', or raise the capacity of memory", id,
             )  # fmt: skip
             return False
-        entries, host = self.ledger.entries, self.ledger.host
-        if self._is_needed(id) and any(host in entry.states for entry in entries.values()):
+        own = [e.id for e in self.ledger.entries.values() if self.ledger.host in e.states]
+        order = self._eviction_order
+        if self._is_needed(id) and any(order(each) < order(id) for each in own):
             return False
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
         for region in self.images.pop(id):

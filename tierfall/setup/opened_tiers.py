@@ -42,7 +42,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup.host_memory import NodeMemory, check_memory, is_ours, regions_in
-from tierfall.setup.peers import PeerMemory, discard_kept
+from tierfall.setup.peers import PeerMemory
 from tierfall.setup.places import seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -59,6 +59,7 @@ from tierfall.setup.tiers import (
     open_stores,
     patience_s,
 )
+from tierfall.tiers.kept_images import discard_kept
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -324,8 +325,6 @@ class OpenedTiers:
         A deletion that does not finish in time may continue. It does not delete files of this process's writers, but it
         may delete those of other ranks: with several ranks the tier is excluded, and no rank may write to it.
         """
-        if self._peers is not None and self.ranks.topology.is_leader:
-            self._peers.remove_empty()
         own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
         stores = [self.stores[name] for name in own if name in self.stores]
         answers = self._call(stores, lambda store: store.discard_unfinished(attempt=attempt))
@@ -446,7 +445,7 @@ class OpenedTiers:
         for host in self.memory.hosts:
             host.discard()
         if self.config.peers is not None and self.ranks.topology.is_leader:
-            discard_kept(self.config.peers.path, self.run)
+            discard_kept(self.config.peers.path / self.run)
 
     def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
         """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host
@@ -455,14 +454,6 @@ class OpenedTiers:
             return
         self._closed = True
         try:
-            if not keep and self._peers is not None and self.ranks.topology.is_leader:
-                # what this node has sent, and what it keeps: all is durable on tiers that are not memory
-                peers = [
-                    self.stores[name] for name in self.config.peer_copies if name in self.stores
-                ]
-                for name, answer in self._call(peers, lambda store: store.delete_run()).items():
-                    if answer.error is not None:
-                        logger.warning("close: tier %s keeps its memory: %s", name, answer.error)
             close_stores(self.stores, timeout_s)
         finally:
             self.memory.close(keep=keep)

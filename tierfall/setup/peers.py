@@ -12,26 +12,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import secrets
-import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tierfall.backends.peer.backend import PeerBackend
-from tierfall.backends.peer.kept import KeptFiles
-from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.toolkit.base import describe
-from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.model import NODE_SPREAD
 from tierfall.core.copies.chunk_reader import ReadTally
@@ -44,31 +35,25 @@ from tierfall.core.ranks.addresses import address_towards, is_loopback, listen, 
 from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.wire import Head
-from tierfall.core.types.backend import Backend, Publish, Writer, put_object
+from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.types.backend import Publish, put_object
 from tierfall.core.types.errors import (
-    BackendError,
     CapacityError,
     ConfigError,
     KeyExistsError,
     RanksError,
-    StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.keys import COMMIT_NAME, step_folder
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.policies.placement import CopyPlacement, place_copies
 from tierfall.setup.places import seen_by_one, with_own_peers
 from tierfall.tiers.host import HostTier
-from tierfall.tiers.host_folder import (
-    is_in_memory,
-    measure_room,
-    prepare_folder,
-    sized,
-)
-from tierfall.tiers.peers import PeerCache, PeerFolder
+from tierfall.tiers.host_folder import prepare_folder
+from tierfall.tiers.kept_images import KeptFolder, KeptImages, KeptReader
+from tierfall.tiers.peer_requests import PeerClient, PeerServer
+from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -77,16 +62,12 @@ TIMEOUT_S = 30.0
 TIMEOUT_MIN_S = 1.0
 REQUESTS_IN_MAX_WAIT = 4
 """A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
-CHECKED_BYTES_MIN = 64 << 10
-"""Documents are smaller."""
 _ID_NAME = "memory-id"
-_FOLDER = re.compile(r"[0-9a-f]{16}-[0-9]+")
-"""The name of a sender's folder: the start, and the number of the node."""
 
 
 class PeerMemory:
-    """What this rank serves, and the nodes that keep what this node writes. ``placement`` has, by node, the nodes that
-    keep its images. ``close`` ends the service."""
+    """What this rank serves, and the nodes that keep its images. ``placement`` has, by node, the nodes that keep its
+    images, and ``images`` are the files that this process keeps for others. ``close`` ends the service."""
 
     def __init__(
         self,
@@ -99,7 +80,7 @@ class PeerMemory:
         """Meet the other ranks; all make this call. ``timeout_s``: how long another node may be silent in a request.
         Raises RanksError, and ConfigError if the copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
-        mine = _describe_self(tier)
+        mine = _describe_self(tier, run)
         listener = listen(mine.host if tier.interface else "")
         try:
             mine = replace(mine, port=listener.getsockname()[1])
@@ -118,26 +99,28 @@ class PeerMemory:
             listener.close()
             raise
         self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
-        self._node, self._local_index = topology.node, ranks.local_index
+        self._local_index = ranks.local_index
         self._shard = ranks.shard
         self._secret = ranks.secret
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
         ]
-        self._start = meeting.start
-        self._sender = f"{meeting.start}-{topology.node}"
-        self._senders = {
-            f"{meeting.start}-{owner}"
-            for owner, holders in enumerate(self.placement.holders)
-            if topology.node in holders[1:]
-        }
+        self._sender = str(topology.node)
+        # the first rank of a node has the slots of ranks that no longer exist, too
+        adopts_from = len(topology.local_ranks) if topology.is_leader else math.inf
+        self.images = KeptImages(
+            KeptFolder(tier.path / run, run), ranks.local_index, adopts_from=adopts_from
+        )
         self._server = PeerServer(
+            self.images,
             secret=self._secret,
             run=run,
-            storage=self._open_kept_for,
+            senders=[
+                str(owner)
+                for owner, holders in enumerate(self.placement.holders)
+                if topology.node in holders[1:]
+            ],
             listener=listener,
-            folders=lambda: [folder.name for folder in kept_folders(tier.path)],
-            adopt=self._adopt,
         )
 
     def _rank_of(self, node: int) -> PeerAddress:
@@ -145,54 +128,20 @@ class PeerMemory:
         ranks = self._nodes[node]
         return ranks[self._local_index % len(ranks)]
 
-    def _open_kept_for(self, sender: str) -> Backend:
-        """Open the folder of what a node sends in this start; for reading, that of an earlier one."""
-        path = self._tier.path / sender
-        if sender in self._senders:
-            # Only files in memory are mapped: a read error of a disk would end the process.
-            path = prepare_folder(path)
-            in_memory = is_in_memory(path)
-            return RoomCheck(KeptFiles(path) if in_memory else PosixBackend(path, direct_io=False))
-        if path not in kept_folders(self._tier.path):
-            raise BackendError(f"nothing that {sender} saves is kept here")
-        return PosixBackend(path, read_only=True)
-
-    def _adopt(self, sender: str, head: Head) -> bool:
-        """Give a sender an image that is kept from an earlier start: if it is good, link its files into the sender's
-        folder."""
-        checkpoint, shard = CheckpointId(*head["checkpoint"]), Shard(*head["shard"])
-        step = Path(self._run) / step_folder(checkpoint)
-        target = self._tier.path / sender / step
-        for path in kept_folders(self._tier.path) if sender in self._senders else ():
-            if path.name == sender or not (path / step / COMMIT_NAME).exists():
-                continue
-            backend = PosixBackend(path, read_only=True, direct_io=False)
-            with (
-                closing(PeerFolder(self._tier.name, self._run, backend)) as folder,
-                suppress(TierfallError, OSError),  # it is damaged, or is being deleted: it is sent
-            ):
-                commit = folder.read_commit(checkpoint)
-                if commit.lineage.attempt_id != head["attempt_id"]:
-                    continue
-                _read_whole(folder, commit, shard)
-                target.mkdir(parents=True, exist_ok=True)
-                for file in files_of(commit, shard):
-                    with suppress(FileExistsError):
-                        os.link(path / step / file.name, target / file.name)
-                return True
-        return False
-
-    def remove_empty(self) -> None:
-        """Remove the folders of earlier starts in which nothing is left. The leader of a node makes this call."""
-        for folder in kept_folders(self._tier.path):
-            if folder.name.startswith(f"{self._start}-"):
-                continue
-            if not any(names for _, _, names in os.walk(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def connect(self) -> list[PeerBackend]:
-        """Return the folders of this start on the nodes that keep this node's images, one for each copy."""
-        return [self._connect(rank, self._sender) for rank in self._keepers]
+    def open_tier(self, pace: RateLimiter) -> PeerCache:
+        """Return peer memory as a tier, to which this rank sends at a rate."""
+        clients = [self._connect(rank, pace=pace) for rank in self._keepers]
+        return PeerCache(
+            name=self._tier.name,
+            run=self._run,
+            folder=self._tier.path,
+            kept=self.images.folder,
+            images=self.images,
+            sent=clients,
+            shard=self._shard,
+            pace=pace,
+            last_answer_s=lambda: max(client.last_answer_s for client in clients),
+        )
 
     def recover_image(
         self,
@@ -207,53 +156,34 @@ class PeerMemory:
             return
         until_s = time.monotonic() + timeout_s
         for other in self._keepers:
-            first = self._connect(other, self._sender, until_s)
-            connect = partial(self._connect, other, until_s=until_s)
-            with closing(kept_by(self._tier.name, self._run, first, connect)) as keeper:
+            with closing(self._connect(other, until_s=until_s)) as client:
+                keeper = kept_by(self._tier, self._run, client)
                 if recover_image(host, keeper, self._shard, listings, is_ours) is not None:
                     return
 
-    def _connect(self, rank: PeerAddress, sender: str, until_s: float = math.inf) -> PeerBackend:
-        return PeerBackend(
+    def _connect(
+        self, rank: PeerAddress, *, pace: RateLimiter | None = None, until_s: float = math.inf
+    ) -> PeerClient:
+        return PeerClient(
             (rank.host, rank.port),
             secret=self._secret,
             run=self._run,
-            sender=sender,
+            sender=self._sender,
+            pace=pace,
             timeout_s=self._timeout_s,
             until_s=until_s,
         )
 
-    def close(self) -> None:
-        """Stop serving. What is kept for others stays, for the next start."""
+    def close(self, *, keep: bool) -> None:
+        """Stop serving; unless ``keep``, what this process keeps for others is deleted."""
         self._server.close()
+        self.images.close(keep=keep)
 
 
-class RoomCheck(Wrapper):
-    """Refuses an object that does not fit into the memory that is free: else the machine may kill a process for it."""
-
-    def create(
-        self,
-        key: str,
-        *,
-        length: int | None = None,
-        length_max: int | None = None,
-        publish: Publish = Publish.REPLACE,
-    ) -> Writer:
-        if length is not None and length >= CHECKED_BYTES_MIN:
-            reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
-            free_bytes = measure_room(Path(self.place)).free_bytes
-            if length > free_bytes + reused_bytes:
-                raise StorageFullError(
-                    f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(free_bytes)} are "
-                    f"free for it on {node_name()}: {HELPS}"
-                )
-        return super().create(key, length=length, length_max=length_max, publish=publish)
-
-
-def close_peers(peers: PeerMemory | None) -> None:
+def close_peers(peers: PeerMemory | None, *, keep: bool = True) -> None:
     """Close the peer memory of a start that has any."""
     if peers is not None:
-        peers.close()
+        peers.close(keep=keep)
 
 
 def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
@@ -283,9 +213,9 @@ def meet_peers(config: Config, ranks: Ranks) -> tuple[Config, PeerMemory | None]
     return config, None
 
 
-def _describe_self(tier: PeerTierConfig) -> PeerAddress:
+def _describe_self(tier: PeerTierConfig, run: str) -> PeerAddress:
     try:
-        prepare_folder(tier.path)  # what is kept for others is nobody else's to read
+        prepare_folder(tier.path / run)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
         memory_id = _memory_id(tier.path)
         host = own_address(tier.interface)
@@ -305,7 +235,7 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
         if address.error:
             raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
-    return PeerMeeting(addresses=addresses, start=secrets.token_hex(8))
+    return PeerMeeting(addresses=addresses)
 
 
 def _memory_id(folder: Path) -> str:
@@ -321,11 +251,6 @@ def _memory_id(folder: Path) -> str:
 
 
 # Placement, by what each node reports -------------------------------------------------------------
-
-HELPS = (
-    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
-    "larger file system in memory, or have fewer copies"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,10 +269,9 @@ class PeerAddress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMeeting(Message):
-    """The addresses of all ranks, by rank, and what names the start in the folders of what its nodes send."""
+    """The addresses of all ranks, by rank."""
 
     addresses: tuple[PeerAddress, ...]
-    start: str
 
 
 def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:
@@ -527,79 +451,16 @@ def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) ->
     )
 
 
-def _read_whole(tier: StoredTier, commit: Commit, shard: Shard) -> None:
-    """Read an image, and compare all of it with its digests. Raises TierfallError."""
-    stored = StoredImage(tier, commit.lineage.checkpoint, shard)
-    manifest = checked_manifest(stored, commit, shard)
-    image = unpacked(stored, commit, manifest)
-    with ShardReader([image], manifest, ReadTally(), None, None) as reader:
-        reader.read_chunks(range(len(manifest.digests)), lambda index, view: None)
-
-
 # What one node keeps ------------------------------------------------------------------------------
 
 
-def kept_by(
-    name: str, run: str, first: PeerBackend, connect: Callable[[str], PeerBackend]
-) -> PeerCache:
-    """Return all that another node keeps, for reading. ``first`` is a connection to it; ``connect`` makes one to the
-    folder of a sender."""
-    folders: dict[str, PeerFolder] = {}
-    try:
-        folders |= {sender: PeerFolder(name, run, connect(sender)) for sender in first.folders()}
-    except BackendError as error:
-        logger.warning("peers: what another node keeps is not known: %s", error)
-    return PeerCache(name=name, run=run, kept=lambda: folders, sent=(), backend=first)
-
-
-def kept_folders(path: Path) -> list[Path]:
-    """Return the folders of what this node keeps, one for each node and start that has sent something."""
-    children = sorted(path.iterdir()) if path.is_dir() else []
-    return [child for child in children if child.is_dir() and _FOLDER.fullmatch(child.name)]
-
-
-class KeptFolders:
-    """The folders of what this node keeps of a run, by their names, as they are at each call. May be called by several
-    threads."""
-
-    def __init__(self, tier: PeerTierConfig, run: str, *, read_only: bool) -> None:
-        self._tier, self._run, self._read_only = tier, run, read_only
-        self._open: dict[str, PeerFolder] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self) -> dict[str, PeerFolder]:
-        with self._lock:
-            there = kept_folders(self._tier.path)
-            for name in self._open.keys() - {folder.name for folder in there}:
-                self._open.pop(name).close()  # it was empty, and is removed
-            for folder in there:
-                if folder.name not in self._open and (folder / self._run).is_dir():
-                    backend = PosixBackend(folder, read_only=self._read_only, direct_io=False)
-                    self._open[folder.name] = PeerFolder(self._tier.name, self._run, backend)
-            return dict(self._open)
+def kept_by(tier: PeerTierConfig, run: str, kept: KeptReader) -> PeerCache:
+    """Return what a node keeps, for reading."""
+    return PeerCache(
+        name=tier.name, run=run, folder=tier.path, kept=kept, read_only="it is only to be read"
+    )
 
 
 def view_kept(tier: PeerTierConfig, run: str) -> PeerCache:
     """Open what this node keeps, for reading by a process that does not meet the other nodes."""
-    return PeerCache(
-        name=tier.name,
-        run=run,
-        kept=KeptFolders(tier, run, read_only=True),
-        sent=(),
-        backend=PosixBackend(tier.path, read_only=True),
-        read_only="it is only to be read",
-    )
-
-
-def kept_of_run(path: Path, run: str) -> list[Path]:
-    """Return the folders of what this node keeps of a run; ``path`` is that of the peer tier."""
-    return [folder for folder in path.glob(f"*/{run}") if folder.is_dir()]
-
-
-def discard_kept(path: Path, run: str) -> None:
-    """Delete what this node keeps of a run for other nodes. Raises BackendError where a file cannot be deleted."""
-    for folder in kept_of_run(path, run):
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error
+    return kept_by(tier, run, KeptFolder(tier.path / run, run))

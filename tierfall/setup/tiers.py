@@ -42,10 +42,10 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
-from tierfall.setup.peers import KeptFolders, PeerMemory, view_kept
+from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
-from tierfall.tiers.peers import PeerCache, PeerFolder
+from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -60,8 +60,6 @@ READ_BYTES_PER_S_MIN = 1 << 20
 SHARES = 16
 """Calls that share a tier's configured rate at most."""
 STORAGE_TRIES = 5
-PEER_TRIES = 2
-"""How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
 SLOWER = 10
 """Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
 state."""
@@ -198,7 +196,9 @@ def open_stores(
         _check_mounted(tier, only, creates=not offline)
         try:
             if isinstance(tier, PeerTierConfig):
-                return _open_peers(tier, config, peers, is_bounded=is_bounded)
+                if peers is None:
+                    return view_kept(tier, config.run)
+                return peers.open_tier(RateLimiter(tier.bandwidth_bytes_per_s))
             backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, error) if find_read_only else None
@@ -348,41 +348,6 @@ def _store(
         names=backend.names if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
         last_answer_s=lambda: answering.last_answer_s,
-    )
-
-
-def _open_peers(
-    tier: PeerTierConfig,
-    config: Config,
-    peers: PeerMemory | None,
-    *,
-    is_bounded: bool,
-) -> PeerCache:
-    """Open peer memory: what this node keeps, and with ``peers`` what it sends."""
-    if peers is None:
-        return view_kept(tier, config.run)
-    pace = RateLimiter(tier.bandwidth_bytes_per_s)
-    keepers = peers.connect()
-    answering = [LastAnswer(backend) for backend in keepers]
-    retry = RetryPolicy(tries=PEER_TRIES)
-    wrapped = [wrap(each, writes=pace, reads=None, retry=retry) for each in answering]
-
-    def last_answer_s() -> float:
-        return max(each.last_answer_s for each in answering)
-
-    if is_bounded:
-        wrapped = [bounded(each, tier, config, last_answer_s) for each in wrapped]
-    return PeerCache(
-        name=tier.name,
-        run=config.run,
-        kept=KeptFolders(tier, config.run, read_only=False),
-        sent=[
-            PeerFolder(tier.name, config.run, each, keeper.adopt)
-            for each, keeper in zip(wrapped, keepers, strict=True)
-        ],
-        backend=wrapped[0],
-        pace=pace,
-        last_answer_s=last_answer_s,
     )
 
 
@@ -539,9 +504,9 @@ def call_tiers(
 
 def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
     """Return a tier of a trainer for reading, each read with a bound."""
+    if isinstance(store, PeerCache):  # its requests have one
+        return store
     tier = next(tier for tier in config.stored if tier.name == store.name)
-    if isinstance(store, PeerCache):
-        return store.for_reading(lambda each: bounded(each, tier, config, store.last_answer_s))
     backend = bounded(store.backend, tier, config, store.last_answer_s)
     return StoredTier(
         name=store.name,

@@ -78,3 +78,10 @@ def test_what_peer_memory_counts_on_gives_way_last(
 def test_what_peer_memory_counts_on_stays_while_memory_has_other_images() -> None:
     leftovers = left({OLD: True}, {OLD: PEERS}, restored_from=NEW, has_other_images=True)
     assert given_up(leftovers) == [STRAY]
+
+
+def test_the_restored_one_gives_way_to_what_peer_memory_counts_on() -> None:
+    """The image of this rank that was reported stays, though the restored one is newer: that was never reported."""
+    mine = CheckpointId(30, 4)
+    leftovers = left({mine: True}, {mine: PEERS}, restored_from=STRAY, has_other_images=True)
+    assert given_up(leftovers) == [OLD, NEW, STRAY]

@@ -1,5 +1,4 @@
-"""The memory of another node as a backend: every promise of the contract, who may connect, and what a lost connection
-leaves."""
+"""The memory of another node over TCP: who may connect, what arrives, and what a lost connection leaves."""
 
 from __future__ import annotations
 
@@ -8,32 +7,33 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from backend_places import get, put
+from kept_records import CUT, ONE, image_of, records_of
 
-from tests.memory_backend import MemoryBackend
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.peer.backend import PeerBackend
-from tierfall.backends.peer.kept import KeptFiles
-from tierfall.backends.peer.server import PeerServer
 from tierfall.core.ranks import serving
 from tierfall.core.ranks.wire import SECRET_BYTES, Connection, greet
-from tierfall.core.types.backend import Backend, StoredObject, put_object
 from tierfall.core.types.errors import (
     AccessDeniedError,
+    BackendError,
     KeyNotFoundError,
+    LostWriteError,
     StorageFullError,
     UnreachableError,
 )
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.tiers.kept_images import KeptFolder, KeptImages
+from tierfall.tiers.peer_requests import PeerClient, PeerServer
 
 SECRET = b"s" * SECRET_BYTES
 RUN = "run"
+SHARD = Shard(0, 2)
+TWO = CheckpointId(2, 1)
 
 Serve = Callable[..., PeerServer]
-OPENED: list[PeerBackend | Connection] = []
+OPENED: list[PeerClient | Connection] = []
 """What a test has opened towards its servers; closed at its end."""
 
 
@@ -41,16 +41,12 @@ OPENED: list[PeerBackend | Connection] = []
 def serve(tmp_path: Path) -> Iterator[Serve]:
     servers: list[PeerServer] = []
 
-    def start(storage: Callable[[str], Backend] | None = None, **more: object) -> PeerServer:
-        folders = storage or (lambda sender: KeptFiles(tmp_path / sender))
-        options = {
-            "secret": SECRET,
-            "run": RUN,
-            "folders": lambda: sorted(child.name for child in tmp_path.iterdir()),
-            "listener": socket.create_server(("127.0.0.1", 0)),
-            **more,
-        }
-        servers.append(PeerServer(storage=folders, **options))  # type: ignore[arg-type]
+    def start(images: KeptImages | None = None) -> PeerServer:
+        kept = images or KeptImages(KeptFolder(tmp_path, RUN), len(servers))
+        listener = socket.create_server(("127.0.0.1", 0))
+        servers.append(
+            PeerServer(kept, secret=SECRET, run=RUN, senders=["node-1"], listener=listener)
+        )
         return servers[-1]
 
     yield start
@@ -58,48 +54,86 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         OPENED.pop().close()
     for server in servers:
         server.close()
+        server.images.close(keep=True)
 
 
-def client(server: PeerServer, sender: str = "node-1", **more: object) -> PeerBackend:
+def client(server: PeerServer, sender: str = "node-1", **more: object) -> PeerClient:
     options = {"secret": SECRET, "run": RUN, "sender": sender, "timeout_s": 5.0, **more}
-    OPENED.append(backend := PeerBackend(("127.0.0.1", server.port), **options))  # type: ignore[arg-type]
-    return backend
+    OPENED.append(made := PeerClient(("127.0.0.1", server.port), **options))  # type: ignore[arg-type]
+    return made
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_promise(name: str, serve: Serve) -> None:
-    server, senders = serve(), iter(f"node-{number}" for number in range(1000))
-    check_promise(
-        name,
-        lambda: client(server, next(senders)),
-        reopen=lambda backend: client(server, backend._sender),
-        leaves_unfinished=False,
+def begin(sender: PeerClient, id: CheckpointId = ONE) -> bool:
+    return sender.begin(
+        id,
+        SHARD,
+        image_bytes=CUT.image_bytes,
+        records_bytes=20_000,
+        attempt_id=None,
+        waiting=[],
     )
 
 
-def test_a_client_learns_of_whom_anything_is_kept(serve: Serve) -> None:
-    server = serve()
-    for sender in ("node-1", "node-2"):
-        put_object(client(server, sender), "run/document", b"kept")
-    assert client(server).folders() == ["node-1", "node-2"]
+def send(sender: PeerClient, id: CheckpointId = ONE, *, seals: bool = True) -> None:
+    """Send an image, in two parts."""
+    begin(sender, id)
+    data = memoryview(image_of(id))
+    for start in (0, 100_000):
+        sender.write(id, SHARD, start, data[start : start + 100_000])
+    if seals:
+        seal(sender, id)
 
 
-def test_senders_do_not_see_each_other(serve: Serve) -> None:
-    server = serve()
-    one, other = client(server, "node-1"), client(server, "node-2")
-    put(one, "a/b", b"one")
-    assert [each.key for each in other.scan("a/")] == []
-    with pytest.raises(KeyNotFoundError):
-        other.stat("a/b")
-    assert get(one, "a/b") == b"one"
+def seal(sender: PeerClient, id: CheckpointId = ONE) -> None:
+    manifest, commit = records_of(id)
+    sender.seal(id, SHARD, manifest=manifest.encode(), commit=commit.encode())
 
 
-def test_objects_outlive_the_sender_and_the_server(serve: Serve) -> None:
+def received(reader: PeerClient) -> dict[CheckpointId, bytes]:
+    found = {}
+    for image in reader.images()[0]:
+        data = bytearray(CUT.image_bytes)
+        image.read(0, [memoryview(data)])
+        found[image.commit.lineage.checkpoint] = bytes(data)
+    return found
+
+
+def test_an_image_arrives_as_it_was_sent_and_counts_once_it_is_sealed(serve: Serve) -> None:
+    sender = client(serve())
+    send(sender, seals=False)
+    assert received(sender) == {}
+    seal(sender)
+    seal(sender)
+    (image,) = sender.images()[0]
+    manifest, commit = records_of(ONE)
+    assert (image.commit, image.shard, image.manifest()) == (commit, SHARD, manifest.encode())
+    assert received(sender) == {ONE: image_of(ONE)}
+
+
+def test_all_processes_of_a_node_tell_what_it_keeps_and_it_outlives_them(serve: Serve) -> None:
     first = serve()
-    with closing(client(first)) as sender:
-        put(sender, "a/b", b"kept")
+    send(client(first))
+    other = client(serve(), "node-2")
+    assert received(other) == {ONE: image_of(ONE)}
     first.close()
-    assert get(client(serve()), "a/b") == b"kept"
+    first.images.close(keep=True)
+    assert received(client(serve())) == {ONE: image_of(ONE)}
+
+
+def test_damage_is_told(serve: Serve, tmp_path: Path) -> None:
+    sender = client(serve())
+    send(sender)
+    with (tmp_path / "slot-0.0.image").open("r+b") as file:
+        file.seek(100)
+        file.write(b"damage")
+    images, (problem,) = sender.images()
+    assert not images
+    assert problem.is_damage
+
+
+def test_a_node_that_is_not_to_keep_an_image_refuses_it(serve: Serve) -> None:
+    with pytest.raises(BackendError, match="no image of this node is kept here"):
+        begin(client(serve(), "node-7"))
 
 
 # Who may connect ---------------------------------------------------------------------------------------
@@ -110,7 +144,7 @@ def test_who_does_not_know_the_secret_is_refused_and_named(
 ) -> None:
     server = serve()
     with pytest.raises(AccessDeniedError, match="does not know the secret of this run"):
-        client(server, secret=b"x" * SECRET_BYTES).stat("a/b")
+        client(server, secret=b"x" * SECRET_BYTES).images()
     wait_until(lambda: "127.0.0.1" in caplog.text)
     assert "is refused" in caplog.text
 
@@ -152,7 +186,7 @@ def test_a_proof_sent_back_to_its_sender_proves_nothing(serve: Serve) -> None:
 
 def test_another_run_is_refused(serve: Serve) -> None:
     with pytest.raises(AccessDeniedError, match="this is run 'run'"):
-        client(serve(), run="another").stat("a/b")
+        client(serve(), run="another").images()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +200,7 @@ def test_what_is_no_handshake_ends_the_connection(serve: Serve, data: bytes) -> 
             other.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
             assert other.recv(1000) == b""
-    put(client(server), "a/b", b"others are served")
+    send(client(server))  # others are served
 
 
 def test_silent_connections_do_not_keep_ranks_out(
@@ -196,9 +230,9 @@ def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 10
 
 
-def reaches(sender: PeerBackend) -> bool:
+def reaches(sender: PeerClient) -> bool:
     try:
-        put(sender, "a/b", b"x")
+        sender.images()
     except UnreachableError:
         return False
     return True
@@ -207,111 +241,104 @@ def reaches(sender: PeerBackend) -> bool:
 # What a lost connection leaves --------------------------------------------------------------------------
 
 
-def test_what_a_killed_sender_had_not_published_is_removed(serve: Serve, tmp_path: Path) -> None:
+def test_what_was_sent_stays_if_the_connection_breaks(serve: Serve) -> None:
     server = serve()
     sender = client(server)
-    writer = sender.create("a/b", length=4)
-    writer.write(0, memoryview(b"half"))
-    assert files_below(tmp_path / "node-1")
-    sender.close()
-    wait_until(lambda: not files_below(tmp_path / "node-1"))
+    send(sender, seals=False)
+    for connection in sender._idle:
+        connection.socket.close()
+    seal(sender)
+    assert received(sender) == {ONE: image_of(ONE)}
 
 
-def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
+def test_what_was_not_sealed_ends_with_the_server(serve: Serve, tmp_path: Path) -> None:
+    server = serve()
+    send(client(server), seals=False)
+    server.close()
+    server.images.close(keep=True)
+    assert [*tmp_path.iterdir()] == []
+    sender = client(serve())
+    with pytest.raises(LostWriteError):
+        seal(sender)
+
+
+def test_a_silent_server_costs_the_timeout_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request is not sent again on a new connection with a time of its own."""
     asleep, asked = threading.Event(), list[str]()
 
-    class Silent(MemoryBackend):
-        def stat(self, key: str) -> object:  # type: ignore[override]
-            asked.append(key)
-            asleep.wait(10)
-            return super().stat(key)
+    def images(self: KeptFolder) -> object:
+        asked.append("images")
+        asleep.wait(10)
+        return [], []
 
-    sender = client(serve(lambda name: Silent()), timeout_s=1.0)
-    put(sender, "a/b", b"x")  # leaves a connection that is idle
+    sender = client(serve(), timeout_s=1.0)
+    send(sender)  # leaves a connection that is idle
+    monkeypatch.setattr(KeptFolder, "images", images)
     with pytest.raises(UnreachableError, match="timed out"):
-        sender.stat("a/b")
+        sender.images()
     asleep.set()
-    assert asked == ["a/b"]
+    assert asked == ["images"]
 
 
-def test_no_request_goes_on_after_the_time_for_all_of_them(serve: Serve) -> None:
+def test_no_request_goes_on_after_the_time_for_all_of_them(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However often the server answers in between."""
 
-    class Slow(MemoryBackend):
-        def stat(self, key: str) -> StoredObject:
-            time.sleep(0.1)
-            return super().stat(key)
+    def images(self: KeptFolder) -> object:
+        time.sleep(0.1)
+        return [], []
 
-    server = serve(lambda name: Slow())
-    put(client(server), "a/b", b"x")
+    monkeypatch.setattr(KeptFolder, "images", images)
     began = time.monotonic()
-    reader = client(server, until_s=began + 0.5)
+    reader = client(serve(), until_s=began + 0.5)
     answers = 0
     with suppress(UnreachableError):
         while answers < 100:
-            reader.stat("a/b")
+            reader.images()
             answers += 1
     assert 0 < answers < 100
     assert time.monotonic() - began < 5
     with pytest.raises(UnreachableError, match="it is too late"):
-        reader.stat("a/b")
+        reader.images()
 
 
 def test_bytes_that_change_on_the_way_are_sent_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve()
-    sender = client(server)
-    writer = sender.create("a/b", length=4)
-    fill = Connection._fill
+    sender = client(serve())
+    begin(sender)
+    fill, flips = Connection._fill, [1]
 
     def flip(connection: Connection, view: memoryview) -> None:
         fill(connection, view)
-        if bytes(view) == b"data":
+        if view.nbytes == 1000 and flips:
+            flips.pop()
             view[0] ^= 1
 
     monkeypatch.setattr(Connection, "_fill", flip)
+    data = memoryview(image_of(ONE))
     with pytest.raises(UnreachableError, match="arrived damaged") as raised:
-        writer.write(0, memoryview(b"data"))
+        sender.write(ONE, SHARD, 0, data[:1000])
     assert raised.value.retryable
-    monkeypatch.undo()
-    writer.write(0, memoryview(b"data"))
-    writer.publish()
-    assert get(sender, "a/b") == b"data"
-    monkeypatch.setattr(Connection, "_fill", flip)
+    sender.write(ONE, SHARD, 0, data[:1000])
+    sender.write(ONE, SHARD, 1000, data[1000:])
+    seal(sender)
+    assert received(sender) == {ONE: image_of(ONE)}
+    flips += [1] * 10
+    (image,) = sender.images()[0]
     with pytest.raises(UnreachableError, match="arrived damaged"):
-        get(sender, "a/b")
-
-
-def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> None:
-    server = serve()
-    connection = connect(server)
-    greet(connection, SECRET, run=RUN, sender="node-1", session="s")
-    create = {"do": "create", "writer": 0, "key": "a/b", "publish": "replace"}
-    create |= {"length": None, "length_max": 4}
-    write = {"do": "write", "writer": 0, "offset": 0}
-    for head, payload in (
-        (create, None),
-        (write, memoryview(b"data")),
-        (create, None),
-        ({"do": "publish", "writer": 0}, None),
-    ):
-        connection.send(head, payload)
-        assert connection.receive()[0] == {"value": None}
-    assert get(client(server), "a/b") == b"data"
+        image.read(0, [memoryview(bytearray(1000))])
 
 
 @pytest.mark.parametrize("is_in_use", [False, True])
-def test_a_forked_child_does_not_keep_connections(
-    serve: Serve, tmp_path: Path, is_in_use: bool
-) -> None:
+def test_a_forked_child_does_not_keep_connections(serve: Serve, is_in_use: bool) -> None:
     server = serve()
     sender = client(server)
-    writer = sender.create("a/b", length=4)
-    writer.write(0, memoryview(b"half"))
+    send(sender)
     connection = sender._idle.pop() if is_in_use else sender._idle[0]
-    assert connection is not None
     reader, end = os.pipe()
     child = os.fork()
     if not child:
@@ -320,24 +347,39 @@ def test_a_forked_child_does_not_keep_connections(
         os._exit(0)
     try:
         connection.socket.close()  # as a kill of the parent: without a shutdown, which would end the child's copy too
-        wait_until(lambda: not files_below(tmp_path / "node-1"))
+        wait_until(lambda: not server._server._connections)
     finally:
         os.close(end)
         os.waitpid(child, 0)
 
 
-def test_the_error_of_the_storage_is_the_error_here(serve: Serve) -> None:
+def test_the_error_of_the_other_side_is_the_error_here(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    sender = client(server)
+    send(sender)
+    (image,) = sender.images()[0]
+    server.images.drop(ONE)
+    with pytest.raises(KeyNotFoundError, match="read in the memory of"):
+        image.read(0, [memoryview(bytearray(1000))])
+
+    def full(*arguments: object, **more: object) -> None:
+        raise StorageFullError("no memory is left for it")
+
+    monkeypatch.setattr(KeptImages, "begin", full)
+    with pytest.raises(StorageFullError, match="no memory is left for it"):
+        begin(sender, TWO)
+
+
+def test_a_write_outside_of_the_image_is_refused(serve: Serve) -> None:
     sender = client(serve())
-    with pytest.raises(KeyNotFoundError, match="stat 'a/b' in the memory of"):
-        sender.stat("a/b")
-
-
-def test_the_error_of_a_storage_that_cannot_be_opened_is_the_error_here(serve: Serve) -> None:
-    def full(sender: str) -> Backend:
-        raise StorageFullError("no memory is left for node-1")
-
-    with pytest.raises(StorageFullError, match="no memory is left for node-1"):
-        client(serve(full)).stat("a/b")
+    begin(sender)
+    for offset in (-1, CUT.image_bytes):
+        with pytest.raises(BackendError, match="are not in the image"):
+            sender.write(ONE, SHARD, offset, memoryview(b"data"))
+    send(sender)
+    assert received(sender) == {ONE: image_of(ONE)}
 
 
 def hello() -> dict[str, object]:
@@ -348,11 +390,6 @@ def connect(server: PeerServer) -> Connection:
     sock = socket.create_connection(("127.0.0.1", server.port))
     OPENED.append(connection := Connection(sock, timeout_s=5.0))
     return connection
-
-
-def files_below(folder: Path) -> list[str]:
-    """The files below a folder, from which others may remove folders meanwhile: no walk of Path bears it."""
-    return [name for _, _, names in os.walk(folder) for name in names]
 
 
 def wait_until(holds: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -1,0 +1,452 @@
+"""The images that a node keeps in its memory for other nodes: image files, as those of its own host memory.
+
+Each process of a node receives images into files of its own slot, straight into their pages. A file whose image is
+dropped is used again for the next one, since new pages cost more than the transfer of the bytes: the kernel zeroes
+each. A received image counts once it is sealed, which rank 0 decides. It outlives the process.
+
+Every process of the node reads all of them, without a lock: the header is compared before and after a read, and an
+image that has left its file meanwhile is gone, not damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.records import Commit, parse_commit, parse_manifest
+from tierfall.core.ranks.domains import node_name
+from tierfall.core.restore.inventory import unite_listings
+from tierfall.core.types.errors import (
+    BackendError,
+    CapacityError,
+    IntegrityError,
+    KeyNotFoundError,
+    LostWriteError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.host import image_files, new_path
+from tierfall.tiers.host_folder import measure_room, prepare_folder, sized
+from tierfall.tiers.image_file import PAGE_BYTES, ImageFile, Region, Seal, room_for
+
+logger = logging.getLogger("tierfall")
+
+HELPS = (
+    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
+    "larger file system in memory, or have fewer copies"
+)
+_Key = tuple[CheckpointId, Shard]
+
+
+# Reading ----------------------------------------------------------------------------------------------
+
+
+class KeptImage(Protocol):
+    """A sealed image that a node keeps: this one, or another one that answers requests. Raises BackendError, and
+    IntegrityError."""
+
+    @property
+    def commit(self) -> Commit: ...
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def manifest(self) -> bytes: ...
+
+    def read(self, offset: int, views: Iterable[memoryview]) -> None:
+        """Fill one view after the other with the image's bytes from ``offset`` on."""
+        ...
+
+
+class KeptReader(Protocol):
+    """What one node keeps of a run."""
+
+    @property
+    def place(self) -> str: ...
+
+    def images(self) -> tuple[Sequence[KeptImage], Sequence[TierfallError]]:
+        """Return the images that are kept, and why others cannot be read. Raises BackendError."""
+        ...
+
+
+def list_images(tier: str, kept: KeptReader) -> Listing:
+    """List what a node keeps as checkpoints of a tier. Images of one number of attempt, but of two attempts, are not
+    one checkpoint."""
+    try:
+        images, problems = kept.images()
+    except TierfallError as error:
+        return Listing(tier=tier, error=error)
+    found = {
+        f"image {number} in {kept.place}": Listing(tier=tier, copies=(copy_of(image.commit),))
+        for number, image in enumerate(images)
+    }
+    united = unite_listings(tier, found)
+    return Listing(tier=tier, copies=united.copies, damaged=(*united.damaged, *problems))
+
+
+def copy_of(commit: Commit) -> FoundCopy:
+    """Return the copy that a record in peer memory stands for."""
+    id, size = commit.lineage.checkpoint, commit.image_bytes
+    return FoundCopy(id=id, state=CopyState.COMMITTED, bytes=size, commit=commit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageHere:
+    """An image in a file of this node, as it was when the folder was listed."""
+
+    path: Path
+    run: str
+    seal: Seal
+    commit: Commit
+
+    @property
+    def shard(self) -> Shard:
+        return self.seal.shard
+
+    def manifest(self) -> bytes:
+        with self._opened() as region:
+            return region.manifest()
+
+    def read(self, offset: int, views: Iterable[memoryview]) -> None:
+        with self._opened() as region:
+            for view in views:
+                region.read_into(offset, view)
+                offset += view.nbytes
+
+    def verify(self) -> None:
+        """Read the image, and compare all of it with its digests. Raises IntegrityError."""
+        with self._opened() as region:
+            manifest = parse_manifest(region.manifest(), what=str(self.path))
+            for index, digest in enumerate(manifest.digests):
+                start, end = manifest.chunk_range(index)
+                if chunk_digest(region.image[start:end]) != digest:
+                    raise IntegrityError(f"{self.path}: chunk {index} does not match its digest")
+
+    @contextmanager
+    def _opened(self) -> Iterator[Region]:
+        with _opened(self.path, self.run) as file:
+            if file.region is None or file.region.sealed_as != self.seal:
+                raise _gone(self.path)
+            yield file.region
+
+
+def _gone(path: Path) -> KeyNotFoundError:
+    return KeyNotFoundError(f"{path}: the image that was kept there has left memory")
+
+
+@contextmanager
+def _opened(path: Path, run: str) -> Iterator[ImageFile]:
+    """Open a file for reading. Raises KeyNotFoundError if it was used for another image meanwhile, whatever error the
+    reads have had."""
+    file = ImageFile.open(path, run=run, writable=False)
+    try:
+        header = bytes(file.view[:PAGE_BYTES])
+        try:
+            yield file
+        except TierfallError as error:
+            if file.view[:PAGE_BYTES] != header:
+                raise _gone(path) from error
+            raise
+        if file.view[:PAGE_BYTES] != header:
+            raise _gone(path)
+    finally:
+        file.close(keep=True)
+
+
+class KeptFolder:
+    """The images of a run in a folder of this node."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder, self.run = folder, run
+
+    @property
+    def place(self) -> str:
+        return str(self.folder)
+
+    def images(self) -> tuple[list[ImageHere], list[TierfallError]]:
+        found: list[ImageHere] = []
+        problems: list[TierfallError] = []
+        for path in [path for paths in image_files(self.folder).values() for path in paths]:
+            try:
+                with _opened(path, self.run) as file:
+                    if file.damage is not None:
+                        raise file.damage
+                    region = file.region
+                    if region is not None and region.sealed_as is not None:
+                        commit = parse_commit(region.commit(), what=f"commit record in {path}")
+                        image = ImageHere(
+                            path=path, run=self.run, seal=region.sealed_as, commit=commit
+                        )
+                        found.append(image)
+            except KeyNotFoundError:
+                continue
+            except TierfallError as error:
+                problems.append(error)
+        return found, problems
+
+    def find(self, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> list[ImageHere]:
+        """Return the files with an image of that attempt: several, if a damaged one was sent again."""
+        return [
+            image
+            for image in self.images()[0]
+            if image.shard == shard
+            and image.commit.lineage.checkpoint == checkpoint
+            and image.commit.lineage.attempt_id == attempt_id
+        ]
+
+
+def discard_kept(folder: Path) -> None:
+    """Delete what this node keeps of a run for other nodes. Raises BackendError if a file cannot be deleted."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BackendError(f"{error.filename} cannot be deleted: {error.strerror}") from error
+
+
+# Receiving --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """An image that is being received, by the number that its sender has given it. A broken connection may still write
+    to it after it was given up: the file is free once ``writers`` is 0."""
+
+    upload: int
+    region: Region
+    writers: int = 0
+    given_up: bool = False
+
+
+class KeptImages:
+    """The files into which a process receives images. Its methods may be called by several threads."""
+
+    def __init__(self, folder: KeptFolder, slot: int, *, adopts_from: float = math.inf) -> None:
+        """The files of this process are those of its ``slot``, and of the slots of earlier starts from ``adopts_from``
+        on. They are opened when one is needed first: the run's lock is held then."""
+        self.folder = folder
+        self._slot = slot
+        self._adopts_from = adopts_from
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        """Held while a file is made or enlarged, which takes long for a large one."""
+        self._opened = False
+        self._files: list[ImageFile] = []
+        self._arriving: dict[_Key, _Arriving] = {}
+        self._sealed: dict[CheckpointId, list[Region]] = {}
+        self._sent: dict[_Key, Region | None] = {}
+        """The images that this start has sealed, and those of earlier starts that are here and good (None)."""
+
+    def _open(self) -> None:
+        """Open the files of earlier starts. Raises LockError if another process uses one, ConfigError for one that is
+        no image of this run."""
+        with self._making:
+            if self._opened:
+                return
+            for slot, paths in image_files(self.folder.folder).items():
+                for path in paths if slot == self._slot or slot >= self._adopts_from else ():
+                    if all(file.path != path for file in self._files):
+                        self._adopt(path)
+            self._opened = True
+
+    def _adopt(self, path: Path) -> None:
+        try:
+            file = ImageFile.open(path, run=self.folder.run, writable=True)
+        except KeyNotFoundError:
+            return
+        self._files.append(file)
+        try:
+            if file.damage is not None:
+                raise file.damage
+            if file.region is not None:
+                commit = parse_commit(file.region.commit(), what=f"commit record in {path}")
+                self._sealed.setdefault(commit.lineage.checkpoint, []).append(file.region)
+        except IntegrityError as error:
+            logger.warning("open: an image that was kept for another node is damaged: %s", error)
+            if file.region is None:
+                file.clear()
+            else:
+                file.region.release()
+        except TierfallError as error:  # of a newer version: it stays
+            logger.warning("open: %s", error)
+
+    def begin(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        *,
+        upload: int,
+        image_bytes: int,
+        records_bytes: int,
+        attempt_id: str | None,
+        waiting: Collection[CheckpointId],
+    ) -> bool:
+        """Have room for an image; return True if it need not be sent: an earlier start, of ``attempt_id``, has sent it,
+        and it is good. Of the sender's other images that are not sealed only those ``waiting`` for that stay.
+        ``upload`` is a number that the sender uses once.
+
+        Raises StorageFullError if it does not fit into the memory that is free: else the machine may kill a process.
+        """
+        key = checkpoint, shard
+        self._open()
+        with self._lock:
+            self._sent.pop(key, None)
+            for other in [each for each in self._arriving if each[1] == shard]:
+                if other == key or other[0] not in waiting:
+                    self._give_up(other)
+        if attempt_id is not None:
+            for image in self.folder.find(checkpoint, shard, attempt_id):
+                try:
+                    image.verify()
+                except IntegrityError as error:
+                    logger.warning("peers: it is sent again: %s", error)
+                    self._drop_file(checkpoint, image.path)
+                    continue
+                except TierfallError:  # it cannot be told: it is sent
+                    continue
+                with self._lock:
+                    self._sent[key] = None
+                return True
+        region = self._take(shard, image_bytes=image_bytes, records_bytes=records_bytes)
+        with self._lock:
+            self._give_up(key)  # an earlier request that took long
+            self._arriving[key] = _Arriving(upload, region)
+        return False
+
+    def _take(self, shard: Shard, *, image_bytes: int, records_bytes: int) -> Region:
+        """Take the smallest free file that has room, or else enlarge the largest one, or make one."""
+        need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
+        folder = self.folder.folder
+        prepare_folder(folder)  # a cleaner of temporary files may have removed it
+        with self._making:
+            self._files = [f for f in self._files if not f.is_free or self._is_there(f)]
+            free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
+            file = next((f for f in free if f.room_bytes >= need), free[-1] if free else None)
+            room = 0 if file is None else file.room_bytes
+            free_bytes = measure_room(folder).free_bytes + room
+            if need > max(room, free_bytes):
+                raise StorageFullError(
+                    f"it needs {sized(need)}, and {sized(free_bytes)} are free for it on {node_name()}: {HELPS}"
+                )
+            try:
+                if file is None:
+                    path = new_path(folder, self._slot)
+                    file = ImageFile.create(path, run=self.folder.run, room_bytes=need)
+                    self._files.append(file)
+                elif room < need:
+                    file.resize(need)
+            except CapacityError as error:  # others took it meanwhile
+                raise StorageFullError(str(error)) from error
+            return file.take(image_bytes=image_bytes, shard=shard)
+
+    def _is_there(self, file: ImageFile) -> bool:
+        """Whether the path of a free file still names it; else it is closed."""
+        if file.exists():
+            return True
+        file.close(keep=True)
+        return False
+
+    @contextmanager
+    def receiving(
+        self, checkpoint: CheckpointId, shard: Shard, upload: int, offset: int, size_bytes: int
+    ) -> Iterator[memoryview]:
+        """Lend the memory of a range of an image. Raises LostWriteError if that upload was not begun, or was given
+        up."""
+        with self._lock:
+            arriving = self._begun(checkpoint, shard, upload)
+            if not 0 <= offset <= offset + size_bytes <= arriving.region.image_bytes:
+                raise BackendError(f"bytes {offset} to {offset + size_bytes} are not in the image")
+            arriving.writers += 1
+        try:
+            yield arriving.region.image[offset : offset + size_bytes]
+        finally:
+            with self._lock:
+                arriving.writers -= 1
+                if arriving.given_up and not arriving.writers:
+                    arriving.region.release()
+
+    def _begun(self, checkpoint: CheckpointId, shard: Shard, upload: int) -> _Arriving:
+        arriving = self._arriving.get((checkpoint, shard))
+        if arriving is None or arriving.upload != upload:
+            raise LostWriteError(
+                f"the image of {shard} of {checkpoint} was not begun here, or was given up: send it again"
+            )
+        return arriving
+
+    def seal(
+        self, checkpoint: CheckpointId, shard: Shard, upload: int, *, manifest: bytes, commit: bytes
+    ) -> None:
+        """Make an image count, unless it does already. Raises LostWriteError as ``receiving`` does."""
+        with self._lock:
+            if (checkpoint, shard) in self._sent:
+                return
+            arriving = self._begun(checkpoint, shard, upload)
+            if arriving.writers:  # an earlier connection: what arrives there may be damaged
+                raise UnreachableError("an earlier request still writes to the image")
+            arriving.region.seal(manifest=manifest, commit=commit)
+            del self._arriving[checkpoint, shard]
+            self._sealed.setdefault(checkpoint, []).append(arriving.region)
+            self._sent[checkpoint, shard] = arriving.region
+
+    def discard(self, checkpoint: CheckpointId, shard: Shard) -> None:
+        """Drop an image that this start was sent; what an earlier one has sent stays."""
+        with self._lock:
+            self._give_up((checkpoint, shard))
+            region = self._sent.pop((checkpoint, shard), None)
+            if region is not None:
+                self._sealed[checkpoint].remove(region)
+                region.release()
+        self._trim()
+
+    def drop(self, checkpoint: CheckpointId) -> None:
+        """Drop the images of a checkpoint in the files of this process."""
+        self._open()
+        with self._lock:
+            for key in [key for key in self._sent if key[0] == checkpoint]:
+                del self._sent[key]
+            for region in self._sealed.pop(checkpoint, []):
+                region.release()
+        self._trim()
+
+    def _drop_file(self, checkpoint: CheckpointId, path: Path) -> None:
+        """Drop the image in a file, if the file is of this process."""
+        with self._lock:
+            for region in [each for each in self._sealed.get(checkpoint, []) if each.path == path]:
+                self._sealed[checkpoint].remove(region)
+                region.release()
+
+    def _give_up(self, key: _Key) -> None:
+        arriving = self._arriving.pop(key, None)
+        if arriving is not None:
+            arriving.given_up = True
+            if not arriving.writers:
+                arriving.region.release()
+
+    def _trim(self) -> None:
+        """Keep a free file for each image that is kept, and one at least; delete the others, the smallest first."""
+        with self._making:
+            free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
+            kept = max(1, len(self._files) - len(free))
+            for file in free[: max(0, len(free) - kept)]:
+                self._files.remove(file)
+                file.close(keep=False)
+
+    def close(self, *, keep: bool) -> None:
+        """Close the files, and delete the free ones; unless ``keep``, all of them. May be called twice."""
+        if not keep:
+            self._open()
+        with ExitStack() as closing:  # one that fails keeps no other open
+            for file in self._files:
+                closing.callback(file.close, keep=keep)
