@@ -292,15 +292,17 @@ class OpenRun:
     ) -> None:
         """Note the last step for ``close``, in case no other follows. If the step is not saved, it has a fingerprint of
         the state: that of an earlier step, updated."""
+        fingerprint = None
         if not self.lineage.has_saved(step):
             if self._fingerprint is None or not self._fingerprint.refresh(state):
                 self._fingerprint = Fingerprint(state, self._steps.step_s)
+            fingerprint = self._fingerprint
             metrics = {
                 name: value if isinstance(value, float) else value.clone()
                 for name, value in checked_metrics(metrics or {}).items()
             }
         self._last = closing.LastStep(
-            step, state, metrics, tags, self.capturer.barrier.updates, self._fingerprint
+            step, state, metrics, tags, self.capturer.barrier.updates, fingerprint
         )
 
     def forget_last(self) -> None:
