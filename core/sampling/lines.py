@@ -97,6 +97,8 @@ class SamplePlan:
         self._sizes = np.array([p.bytes for p in self._ranges], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._ranges)
         self._uses = 0
+        self._pointers: array[int] | None = None
+        """The addresses of the last read: usually those of the next one."""
         self._placed: _PlacedDraw | None = None
 
     def read(self, pointers: array[int]) -> Samples | None:
@@ -104,9 +106,12 @@ class SamplePlan:
         if not self._ranges:
             return None
         placed = self._placed
-        addresses = addresses_of(pointers, self.numbers) + self._offsets
-        if placed is None or not np.array_equal(placed.addresses, addresses):
-            placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
+        if placed is None or self._pointers != pointers:
+            addresses = addresses_of(pointers, self.numbers) + self._offsets
+            if placed is None or not np.array_equal(placed.addresses, addresses):
+                draw = None if placed is None else placed.draw
+                placed = self._placed = self._place(addresses, draw)
+            self._pointers = pointers
         with torch.inference_mode(False), torch.no_grad():
             lines = placed.memory.lines.index_select(0, placed.lines)
         return Samples(self, placed, lines)

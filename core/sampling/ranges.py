@@ -81,6 +81,8 @@ class RangeDigests:
         self._offsets = np.array([p.offset for p in ranges], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
         self._distinct = np.unique(self._numbers)
+        self._pointers: array[int] | None = None
+        """The addresses of the last call: usually those of the next one."""
         self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
         self._next = 0
 
@@ -104,16 +106,23 @@ class RangeDigests:
             chosen = range(len(self._ranges))
         if not chosen:
             return {}
-        found = addresses_of(pointers, self._distinct)
-        if self._placed is None or not np.array_equal(self._placed[0], found):
-            addresses = addresses_of(pointers, self._numbers) + self._offsets
-            memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
-            starts = addresses - memory.low
-            slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
-            self._placed = found, memory, slices
+        if self._placed is None or self._pointers != pointers:
+            self._place(pointers)
+        assert self._placed is not None
         _, memory, slices = self._placed
         views = map(memory.view.__getitem__, map(slices.__getitem__, chosen))
         return dict(zip(chosen, map(_digest, views), strict=True))
+
+    def _place(self, pointers: array[int]) -> None:
+        self._pointers = pointers
+        found = addresses_of(pointers, self._distinct)
+        if self._placed is not None and np.array_equal(self._placed[0], found):
+            return
+        addresses = addresses_of(pointers, self._numbers) + self._offsets
+        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
+        starts = addresses - memory.low
+        slices = [*map(slice, starts.tolist(), (starts + self._sizes).tolist())]
+        self._placed = found, memory, slices
 
     def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> set[int]:
         """The numbers of the tensors whose ranges have other digests in an image's ``data``."""

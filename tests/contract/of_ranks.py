@@ -146,7 +146,7 @@ def unsavable(rank: int, folder: str, bad: int) -> list[Any]:
 
 def copies(rank: int, folder: str, step: int, in_the_way: str) -> list[list[str]]:
     """Save a step while a folder is in the way of a file; what became of its copy on each tier."""
-    with tierfall.open(config(folder, max_wait="500ms")) as ckpt:
+    with tierfall.open(config(folder, max_wait="2s")) as ckpt:
         ckpt.restore(own(rank, 0))
         if rank == 0:
             Path(in_the_way, "folder").mkdir(parents=True)
