@@ -233,6 +233,10 @@ class Region:
         """The path of its file."""
         return self._file.path
 
+    def has_file(self) -> bool:
+        """Whether the path still names its file; else the image ends with this process. Raises BackendError."""
+        return self._file.exists()
+
     @property
     def sealed_as(self) -> Seal | None:
         """What the header says of the image; None if it is not sealed."""
@@ -381,6 +385,8 @@ class ImageFile:
         self.region: Region | None = None
         self.damage: TierfallError | None = None
         self.room_bytes = 0
+        self.header = b""
+        """The header page that was read when the file was opened."""
         self.view = memoryview(b"")
         self._fd = fd
         self._writable = writable
@@ -601,8 +607,9 @@ class ImageFile:
                 "another `folder`"
             )
         self.room_bytes = max(0, status.st_size - IMAGE_START) // PAGE_BYTES * PAGE_BYTES
+        self.header = os.pread(self._fd, PAGE_BYTES, 0)
         try:
-            seal = read_header(os.pread(self._fd, PAGE_BYTES, 0), what=self.what)
+            seal = read_header(self.header, what=self.what)
             if seal is not None and seal.room_bytes > self.room_bytes:
                 raise IntegrityError(f"{self.what}: it is truncated")
         except (IntegrityError, NotSupportedError) as error:

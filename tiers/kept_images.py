@@ -15,7 +15,7 @@ import math
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,8 +28,10 @@ from tierfall.core.restore.inventory import unite_listings
 from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
+    ConfigError,
     IntegrityError,
     KeyNotFoundError,
+    LockError,
     LostWriteError,
     StorageFullError,
     TierfallError,
@@ -62,6 +64,11 @@ class KeptImage(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        ...
+
     def manifest(self) -> bytes: ...
 
     def read(self, offset: int, views: Iterable[memoryview]) -> None:
@@ -71,9 +78,6 @@ class KeptImage(Protocol):
 
 class KeptReader(Protocol):
     """What one node keeps of a run."""
-
-    @property
-    def place(self) -> str: ...
 
     def images(self) -> tuple[Sequence[KeptImage], Sequence[TierfallError]]:
         """Return the images that are kept, and why others cannot be read. Raises BackendError."""
@@ -87,10 +91,7 @@ def list_images(tier: str, kept: KeptReader) -> Listing:
         images, problems = kept.images()
     except TierfallError as error:
         return Listing(tier=tier, error=error)
-    found = {
-        f"image {number} in {kept.place}": Listing(tier=tier, copies=(copy_of(image.commit),))
-        for number, image in enumerate(images)
-    }
+    found = {image.place: Listing(tier=tier, copies=(copy_of(image.commit),)) for image in images}
     united = unite_listings(tier, found)
     return Listing(tier=tier, copies=united.copies, damaged=(*united.damaged, *problems))
 
@@ -113,6 +114,10 @@ class ImageHere:
     @property
     def shard(self) -> Shard:
         return self.seal.shard
+
+    @property
+    def place(self) -> str:
+        return str(self.path)
 
     def manifest(self) -> bytes:
         with self._opened() as region:
@@ -150,16 +155,18 @@ def _opened(path: Path, run: str) -> Iterator[ImageFile]:
     """Open a file for reading. Raises KeyNotFoundError if it was used for another image meanwhile, whatever error the
     reads have had."""
     file = ImageFile.open(path, run=run, writable=False)
+
+    def check() -> None:
+        if file.region is not None and file.view[:PAGE_BYTES] != file.header:
+            raise _gone(path)
+
     try:
-        header = bytes(file.view[:PAGE_BYTES])
         try:
             yield file
-        except TierfallError as error:
-            if file.view[:PAGE_BYTES] != header:
-                raise _gone(path) from error
+        except TierfallError:
+            check()
             raise
-        if file.view[:PAGE_BYTES] != header:
-            raise _gone(path)
+        check()
     finally:
         file.close(keep=True)
 
@@ -169,10 +176,6 @@ class KeptFolder:
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.run = folder, run
-
-    @property
-    def place(self) -> str:
-        return str(self.folder)
 
     def images(self) -> tuple[list[ImageHere], list[TierfallError]]:
         found: list[ImageHere] = []
@@ -242,29 +245,36 @@ class KeptImages:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         """Held while a file is made or enlarged, which takes long for a large one."""
-        self._opened = False
+        self._opened = self._closed = False
         self._files: list[ImageFile] = []
         self._arriving: dict[_Key, _Arriving] = {}
         self._sealed: dict[CheckpointId, list[Region]] = {}
-        self._sent: dict[_Key, Region | None] = {}
-        """The images that this start has sealed, and those of earlier starts that are here and good (None)."""
+        self._uploads: dict[Shard, int] = {}
+        """The newest upload of each sender."""
+        self._sent: dict[_Key, tuple[int, Region | None]] = {}
+        """The images that this start has sealed, by the upload, and those of earlier starts that are good (None)."""
 
     def _open(self) -> None:
-        """Open the files of earlier starts. Raises LockError if another process uses one, ConfigError for one that is
-        no image of this run."""
+        """Open the files of earlier starts. Raises LockError if another process uses one of the own slot, ConfigError
+        for one that is no image of this run. Such files of other slots stay as they are."""
         with self._making:
             if self._opened:
                 return
             for slot, paths in image_files(self.folder.folder).items():
                 for path in paths if slot == self._slot or slot >= self._adopts_from else ():
                     if all(file.path != path for file in self._files):
-                        self._adopt(path)
+                        self._adopt(path, is_own=slot == self._slot)
             self._opened = True
 
-    def _adopt(self, path: Path) -> None:
+    def _adopt(self, path: Path, *, is_own: bool) -> None:
         try:
             file = ImageFile.open(path, run=self.folder.run, writable=True)
         except KeyNotFoundError:
+            return
+        except (LockError, ConfigError) as error:
+            if is_own:
+                raise
+            logger.warning("peers: what a rank of an earlier start has kept stays: %s", error)
             return
         self._files.append(file)
         try:
@@ -274,13 +284,13 @@ class KeptImages:
                 commit = parse_commit(file.region.commit(), what=f"commit record in {path}")
                 self._sealed.setdefault(commit.lineage.checkpoint, []).append(file.region)
         except IntegrityError as error:
-            logger.warning("open: an image that was kept for another node is damaged: %s", error)
+            logger.warning("peers: an image that was kept for another node is damaged: %s", error)
             if file.region is None:
                 file.clear()
             else:
                 file.region.release()
         except TierfallError as error:  # of a newer version: it stays
-            logger.warning("open: %s", error)
+            logger.warning("peers: %s", error)
 
     def begin(
         self,
@@ -294,69 +304,110 @@ class KeptImages:
         waiting: Collection[CheckpointId],
     ) -> bool:
         """Have room for an image; return True if it need not be sent: an earlier start, of ``attempt_id``, has sent it,
-        and it is good. Of the sender's other images that are not sealed only those ``waiting`` for that stay.
-        ``upload`` is a number that the sender uses once.
+        and it is good. Of this rank's other images that are not sealed only those ``waiting`` for that stay.
+        ``upload`` is a number that grows with each upload of the rank: a request that comes late is refused by
+        LostWriteError, and one that comes twice changes nothing.
 
         Raises StorageFullError if it does not fit into the memory that is free: else the machine may kill a process.
         """
         key = checkpoint, shard
         self._open()
         with self._lock:
+            if self._is_repeated(key, upload):
+                return key in self._sent
+            self._uploads[shard] = upload
             self._sent.pop(key, None)
             for other in [each for each in self._arriving if each[1] == shard]:
                 if other == key or other[0] not in waiting:
                     self._give_up(other)
-        if attempt_id is not None:
-            for image in self.folder.find(checkpoint, shard, attempt_id):
-                try:
-                    image.verify()
-                except IntegrityError as error:
-                    logger.warning("peers: it is sent again: %s", error)
-                    self._drop_file(checkpoint, image.path)
-                    continue
-                except TierfallError:  # it cannot be told: it is sent
-                    continue
-                with self._lock:
-                    self._sent[key] = None
-                return True
+        if attempt_id is not None and self._has_good(checkpoint, shard, attempt_id):
+            with self._lock:
+                if not self._is_repeated(key, upload):
+                    self._sent[key] = upload, None
+            return True
         region = self._take(shard, image_bytes=image_bytes, records_bytes=records_bytes)
-        with self._lock:
-            self._give_up(key)  # an earlier request that took long
-            self._arriving[key] = _Arriving(upload, region)
+        try:
+            with self._lock:
+                if self._is_repeated(key, upload):
+                    region.release()
+                else:
+                    self._arriving[key] = _Arriving(upload, region)
+        except BaseException:
+            region.release()
+            raise
         return False
 
+    def _is_repeated(self, key: _Key, upload: int) -> bool:
+        """Whether an upload has begun already. Raises LostWriteError if a newer one has."""
+        if upload < self._uploads.get(key[1], 0):
+            raise LostWriteError(f"a newer upload than {upload} of {key[1]} has begun")
+        arriving, sent = self._arriving.get(key), self._sent.get(key)
+        return upload in (arriving and arriving.upload, sent and sent[0])
+
+    def _has_good(self, checkpoint: CheckpointId, shard: Shard, attempt_id: str) -> bool:
+        """Whether an earlier start has sent an image, and it is good. Damaged ones are dropped."""
+        for image in self.folder.find(checkpoint, shard, attempt_id):
+            try:
+                image.verify()
+            except IntegrityError as error:
+                logger.warning("peers: it is sent again: %s", error)
+                self._drop_damaged(image)
+            except TierfallError:  # it cannot be told: it is sent
+                logger.debug("peers: %s is not read", image.path, exc_info=True)
+            else:
+                return True
+        return False
+
+    def _drop_damaged(self, image: ImageHere) -> None:
+        """Drop an image; the file of another process is deleted, which its owner notices."""
+        checkpoint = image.commit.lineage.checkpoint
+        with self._lock:
+            kept = self._sealed.get(checkpoint, [])
+            own = [r for r in kept if r.path == image.path and r.sealed_as == image.seal]
+            for region in own:
+                kept.remove(region)
+                region.release()
+        if not own:
+            with suppress(OSError):
+                image.path.unlink()
+
     def _take(self, shard: Shard, *, image_bytes: int, records_bytes: int) -> Region:
-        """Take the smallest free file that has room, or else enlarge the largest one, or make one."""
+        """Take the smallest free file that has room, or else enlarge the largest one, or make one. Other free files are
+        deleted if that lacks memory."""
         need = room_for(image_bytes=image_bytes, records_bytes=records_bytes)
         folder = self.folder.folder
         prepare_folder(folder)  # a cleaner of temporary files may have removed it
         with self._making:
-            self._files = [f for f in self._files if not f.is_free or self._is_there(f)]
+            for file in [file for file in self._files if file.is_free]:
+                if not file.exists():
+                    self._delete(file)
             free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
-            file = next((f for f in free if f.room_bytes >= need), free[-1] if free else None)
-            room = 0 if file is None else file.room_bytes
-            free_bytes = measure_room(folder).free_bytes + room
-            if need > max(room, free_bytes):
+            fitting = next((f for f in free if f.room_bytes >= need), None)
+            taken = fitting or (free.pop() if free else None)
+            room = 0 if taken is None else taken.room_bytes
+            while fitting is None and free and need > room + measure_room(folder).free_bytes:
+                self._delete(free.pop())
+            free_bytes = room + measure_room(folder).free_bytes
+            if fitting is None and need > free_bytes:
                 raise StorageFullError(
                     f"it needs {sized(need)}, and {sized(free_bytes)} are free for it on {node_name()}: {HELPS}"
                 )
             try:
-                if file is None:
+                if taken is None:
                     path = new_path(folder, self._slot)
-                    file = ImageFile.create(path, run=self.folder.run, room_bytes=need)
-                    self._files.append(file)
+                    taken = ImageFile.create(
+                        path, run=self.folder.run, room_bytes=need, stopped=lambda: self._closed
+                    )
+                    self._files.append(taken)
                 elif room < need:
-                    file.resize(need)
+                    taken.resize(need, lambda: self._closed)
             except CapacityError as error:  # others took it meanwhile
                 raise StorageFullError(str(error)) from error
-            return file.take(image_bytes=image_bytes, shard=shard)
+            return taken.take(image_bytes=image_bytes, shard=shard)
 
-    def _is_there(self, file: ImageFile) -> bool:
-        """Whether the path of a free file still names it; else it is closed."""
-        if file.exists():
-            return True
-        file.close(keep=True)
-        return False
+    def _delete(self, file: ImageFile) -> None:
+        self._files.remove(file)
+        file.close(keep=False)
 
     @contextmanager
     def receiving(
@@ -388,26 +439,34 @@ class KeptImages:
     def seal(
         self, checkpoint: CheckpointId, shard: Shard, upload: int, *, manifest: bytes, commit: bytes
     ) -> None:
-        """Make an image count, unless it does already. Raises LostWriteError as ``receiving`` does."""
+        """Make an image count, unless it does already. Raises LostWriteError as ``receiving`` does, and if the image's
+        file was removed."""
+        key = checkpoint, shard
         with self._lock:
-            if (checkpoint, shard) in self._sent:
+            if key in self._sent and self._sent[key][0] == upload:
                 return
             arriving = self._begun(checkpoint, shard, upload)
             if arriving.writers:  # an earlier connection: what arrives there may be damaged
                 raise UnreachableError("an earlier request still writes to the image")
+            if not arriving.region.has_file():
+                self._give_up(key)
+                raise LostWriteError(f"{arriving.region.path} was removed meanwhile")
             arriving.region.seal(manifest=manifest, commit=commit)
-            del self._arriving[checkpoint, shard]
+            del self._arriving[key]
             self._sealed.setdefault(checkpoint, []).append(arriving.region)
-            self._sent[checkpoint, shard] = arriving.region
+            self._sent[key] = upload, arriving.region
 
-    def discard(self, checkpoint: CheckpointId, shard: Shard) -> None:
-        """Drop an image that this start was sent; what an earlier one has sent stays."""
+    def discard(self, checkpoint: CheckpointId, shard: Shard, upload: int) -> None:
+        """Drop an image that this start was sent by an upload; what an earlier start has sent stays."""
+        key = checkpoint, shard
         with self._lock:
-            self._give_up((checkpoint, shard))
-            region = self._sent.pop((checkpoint, shard), None)
-            if region is not None:
-                self._sealed[checkpoint].remove(region)
-                region.release()
+            if key in self._arriving and self._arriving[key].upload == upload:
+                self._give_up(key)
+            if key in self._sent and self._sent[key][0] == upload:
+                _, region = self._sent.pop(key)
+                if region is not None:
+                    self._sealed[checkpoint].remove(region)
+                    region.release()
         self._trim()
 
     def drop(self, checkpoint: CheckpointId) -> None:
@@ -420,13 +479,6 @@ class KeptImages:
                 region.release()
         self._trim()
 
-    def _drop_file(self, checkpoint: CheckpointId, path: Path) -> None:
-        """Drop the image in a file, if the file is of this process."""
-        with self._lock:
-            for region in [each for each in self._sealed.get(checkpoint, []) if each.path == path]:
-                self._sealed[checkpoint].remove(region)
-                region.release()
-
     def _give_up(self, key: _Key) -> None:
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
@@ -435,18 +487,22 @@ class KeptImages:
                 arriving.region.release()
 
     def _trim(self) -> None:
-        """Keep a free file for each image that is kept, and one at least; delete the others, the smallest first."""
+        """Keep a free file for each one that is used; delete the others, the smallest first."""
         with self._making:
             free = sorted((f for f in self._files if f.is_free), key=lambda f: f.room_bytes)
-            kept = max(1, len(self._files) - len(free))
-            for file in free[: max(0, len(free) - kept)]:
-                self._files.remove(file)
-                file.close(keep=False)
+            used = len(self._files) - len(free)
+            for file in free[: max(0, len(free) - used)]:
+                self._delete(file)
 
     def close(self, *, keep: bool) -> None:
         """Close the files, and delete the free ones; unless ``keep``, all of them. May be called twice."""
-        if not keep:
-            self._open()
+        self._closed = True  # ends a reservation that is in progress
         with ExitStack() as closing:  # one that fails keeps no other open
+            closing.callback(self._close_files, keep=keep)
+            if not keep:
+                self._open()
+
+    def _close_files(self, *, keep: bool) -> None:
+        with self._making, ExitStack() as closing:
             for file in self._files:
                 closing.callback(file.close, keep=keep)

@@ -7,20 +7,18 @@ not sealed when the server ends is gone.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import os
-import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tierfall.backends.toolkit.views import flat
 from tierfall.core.format.records import Commit, parse_commit
@@ -39,6 +37,7 @@ from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,
+    LockError,
     TierfallError,
     UnreachableError,
     error_class,
@@ -47,6 +46,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.kept_images import ImageHere, KeptImages
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 READ_BYTES_MAX = 4 << 20
 RECORDS_BYTES_MAX = 512 << 20
@@ -83,7 +83,7 @@ class PeerServer:
         self._server = Server(listener, secret=secret, run=run, serve=self._serve, name="peers")
         self.port = self._server.port
 
-    def _serve(self, connection: Connection, sender: str, session: str) -> None:
+    def _serve(self, connection: Connection, sender: str) -> None:
         Requests(self, connection, sender).run()
 
     def close(self) -> None:
@@ -100,6 +100,8 @@ class Requests:
         self._may_send = sender in server.senders
         self._idle_s = server.idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._found: dict[tuple[CheckpointId, Shard, str], Sequence[ImageHere]] = {}
+        """The files that were read last."""
 
     def run(self) -> None:
         while True:
@@ -128,7 +130,7 @@ class Requests:
             case "begin":
                 return {"value": self._begin(head)}, None
             case "discard":
-                images.discard(*_key(head))
+                images.discard(*_key(head), int(head["upload"]))
                 return {}, None
             case "images":
                 return {}, memoryview(self._list())
@@ -197,15 +199,23 @@ class Requests:
         self._read(head, lambda image: image.read(offset, [view]))
         return view
 
-    def _read(self, head: Head, read: Any) -> Any:
+    def _read(self, head: Head, read: Callable[[ImageHere], T]) -> T:
         """Read an image, from the first file that has it and can be read."""
-        key, failure = _key(head), None
-        for image in self._images.folder.find(*key, head["attempt_id"]):
+        checkpoint, shard = _key(head)
+        key = checkpoint, shard, str(head["attempt_id"])
+        found, failure = self._found.get(key), None
+        if found is None:
+            found = self._images.folder.find(*key)
+        self._found = {}
+        for image in found:
             try:
-                return read(image)
+                value = read(image)
             except TierfallError as error:
                 failure = error
-        raise failure or KeyNotFoundError(f"no image of {key[1]} of {key[0]} is kept here")
+            else:
+                self._found = {key: found}
+                return value
+        raise failure or KeyNotFoundError(f"no image of {shard} of {checkpoint} is kept here")
 
 
 def _key(head: Head) -> tuple[CheckpointId, Shard]:
@@ -213,7 +223,7 @@ def _key(head: Head) -> tuple[CheckpointId, Shard]:
 
 
 def _kind(error: BaseException) -> str:
-    if isinstance(error, DamagedPayloadError):
+    if isinstance(error, DamagedPayloadError | LockError):  # it may be better in a while
         return UnreachableError.__name__
     return type(error).__name__ if isinstance(error, TierfallError) else BackendError.__name__
 
@@ -228,6 +238,10 @@ class ImageThere:
     client: PeerClient
     commit: Commit
     shard: Shard
+
+    @property
+    def place(self) -> str:
+        return f"image of {self.shard} in {self.client.place}"
 
     def manifest(self) -> bytes:
         return bytes(self.client.request("manifest", self._head))
@@ -278,9 +292,6 @@ class PeerClient:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._closed = False
-        self._numbers = itertools.count(1)
-        self._uploads: dict[tuple[CheckpointId, Shard], int] = {}
-        """The numbers of the uploads that are not sealed: one that the server began late must not take their place."""
         _clients.add(self)
 
     # Sending -------------------------------------------------------------------------------------
@@ -290,15 +301,15 @@ class PeerClient:
         checkpoint: CheckpointId,
         shard: Shard,
         *,
+        upload: int,
         image_bytes: int,
         records_bytes: int,
         attempt_id: str | None,
         waiting: Collection[CheckpointId],
     ) -> bool:
         """Begin to send an image; see ``KeptImages.begin``."""
-        self._uploads[checkpoint, shard] = next(self._numbers)
         head = {
-            **self._upload(checkpoint, shard),
+            **_head(checkpoint, shard, upload),
             "image_bytes": image_bytes,
             "records_bytes": records_bytes,
             "attempt_id": attempt_id,
@@ -306,27 +317,24 @@ class PeerClient:
         }
         return bool(self.request("begin", head))
 
-    def write(self, checkpoint: CheckpointId, shard: Shard, offset: int, view: memoryview) -> None:
+    def write(
+        self, checkpoint: CheckpointId, shard: Shard, upload: int, offset: int, view: memoryview
+    ) -> None:
         data = flat(view)
         slices = [(0, data)] if self._pace is None else self._pace.slices(data)
         for start, part in slices:
-            head = {**self._upload(checkpoint, shard), "offset": offset + start}
+            head = {**_head(checkpoint, shard, upload), "offset": offset + start}
             self.request("write", head, part)
 
     def seal(
-        self, checkpoint: CheckpointId, shard: Shard, *, manifest: bytes, commit: bytes
+        self, checkpoint: CheckpointId, shard: Shard, upload: int, *, manifest: bytes, commit: bytes
     ) -> None:
-        head = {**self._upload(checkpoint, shard), "manifest_bytes": len(manifest)}
+        head = {**_head(checkpoint, shard, upload), "manifest_bytes": len(manifest)}
         self.request("seal", head, memoryview(manifest + commit))
-        self._uploads.pop((checkpoint, shard), None)
 
-    def _upload(self, checkpoint: CheckpointId, shard: Shard) -> Head:
-        return {**_head(checkpoint, shard), "upload": self._uploads.get((checkpoint, shard), 0)}
-
-    def discard(self, checkpoint: CheckpointId, shard: Shard) -> None:
+    def discard(self, checkpoint: CheckpointId, shard: Shard, upload: int) -> None:
         """Drop an image that this start has sent."""
-        self._uploads.pop((checkpoint, shard), None)
-        self.request("discard", _head(checkpoint, shard))
+        self.request("discard", _head(checkpoint, shard, upload))
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -361,15 +369,16 @@ class PeerClient:
         into: memoryview | None = None,
     ) -> Any:
         """Send a request; return the value of its answer, or its bytes, which fill ``into`` if that is given. If the
-        connection breaks, it is sent once more, on a new one, in the time that is left."""
+        connection breaks, it is sent once more, on a new one, in the time that is left: idle ones may have been closed
+        together."""
         what = f"peers: {do} in {self.place}"
         deadline_s = min(time.monotonic() + self._timeout_s, self._until_s)
         failure: Exception | None = None
-        for _ in range(TRIES):
+        for number in range(TRIES):
             if time.monotonic() >= deadline_s:
                 break
             with self._lock:
-                connection = self._idle.pop() if self._idle else None
+                connection = self._idle.pop() if self._idle and number == 0 else None
             try:
                 if connection is None:
                     connection = self._connect(what, deadline_s)
@@ -431,7 +440,6 @@ class PeerClient:
             self._address,
             self._secret,
             run=self._run,
-            session=secrets.token_hex(16),
             timeout_s=_left_s(deadline_s),
         )
 
@@ -440,10 +448,11 @@ class PeerClient:
         self._lock, self._idle = threading.Lock(), []
 
 
-def _head(checkpoint: CheckpointId, shard: Shard) -> Head:
+def _head(checkpoint: CheckpointId, shard: Shard, upload: int = 0) -> Head:
     return {
         "checkpoint": [checkpoint.step, checkpoint.attempt],
         "shard": [shard.rank, shard.world_size],
+        "upload": upload,
     }
 
 

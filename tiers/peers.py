@@ -7,8 +7,10 @@ fence. Each rank drops what it keeps, as rank 0 says.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +28,13 @@ from tierfall.core.format.records import (
     records_bytes_max,
 )
 from tierfall.core.types.backend import StoredObject
-from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyNotFoundError,
+    LostWriteError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.kept_images import KeptImage, KeptImages, KeptReader, copy_of, list_images
 from tierfall.tiers.peer_requests import PeerClient
@@ -60,14 +68,16 @@ class PeerCache(StoredTier):
         self._images = images
         self._sent = tuple(sent)
         self._shard = shard
+        self._numbers = itertools.count(1)
+        self._uploads: dict[CheckpointId, Sequence[Upload]] = {}
         self._waiting: dict[CheckpointId, bytes] = {}
         """The manifests of the images that were sent, and do not count yet."""
         self._written: dict[CheckpointId, Commit] = {}
         """The records of those that count."""
         self._attempt_ids: dict[CheckpointId, str] = {}
         """By checkpoint, the id of its attempt: two starts may use one number."""
-        self._found: dict[tuple[CheckpointId, Shard], Sequence[KeptImage]] = {}
-        """The images that were read last."""
+        self._found: dict[tuple[KeptReader, CheckpointId, Shard], Sequence[KeptImage]] = {}
+        """The images that were found last, by where they are."""
 
     # What this node keeps ------------------------------------------------------------------------
 
@@ -139,7 +149,7 @@ class PeerCache(StoredTier):
             self.discard(checkpoint, attempt=attempt)
         elif self._images is not None:
             self._images.drop(checkpoint)
-            self._written.pop(checkpoint, None)
+            self._forget(checkpoint)
         self._attempt_ids.pop(checkpoint, None)
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
@@ -173,21 +183,33 @@ class PeerCache(StoredTier):
         records_bytes = NAMES_BYTES + records_bytes_max(
             pieces_bytes=len(pieces), chunks=cut.chunk_count, metrics=(), tags=(), run=self._run
         )
-        image = SentImage(checkpoint, shard, [])
+
+        def begin(client: PeerClient, attempt_id: str | None) -> Upload:
+            number = next(self._numbers)
+            is_there = client.begin(
+                checkpoint,
+                shard,
+                upload=number,
+                image_bytes=cut.image_bytes,
+                records_bytes=records_bytes,
+                attempt_id=attempt_id,
+                waiting=list(self._waiting),
+            )
+            return Upload(client, number, is_there)
+
+        uploads: list[Upload] = []
+        image = SentImage(checkpoint, shard, uploads)
         with ExitStack() as undo:
             undo.callback(image.abort)
             for client in self._sent:
-                is_there = client.begin(
-                    checkpoint,
-                    shard,
-                    image_bytes=cut.image_bytes,
-                    records_bytes=records_bytes,
-                    attempt_id=attempt_id,
-                    waiting=list(self._waiting),
-                )
-                if not is_there:
-                    image.clients.append(client)
+                try:
+                    uploads.append(begin(client, attempt_id))
+                except UnreachableError:
+                    if attempt_id is None:
+                        raise
+                    uploads.append(begin(client, None))  # to read what it has takes it too long
             undo.pop_all()
+        self._uploads[checkpoint] = uploads
         return image
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
@@ -197,11 +219,15 @@ class PeerCache(StoredTier):
     def commit(self, commit: Commit, *, attempt: Attempt, repairs: bool = False) -> None:
         """Make this rank's image count."""
         id = commit.lineage.checkpoint
-        manifest, record = self._waiting.get(id, b""), commit.encode()
+        if id in self._written:
+            return
+        if id not in self._waiting:
+            raise LostWriteError(f"{self.name}: the image of {id} was given up")
+        manifest, record = self._waiting[id], commit.encode()
         for shard in shards_of(commit):
-            for client in self._sent:
-                client.seal(id, shard, manifest=manifest, commit=record)
-        self._waiting.pop(id, None)
+            for each in self._uploads[id]:
+                each.client.seal(id, shard, each.number, manifest=manifest, commit=record)
+        del self._waiting[id]
         self._written[id] = commit
         self._attempt_ids.setdefault(id, commit.lineage.attempt_id)
 
@@ -209,11 +235,14 @@ class PeerCache(StoredTier):
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
         """Drop an image of this rank, of a checkpoint that rank 0 gave up, from the nodes that keep it."""
-        self._waiting.pop(checkpoint, None)
-        self._written.pop(checkpoint, None)
-        own = self._shard
+        own, uploads = self._shard, self._uploads.get(checkpoint, ())
         if own is not None:
-            call_all(self._sent, lambda client: client.discard(checkpoint, own))
+            call_all(uploads, lambda each: each.client.discard(checkpoint, own, each.number))
+        self._forget(checkpoint)
+
+    def _forget(self, checkpoint: CheckpointId) -> None:
+        for known in (self._waiting, self._written, self._uploads):
+            known.pop(checkpoint, None)
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -245,7 +274,7 @@ class PeerCache(StoredTier):
     ) -> bool:
         """Read an image that was found on this node; False if none was, or it cannot be read."""
         views = tuple(views)
-        for image in self._found.get((checkpoint, shard), ()):
+        for image in self._found.get((self._kept, checkpoint, shard), ()):
             with suppress(TierfallError):
                 image.read(offset, views)
                 return True
@@ -264,19 +293,19 @@ class PeerCache(StoredTier):
                             failure = error
             except TierfallError as error:
                 failure = failure or error
-        self._found.pop((checkpoint, shard), None)
+            self._found.pop((kept, checkpoint, shard), None)
         raise failure or KeyNotFoundError(f"{self.name}: no image of {shard} of {checkpoint}")
 
     def _copies_on(
         self, kept: KeptReader, checkpoint: CheckpointId, shard: Shard
     ) -> Sequence[KeptImage]:
-        key = checkpoint, shard
-        if kept is self._kept and key in self._found:
-            return self._found[key]
-        found = [i for i in self._images_of(checkpoint, kept) if i.shard == shard]
-        if kept is self._kept:
+        key = kept, checkpoint, shard
+        if key not in self._found:
+            images = self._images_of(checkpoint, kept)
+            found = [image for image in images if image.shard == shard]
+            self._found = {k: v for k, v in self._found.items() if k[1] == checkpoint}
             self._found[key] = found
-        return found
+        return self._found[key]
 
     # What a cache has none of --------------------------------------------------------------------
 
@@ -304,20 +333,29 @@ class PeerCache(StoredTier):
         super().close()
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An image on its way to another node, by its number. ``is_there``: an earlier start has sent it."""
+
+    client: PeerClient
+    number: int
+    is_there: bool
+
+
 class SentImage:
     """Sends an image to each node that is to keep a copy. The failure of any is the failure of the call."""
 
-    def __init__(self, checkpoint: CheckpointId, shard: Shard, clients: list[PeerClient]) -> None:
-        self._checkpoint, self._shard = checkpoint, shard
-        self.clients = clients
+    def __init__(self, checkpoint: CheckpointId, shard: Shard, uploads: Sequence[Upload]) -> None:
+        self._checkpoint, self._shard, self._uploads = checkpoint, shard, uploads
 
     def has_chunk(self, index: int) -> bool:
-        """Whether there is nothing to send."""
-        return not self.clients
+        """Whether a chunk need not be sent: if all nodes have the image, none."""
+        return all(each.is_there for each in self._uploads)
 
     def write_chunks(self, index: int, start: int, view: memoryview) -> None:
-        for client in self.clients:
-            client.write(self._checkpoint, self._shard, start, view)
+        for each in self._uploads:
+            if not each.is_there:
+                each.client.write(self._checkpoint, self._shard, each.number, start, view)
 
     def flush(self) -> None:
         """Do nothing: no data is buffered."""
@@ -327,9 +365,9 @@ class SentImage:
         return ()
 
     def abort(self) -> None:
-        for client in self.clients:
+        for each in self._uploads:
             with suppress(BackendError):  # the next image that is begun gives this one up
-                client.discard(self._checkpoint, self._shard)
+                each.client.discard(self._checkpoint, self._shard, each.number)
 
 
 def call_all(clients: Iterable[T], call: Callable[[T], object]) -> None:

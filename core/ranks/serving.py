@@ -25,7 +25,7 @@ ACCEPT_PAUSE_S = 0.5
 class Server:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
-    ``serve`` is called with each connection that was admitted, and the names of its sender and session, on a thread of
+    ``serve`` is called with each connection that was admitted, and the name of its sender, on a thread of
     its own. Once it returns, or raises OSError or WireError, the connection is closed. ``name`` is that of the service
     in log lines and of its threads.
     """
@@ -36,7 +36,7 @@ class Server:
         *,
         secret: bytes,
         run: str,
-        serve: Callable[[Connection, str, str], None],
+        serve: Callable[[Connection, str], None],
         name: str,
     ) -> None:
         self._socket = listener
@@ -110,9 +110,8 @@ class Server:
 
     def _serve(self, connection: Connection, place: str) -> None:
         try:
-            sender, session = self._greet(connection, place)
-            if sender:
-                self._serve_admitted(connection, sender, session)
+            if sender := self._greet(connection, place):
+                self._serve_admitted(connection, sender)
         except (OSError, WireError) as error:
             logger.debug("%s: the connection from %s has ended: %s", self._name, place, error)
         finally:
@@ -120,12 +119,12 @@ class Server:
                 self._connections.pop(connection, None)
             connection.close()
 
-    def _greet(self, connection: Connection, place: str) -> tuple[str, str]:
+    def _greet(self, connection: Connection, place: str) -> str:
         try:
             return admit(connection, self._secret, run=self._run)
         except AccessDeniedError as error:
             logger.warning("%s: the connection from %s is refused: %s", self._name, place, error)
-            return "", ""
+            return ""
         finally:
             with self._lock:
                 self._unauthenticated -= 1

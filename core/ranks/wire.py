@@ -201,14 +201,14 @@ class Connection:
 
 
 def connect_as(
-    sender: str, address: Address, secret: bytes, *, run: str, session: str, timeout_s: float
+    sender: str, address: Address, secret: bytes, *, run: str, timeout_s: float
 ) -> Connection:
     """Connect to what listens at an address, and ``greet`` it. Raises OSError, WireError, and AccessDeniedError."""
     connection = Connection(
         _dial(address, timeout_s), timeout_s=max(min(HANDSHAKE_S, timeout_s), LEAST_TIMEOUT_S)
     )
     try:
-        greet(connection, secret, run=run, sender=sender, session=session)
+        greet(connection, secret, run=run, sender=sender)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError | WireError) and not isinstance(error, AccessDeniedError):
@@ -230,10 +230,10 @@ def _dial(address: Address, timeout_s: float) -> socket.socket:
     return sock
 
 
-def greet(connection: Connection, secret: bytes, *, run: str, sender: str, session: str) -> None:
-    """Begin a connection as ``sender``; ``session`` is a random name of the process. Raises AccessDeniedError where
-    the other side does not prove that it knows ``secret``, or refuses this one."""
-    hello = {"version": VERSION, "run": run, "sender": sender, "session": session}
+def greet(connection: Connection, secret: bytes, *, run: str, sender: str) -> None:
+    """Begin a connection as ``sender``. Raises AccessDeniedError if the other side does not prove that it knows
+    ``secret``, or refuses this one."""
+    hello = {"version": VERSION, "run": run, "sender": sender}
     hello["nonce"] = secrets.token_hex(16)
     connection.send(hello)
     answer, _ = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
@@ -251,11 +251,11 @@ def greet(connection: Connection, secret: bytes, *, run: str, sender: str, sessi
         raise AccessDeniedError(str(verdict["error"]))
 
 
-def admit(connection: Connection, secret: bytes, *, run: str) -> tuple[str, str]:
-    """Answer a ``greet``; return its sender and session. Raises AccessDeniedError, and tells the other side, where it
+def admit(connection: Connection, secret: bytes, *, run: str) -> str:
+    """Answer a ``greet``; return its sender. Raises AccessDeniedError, and tells the other side, where it
     does not prove that it knows ``secret``."""
     hello, length = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
-    names = [hello.get(name) for name in ("sender", "session", "nonce")]
+    names = [hello.get(name) for name in ("sender", "nonce")]
     if length or not all(isinstance(name, str) and 0 < len(name) <= 256 for name in names):
         raise AccessDeniedError("it does not begin with a handshake")
     if hello.get("version") != VERSION or hello.get("run") != run:
@@ -270,7 +270,7 @@ def admit(connection: Connection, secret: bytes, *, run: str) -> tuple[str, str]
         connection.send({"error": "the proof is wrong: only ranks of this start may connect"})
         raise AccessDeniedError("it does not know the secret of this run")
     connection.send({})
-    return str(hello["sender"]), str(hello["session"])
+    return str(hello["sender"])
 
 
 def _transcript(hello: Head, nonce: str) -> bytes:

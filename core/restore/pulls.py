@@ -232,7 +232,7 @@ class PullNetwork:
         self.silent: set[int] = set()
         self._topology, self._secret, self._checkpoint = topology, secret, checkpoint
         self._silence_s, self._provide, self._taken = silence_s, provide, taken
-        self._session = secrets.token_hex(8)
+        self._name = secrets.token_hex(8)
         self._met = threading.Event()
         self._addresses: Sequence[RankAddress] = ()
         self._lock = threading.Lock()
@@ -248,7 +248,7 @@ class PullNetwork:
             logger.warning("restore: other ranks cannot ask this one for chunks: %s", error)
 
     def _listen(self, interface: str | None) -> RankAddress:
-        name, host, port = f"tierfall-{self._session}", "", 0
+        name, host, port = f"tierfall-{self._name}", "", 0
         serve = partial(
             Server, secret=self._secret, run=self._checkpoint, serve=self._serve, name="pulls"
         )
@@ -286,7 +286,7 @@ class PullNetwork:
 
     # What others ask for -----------------------------------------------------------------------------
 
-    def _serve(self, connection: Connection, sender: str, session: str) -> None:
+    def _serve(self, connection: Connection, sender: str) -> None:
         while True:
             connection.set_timeout(None)
             head, length = connection.receive()
@@ -375,7 +375,6 @@ class PullNetwork:
             known.name if hop in self._topology.local_ranks else (known.host, known.port),
             self._secret,
             run=self._checkpoint,
-            session=self._session,
             timeout_s=self._silence_s,
         )
         connection.set_timeout(self._silence_s)

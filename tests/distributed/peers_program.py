@@ -189,12 +189,17 @@ def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     sending, behind = Path(folder, "sending"), Path(folder, "behind")
 
     def hold_up(
-        client: PeerClient, id: CheckpointId, shard: Shard, offset: int, view: memoryview
+        client: PeerClient,
+        id: CheckpointId,
+        shard: Shard,
+        upload: int,
+        offset: int,
+        view: memoryview,
     ) -> None:
         if id.step == 2 and offset and RANK == 0 and not sending.exists():
             sending.touch()
             time.sleep(1.0)  # the other node is stopped meanwhile
-        write(client, id, shard, offset, view)
+        write(client, id, shard, upload, offset, view)
 
     PeerClient.write = hold_up  # type: ignore[method-assign]
     with tierfall.open(config(folder, **changes)) as ckpt:

@@ -44,10 +44,17 @@ def records_of(
 
 
 def receive(
-    images: KeptImages, id: CheckpointId, rank: int = 0, identity: str = "a", *, seals: bool = True
+    images: KeptImages,
+    id: CheckpointId,
+    rank: int = 0,
+    identity: str = "a",
+    *,
+    upload: int = 0,
+    seals: bool = True,
 ) -> None:
     """Receive an image, as if its rank had sent it."""
-    shard, upload, data = Shard(rank, 2), 100 * id.step + rank, image_of(id, rank, identity)
+    shard, data = Shard(rank, 2), image_of(id, rank, identity)
+    upload = upload or 100 * id.step + rank
     begin(images, id, rank, upload=upload)
     for start in range(0, len(data), 65_536):
         part = data[start : start + 65_536]

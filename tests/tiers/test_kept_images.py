@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kept_records import CUT, ONE, begin, image_of, receive, records_of
@@ -82,15 +83,16 @@ def test_more_free_files_than_images_are_deleted(images: KeptImages, tmp_path: P
         images.drop(CheckpointId(step, 1))
     assert len(files(tmp_path)) == 2
     images.drop(CheckpointId(5, 1))
-    assert len(files(tmp_path)) == 1
+    assert files(tmp_path) == []
 
 
 def test_an_image_that_has_grown_enlarges_a_free_file(images: KeptImages, tmp_path: Path) -> None:
     receive(images, ONE)
+    receive(images, TWO)
+    path = kept(tmp_path)[ONE, 0].path
     images.drop(ONE)
-    (path,) = files(tmp_path)
-    begin(images, TWO, image_bytes=4 * CUT.image_bytes)
-    assert files(tmp_path) == [path]
+    begin(images, THREE, upload=300, image_bytes=4 * CUT.image_bytes)
+    assert len(files(tmp_path)) == 2
     assert path.stat().st_blocks * 512 > 4 * CUT.image_bytes
 
 
@@ -98,6 +100,7 @@ def test_an_image_that_does_not_fit_is_refused_before_a_page_is_touched(
     images: KeptImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receive(images, ONE)
+    receive(images, TWO)
 
     def full(folder: Path) -> RoomReport:
         return RoomReport(
@@ -106,12 +109,48 @@ def test_an_image_that_does_not_fit_is_refused_before_a_page_is_touched(
 
     monkeypatch.setattr(kept_images, "measure_room", full)
     with pytest.raises(StorageFullError, match="are free for it on"):
-        begin(images, TWO)
-    assert len(files(tmp_path)) == 1
+        begin(images, THREE, upload=300)
+    assert len(files(tmp_path)) == 2
     images.drop(ONE)
-    assert not begin(images, TWO), "memory that is used again need not be free"
+    assert not begin(images, THREE, upload=301), "memory that is used again need not be free"
     with pytest.raises(StorageFullError):
-        begin(images, THREE, image_bytes=2 * CUT.image_bytes, waiting=(TWO,))
+        begin(images, ONE, upload=302, image_bytes=2 * CUT.image_bytes, waiting=(THREE,))
+
+
+def test_an_image_whose_file_was_removed_does_not_count(images: KeptImages, tmp_path: Path) -> None:
+    receive(images, ONE, seals=False)
+    for path in files(tmp_path):
+        path.unlink()
+    manifest, commit = records_of(ONE)
+    with pytest.raises(LostWriteError, match="was removed"):
+        images.seal(ONE, SHARD, 100, manifest=manifest.encode(), commit=commit.encode())
+    receive(images, ONE, upload=101)
+    assert read(kept(tmp_path)[ONE, 0]) == image_of(ONE)
+
+
+def test_free_files_are_deleted_for_an_image_that_needs_their_memory(
+    images: KeptImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where fewer ranks start, with more memory each."""
+    for step in range(1, 5):
+        receive(images, CheckpointId(step, 1))
+    for step in range(1, 3):
+        images.drop(CheckpointId(step, 1))
+    assert len(files(tmp_path)) == 4
+    need = 3 * CUT.image_bytes
+
+    def little(folder: Path) -> RoomReport:
+        free_bytes = need if len(files(tmp_path)) == 3 else 0
+        return RoomReport(
+            folder=folder,
+            file_system_free_bytes=free_bytes,
+            memory_free_bytes=None,
+            in_memory=True,
+        )
+
+    monkeypatch.setattr(kept_images, "measure_room", little)
+    assert not begin(images, CheckpointId(9, 1), upload=900, image_bytes=need)
+    assert len(files(tmp_path)) == 3
 
 
 def test_a_file_that_others_remove_costs_the_image_in_it(
@@ -139,7 +178,7 @@ def test_an_image_counts_once_it_is_sealed_and_outlives_the_process(tmp_path: Pa
     assert kept(tmp_path).keys() == {(ONE, 0)}
     images = process(tmp_path)
     receive(images, THREE)
-    assert len(files(tmp_path)) == 2, "the file of the unsealed one is free"
+    assert len(files(tmp_path)) == 2, "the file of the unsealed one was free"
     images.drop(ONE)
     assert kept(tmp_path).keys() == {(THREE, 0)}
     images.close(keep=False)
@@ -165,6 +204,18 @@ def test_the_first_process_has_the_files_of_slots_that_are_no_more(tmp_path: Pat
     first.drop(ONE)
     assert kept(tmp_path) == {}
     first.close(keep=False)
+
+
+def test_what_is_wrong_with_a_slot_that_is_no_more_keeps_no_image_out(tmp_path: Path) -> None:
+    """A stranger's file, and one that an old process still uses."""
+    (tmp_path / "slot-1.0.image").write_bytes(b"not an image" * 1000)
+    old = process(tmp_path, 2)
+    receive(old, ONE, 1)
+    first = KeptImages(KeptFolder(tmp_path, "run"), 0, adopts_from=1)
+    receive(first, TWO)
+    first.close(keep=False)
+    assert {path.name for path in files(tmp_path)} == {"slot-1.0.image", "slot-2.0.image"}
+    old.close(keep=False)
 
 
 def test_a_strangers_file_is_refused_and_stays(images: KeptImages, tmp_path: Path) -> None:
@@ -200,8 +251,8 @@ def test_an_image_of_an_earlier_start_that_is_good_is_not_sent_again(tmp_path: P
     before.close(keep=True)
     images = process(tmp_path)
     assert begin(images, ONE, attempt_id="a" * 32)
-    assert not begin(images, ONE, attempt_id="b" * 32), "an image of another attempt"
-    images.discard(ONE, SHARD)
+    assert not begin(images, ONE, upload=2, attempt_id="b" * 32), "an image of another attempt"
+    images.discard(ONE, SHARD, 1)
     assert kept(tmp_path).keys() == {(ONE, 0)}, "what an earlier start has sent stays"
     images.close(keep=True)
 
@@ -220,11 +271,29 @@ def test_an_image_of_an_earlier_start_that_is_damaged_is_sent_again(tmp_path: Pa
     images.close(keep=True)
 
 
+def test_damage_in_another_processs_file_does_not_hide_what_is_sent_again(tmp_path: Path) -> None:
+    other = process(tmp_path, 0)
+    receive(other, ONE)
+    path = kept(tmp_path)[ONE, 0].path
+    with path.open("r+b") as file:
+        file.seek((2 << 20) + 5000)
+        file.write(b"damage")
+    images = process(tmp_path, 1)
+    assert not begin(images, ONE, attempt_id="a" * 32)
+    receive(images, ONE)
+    assert read(kept(tmp_path)[ONE, 0]) == image_of(ONE)
+    receive(other, TWO)
+    images.close(keep=True)
+    other.close(keep=True)
+
+
 def test_an_image_that_is_discarded_leaves_nothing(images: KeptImages, tmp_path: Path) -> None:
     receive(images, ONE, seals=False)
-    images.discard(ONE, SHARD)
+    images.discard(ONE, SHARD, 100)
     receive(images, TWO)
-    images.discard(TWO, SHARD)
+    images.discard(TWO, SHARD, 199)
+    assert kept(tmp_path).keys() == {(TWO, 0)}, "a request about an earlier upload came late"
+    images.discard(TWO, SHARD, 200)
     assert kept(tmp_path) == {}
     with pytest.raises(LostWriteError), images.receiving(ONE, SHARD, 100, 0, 1):
         pass
@@ -236,23 +305,51 @@ def test_the_next_image_of_a_sender_gives_up_what_it_does_not_wait_for(
     for id in (ONE, TWO):
         receive(images, id, seals=False)
     assert len(files(tmp_path)) == 1, "the first one was given up"
-    begin(images, THREE, waiting=(TWO,))
+    begin(images, THREE, upload=300, waiting=(TWO,))
     assert len(files(tmp_path)) == 2
     manifest, commit = records_of(TWO)
     images.seal(TWO, SHARD, 200, manifest=manifest.encode(), commit=commit.encode())
     assert read(kept(tmp_path)[TWO, 0]) == image_of(TWO)
 
 
-def test_a_request_that_comes_late_takes_no_place(images: KeptImages, tmp_path: Path) -> None:
-    """The server was slow: the sender has begun again meanwhile, and does not know of the first."""
-    begin(images, ONE, upload=2)
-    begin(images, ONE, upload=1)
-    with pytest.raises(LostWriteError), images.receiving(ONE, SHARD, 2, 0, 1):
-        pass
+def test_a_request_that_comes_late_or_twice_takes_no_place(
+    images: KeptImages, tmp_path: Path
+) -> None:
+    """The server was slow: the sender has begun again meanwhile, or has sent the request once more."""
+    begin(images, TWO, upload=3)
+    begin(images, ONE, upload=4, waiting=(TWO,))
+    with images.receiving(ONE, SHARD, 4, 0, 1000) as memory:
+        memory[:] = image_of(ONE)[:1000]
+    for late in (1, 2, 3):
+        with pytest.raises(LostWriteError, match="a newer upload"):
+            begin(images, ONE, upload=late)
+    assert not begin(images, ONE, upload=4)
+    data = image_of(ONE)
+    with images.receiving(ONE, SHARD, 4, 1000, len(data) - 1000) as memory:
+        memory[:] = data[1000:]
     manifest, commit = records_of(ONE)
-    with pytest.raises(LostWriteError):
-        images.seal(ONE, SHARD, 2, manifest=manifest.encode(), commit=commit.encode())
-    assert kept(tmp_path) == {}
+    images.seal(ONE, SHARD, 4, manifest=manifest.encode(), commit=commit.encode())
+    assert begin(images, ONE, upload=4), "it is there"
+    assert read(kept(tmp_path)[ONE, 0]) == data
+    with images.receiving(TWO, SHARD, 3, 0, 1):
+        pass  # it still waits
+
+
+def test_of_one_request_that_comes_twice_at_once_one_takes_memory(
+    images: KeptImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = KeptImages._take
+
+    def slow(self: KeptImages, *arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(KeptImages, "_take", real)
+        receive(images, ONE, seals=False)
+        return real(self, *arguments, **more)
+
+    monkeypatch.setattr(KeptImages, "_take", slow)
+    assert not begin(images, ONE, upload=100)
+    manifest, commit = records_of(ONE)
+    images.seal(ONE, SHARD, 100, manifest=manifest.encode(), commit=commit.encode())
+    assert read(kept(tmp_path)[ONE, 0]) == image_of(ONE)
 
 
 def test_bytes_that_come_late_reach_no_other_image(images: KeptImages, tmp_path: Path) -> None:
@@ -286,13 +383,33 @@ def test_an_image_that_has_left_its_file_is_gone_and_not_damaged(
     images: KeptImages, tmp_path: Path
 ) -> None:
     receive(images, ONE)
+    receive(images, TWO)
     image = kept(tmp_path)[ONE, 0]
     images.drop(ONE)
     for look in (image.manifest, image.verify, lambda: read(image)):
         with pytest.raises(KeyNotFoundError, match="left memory"):
             look()
+    receive(images, THREE)
+    with pytest.raises(KeyNotFoundError, match="left memory"):
+        read(image)
+
+
+def test_a_file_that_is_used_again_while_it_is_opened_gives_no_bytes(
+    images: KeptImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive(images, ONE)
     receive(images, TWO)
-    with pytest.raises(KeyNotFoundError):
+    image = kept(tmp_path)[ONE, 0]
+    real = ImageFile._map
+
+    def map_late(self: ImageFile) -> None:
+        monkeypatch.setattr(ImageFile, "_map", real)
+        images.drop(ONE)
+        receive(images, THREE, seals=False)
+        real(self)
+
+    monkeypatch.setattr(ImageFile, "_map", map_late)
+    with pytest.raises(KeyNotFoundError, match="left memory"):
         read(image)
 
 

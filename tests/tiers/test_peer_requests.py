@@ -67,6 +67,7 @@ def begin(sender: PeerClient, id: CheckpointId = ONE) -> bool:
     return sender.begin(
         id,
         SHARD,
+        upload=id.step,
         image_bytes=CUT.image_bytes,
         records_bytes=20_000,
         attempt_id=None,
@@ -79,14 +80,14 @@ def send(sender: PeerClient, id: CheckpointId = ONE, *, seals: bool = True) -> N
     begin(sender, id)
     data = memoryview(image_of(id))
     for start in (0, 100_000):
-        sender.write(id, SHARD, start, data[start : start + 100_000])
+        sender.write(id, SHARD, id.step, start, data[start : start + 100_000])
     if seals:
         seal(sender, id)
 
 
 def seal(sender: PeerClient, id: CheckpointId = ONE) -> None:
     manifest, commit = records_of(id)
-    sender.seal(id, SHARD, manifest=manifest.encode(), commit=commit.encode())
+    sender.seal(id, SHARD, id.step, manifest=manifest.encode(), commit=commit.encode())
 
 
 def received(reader: PeerClient) -> dict[CheckpointId, bytes]:
@@ -168,7 +169,7 @@ def test_a_recorded_handshake_proves_nothing(serve: Serve) -> None:
     connection = connect(server)
     send = connection.send
     connection.send = lambda head, payload=None: (sent.append(head), send(head, payload))[1]  # type: ignore[method-assign, assignment, misc]
-    greet(connection, SECRET, run=RUN, sender="node-1", session="s")
+    greet(connection, SECRET, run=RUN, sender="node-1")
     replayed = connect(server)
     replayed.send(sent[0])
     replayed.receive()
@@ -321,10 +322,10 @@ def test_bytes_that_change_on_the_way_are_sent_again(
     monkeypatch.setattr(Connection, "_fill", flip)
     data = memoryview(image_of(ONE))
     with pytest.raises(UnreachableError, match="arrived damaged") as raised:
-        sender.write(ONE, SHARD, 0, data[:1000])
+        sender.write(ONE, SHARD, 1, 0, data[:1000])
     assert raised.value.retryable
-    sender.write(ONE, SHARD, 0, data[:1000])
-    sender.write(ONE, SHARD, 1000, data[1000:])
+    sender.write(ONE, SHARD, 1, 0, data[:1000])
+    sender.write(ONE, SHARD, 1, 1000, data[1000:])
     seal(sender)
     assert received(sender) == {ONE: image_of(ONE)}
     flips += [1] * 10
@@ -377,13 +378,13 @@ def test_a_write_outside_of_the_image_is_refused(serve: Serve) -> None:
     begin(sender)
     for offset in (-1, CUT.image_bytes):
         with pytest.raises(BackendError, match="are not in the image"):
-            sender.write(ONE, SHARD, offset, memoryview(b"data"))
+            sender.write(ONE, SHARD, 1, offset, memoryview(b"data"))
     send(sender)
     assert received(sender) == {ONE: image_of(ONE)}
 
 
 def hello() -> dict[str, object]:
-    return {"version": 1, "run": RUN, "sender": "node-1", "session": "s", "nonce": "n"}
+    return {"version": 1, "run": RUN, "sender": "node-1", "nonce": "n"}
 
 
 def connect(server: PeerServer) -> Connection:

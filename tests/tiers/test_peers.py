@@ -39,20 +39,22 @@ class Wired:
     def begin(self, id: CheckpointId, shard: Shard, **more: Any) -> bool:
         self.begun.append((id, shard, more["attempt_id"], more["waiting"]))
         begin = self.images_there.begin
-        return bool(self._ask("begin", lambda: begin(id, shard, upload=1, **more)))
+        return bool(self._ask("begin", lambda: begin(id, shard, **more)))
 
-    def write(self, id: CheckpointId, shard: Shard, offset: int, view: memoryview) -> None:
+    def write(
+        self, id: CheckpointId, shard: Shard, upload: int, offset: int, view: memoryview
+    ) -> None:
         def write() -> None:
-            with self.images_there.receiving(id, shard, 1, offset, view.nbytes) as memory:
+            with self.images_there.receiving(id, shard, upload, offset, view.nbytes) as memory:
                 memory[:] = view
 
         self._ask("write", write)
 
-    def seal(self, id: CheckpointId, shard: Shard, **records: bytes) -> None:
-        self._ask("seal", lambda: self.images_there.seal(id, shard, 1, **records))
+    def seal(self, id: CheckpointId, shard: Shard, upload: int, **records: bytes) -> None:
+        self._ask("seal", lambda: self.images_there.seal(id, shard, upload, **records))
 
-    def discard(self, id: CheckpointId, shard: Shard) -> None:
-        self._ask("discard", lambda: self.images_there.discard(id, shard))
+    def discard(self, id: CheckpointId, shard: Shard, upload: int) -> None:
+        self._ask("discard", lambda: self.images_there.discard(id, shard, upload))
 
     def images(self) -> Any:
         return self._ask("images", self.images_there.folder.images)
@@ -194,7 +196,7 @@ def test_a_deletion_takes_what_each_node_keeps_and_asks_no_other_node(node: Make
 def test_a_damaged_image_hides_nothing_of_another_start(node: Make) -> None:
     one = node()
     receive(one.images, ONE, 1)
-    receive(one.images, ONE, 1)
+    receive(one.images, ONE, 1, upload=102)
     first = one.images.folder.images()[0][0]
     with first.path.open("r+b") as file:
         file.seek(100)
@@ -259,3 +261,35 @@ def test_what_a_keeper_has_of_an_earlier_start_is_not_sent_again(node: Make) -> 
     assert keeper.kept() == [(ONE, 0)]
     cache.delete(ONE, attempt=attempt(), known=None)
     assert keeper.kept() == [(ONE, 0)], "it is not this start's to revoke"
+
+
+def test_an_image_is_sent_if_it_takes_the_keeper_too_long_to_read_what_it_has(node: Make) -> None:
+    keeper = node()
+    wired = Wired(keeper.images)
+    ask = wired._ask
+
+    def too_long(do: str, call: Callable[[], Any]) -> Any:
+        if wired.begun[-1][2] is not None:
+            raise UnreachableError("no answer in time")
+        return ask(do, call)
+
+    wired._ask = too_long  # type: ignore[method-assign]
+    cache = node().cache(wired)
+    writer = cache.create_shard(ONE, Shard(0, 2), CUT, Spliced(b"[]"), attempt_id="a" * 32)
+    writer.write_chunks(0, 0, memoryview(image_of(ONE)))
+    cache.write_manifest(ONE, Shard(0, 2), records_of(ONE)[0].encode())
+    cache.commit(records_of(ONE)[1], attempt=attempt())
+    assert keeper.kept() == [(ONE, 0)]
+
+
+def test_a_deletion_that_a_silent_node_has_not_heard_of_is_repeated(node: Make) -> None:
+    keeper = node()
+    wired = Wired(keeper.images)
+    cache = node().cache(wired)
+    send(cache)
+    wired.silent = "discard"
+    with pytest.raises(UnreachableError):
+        cache.delete(ONE, attempt=attempt(), known=None)
+    wired.silent = ""
+    cache.delete(ONE, attempt=attempt(), known=None)
+    assert keeper.kept() == []

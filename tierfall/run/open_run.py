@@ -620,17 +620,18 @@ class OpenRun:
             self._last = None
             self.stop_saving_on_signals()
             self.saver.close()
+            kept = True
             try:
-                session.close(keep_memory=keep, timeout_s=left_s(LAST_S))
+                kept = session.close(keep_memory=keep, timeout_s=left_s(LAST_S))
             finally:
                 self.stop_signals()
-                if together:
-                    session.ranks.close(max(LAST_S, meets_s()))
-                else:
-                    session.ranks.leave()
-                close_peers(
-                    self._peers, keep=keep
-                )  # until all have left, others may read what it keeps
+                try:
+                    if together:
+                        session.ranks.close(max(LAST_S, meets_s()))
+                    else:
+                        session.ranks.leave()
+                finally:  # not before all have left: others may read what it keeps
+                    close_peers(self._peers, keep=kept)
         if self.config.on_error is OnError.RAISE:
             self._check_alive()
             self._raise_failures()

@@ -429,11 +429,12 @@ class Session:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def close(self, *, keep_memory: bool, timeout_s: float | None = None) -> None:
+    def close(self, *, keep_memory: bool, timeout_s: float | None = None) -> bool:
         """Stop all threads, abort half-written copies, and close the tiers. Together they have ``timeout_s``, each
-        ABANDON_S at least: a call that a tier holds up is left to its thread, for which no program waits at its end."""
+        ABANDON_S at least: a call that a tier holds up is left to its thread, for which no program waits at its end.
+        Return whether images in memory were kept: also if they are damaged, or may be another start's."""
         if self._closed:
-            return
+            return True
         keep = True
         timeout_s = self.config.max_wait_s if timeout_s is None else timeout_s
         ends_s = time.monotonic() + timeout_s
@@ -463,6 +464,7 @@ class Session:
             finally:
                 self.ring.release()
             wait_for_messages()
+        return keep
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""

@@ -156,8 +156,8 @@ class PeerMemory:
             return
         until_s = time.monotonic() + timeout_s
         for other in self._keepers:
-            with closing(self._connect(other, until_s=until_s)) as client:
-                keeper = kept_by(self._tier, self._run, client)
+            client = self._connect(other, until_s=until_s)
+            with closing(client), closing(kept_by(self._tier, self._run, client)) as keeper:
                 if recover_image(host, keeper, self._shard, listings, is_ours) is not None:
                     return
 
@@ -390,6 +390,8 @@ def _newest(
     """Return the keeper's copy of the newest live checkpoint of this run of which any tier has an image of this shard;
     None where the keeper has none, or has only one of an older checkpoint."""
     there = keeper.list()
+    if there.error is not None:
+        raise there.error
     copies = tuple(c for c in there.copies if c.commit is not None and is_ours(c.commit))
     there = replace(there, tier=f"{there.tier} of another node", copies=copies)
     live = (
