@@ -90,14 +90,10 @@ class PeerHour:
 
     def _rules(self) -> list[Any]:
         draw = self.draw
-        rules = [peer_rules(retain_last=draw.choice((1, 1, 2)), flush_every=draw.choice((1, 1, 2)))]
-        if draw.random() < 0.5:
-            rules.append(
-                file_rules(
-                    SHARED_TIER, shared=True, retain_last=2, flush_every=draw.choice((1, 3, 10))
-                )
-            )
-        return rules
+        peers = peer_rules(retain_last=draw.choice((1, 1, 2)), flush_every=draw.choice((1, 1, 2)))
+        # often only the attempts are there: without them, a start that begins anew would use their numbers again
+        every = draw.choice((1, 3, 10)) if draw.random() < 0.5 else 1000
+        return [peers, file_rules(SHARED_TIER, shared=True, retain_last=2, flush_every=every)]
 
     def _machine(self, domain: str | None = None) -> Machine:
         self._made += 1

@@ -152,11 +152,9 @@ def believe_one_keeper(patch: pytest.MonkeyPatch) -> None:
     """A copy counts as written once one of the nodes that are to keep it has its record."""
 
     def commit(self: PeerCache, commit: Commit, **more: Any) -> None:
-        sent, self._sent = self._sent, self._sent[:1]
-        try:
-            real(self, commit, **more)
-        finally:
-            self._sent = sent
+        id = commit.lineage.checkpoint
+        self._uploads[id] = self._uploads[id][:1]
+        real(self, commit, **more)
 
     real = PeerCache.commit
     patch.setattr(PeerCache, "commit", commit)
@@ -208,8 +206,8 @@ def wrong(seed: int, copies: int) -> str:
         pytest.param(delete_images_whose_rest_is_not_seen, 1, 0, marks=LONG),
         pytest.param(forget_what_other_nodes_keep, 2, 0, marks=LONG),
         (restore_a_part_of_an_older_step, 1, 0),
-        pytest.param(believe_one_keeper, 2, 52, marks=LONG),
-        pytest.param(seal_what_has_arrived, 1, 25, marks=LONG),
+        (believe_one_keeper, 2, 0),
+        (seal_what_has_arrived, 1, 1),
         (move_an_image_back, 1, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None),
