@@ -16,6 +16,8 @@ import tierfall.backends.toolkit
 import tierfall.integrations.accelerate
 import tierfall.integrations.dcp
 import tierfall.policies
+from tierfall.cli.common import _STYLES
+from tierfall.core.types.values import CopyState
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall|tests)/[\w/]+\.py)(?::([\w.]+))?`")
@@ -52,11 +54,17 @@ def test_the_maps_name_places() -> None:
 
 
 def test_every_word_of_the_glossary_occurs_in_the_code() -> None:
-    rows = re.findall(r"^\| (\w[\w ]*) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
-    words = [row for row in rows if row != "word"]
+    table = (ROOT / "docs/glossary.md").read_text().partition("| word |")[2]
+    words = re.findall(r"^\| (\w[\w ]*) \|", table, re.MULTILINE)
     assert words == sorted(words, key=str.lower)
     code = "\n".join(p.read_text() for room in ROOMS for p in (ROOT / room).rglob("*.py")).lower()
     assert [w for w in words if not re.search(w.replace(" ", "[ _]?"), code)] == []
+
+
+def test_the_glossary_has_every_state_of_a_copy_that_commands_print() -> None:
+    states = (ROOT / "docs/glossary.md").read_text().partition("| word |")[0]
+    shown = {str(state) for state in CopyState} - {CopyState.ABSENT} | set(_STYLES) - {"DAMAGED"}
+    assert set(re.findall(r"^\| `([^`]+)` \|", states, re.MULTILINE)) == shown | {"-"}
 
 
 def local_text(page: Path) -> str:
