@@ -184,7 +184,12 @@ class Requests:
     def _list(self) -> bytes:
         images, problems = self._images.folder.images()
         rows = [
-            [image.shard.rank, image.shard.world_size, image.commit.encode().decode()]
+            [
+                image.path.name,
+                image.shard.rank,
+                image.shard.world_size,
+                image.commit.encode().decode(),
+            ]
             for image in images
         ]
         return json.dumps([rows, [[_kind(each), str(each)] for each in problems]]).encode()
@@ -233,15 +238,16 @@ def _kind(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ImageThere:
-    """An image that another node keeps."""
+    """An image that another node keeps, in the file ``name``."""
 
     client: PeerClient
+    name: str
     commit: Commit
     shard: Shard
 
     @property
     def place(self) -> str:
-        return f"image of {self.shard} in {self.client.place}"
+        return f"{self.name} in {self.client.place}"
 
     def manifest(self) -> bytes:
         return bytes(self.client.request("manifest", self._head))
@@ -344,10 +350,11 @@ class PeerClient:
         found = [
             ImageThere(
                 self,
-                parse_commit(text.encode(), what=f"commit record in {self.place}"),
+                name,
+                parse_commit(text.encode(), what=f"commit record of {name} in {self.place}"),
                 Shard(rank, world_size),
             )
-            for rank, world_size, text in rows
+            for name, rank, world_size, text in rows
         ]
         return found, [error_class(kind, BackendError)(text) for kind, text in problems]
 

@@ -24,7 +24,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.tiers.kept_images import KeptFolder, KeptImages
+from tierfall.tiers.kept_images import KeptFolder, KeptImages, list_images
 from tierfall.tiers.peer_requests import PeerClient, PeerServer
 
 SECRET = b"s" * SECRET_BYTES
@@ -119,6 +119,14 @@ def test_all_processes_of_a_node_tell_what_it_keeps_and_it_outlives_them(serve: 
     first.close()
     first.images.close(keep=True)
     assert received(client(serve())) == {ONE: image_of(ONE)}
+
+
+def test_all_that_a_node_keeps_of_a_rank_is_told(serve: Serve) -> None:
+    sender = client(serve())
+    for id in (ONE, TWO):
+        send(sender, id)
+    assert received(sender) == {ONE: image_of(ONE), TWO: image_of(TWO)}
+    assert [copy.id for copy in list_images("peers", sender).copies] == [ONE, TWO]
 
 
 def test_damage_is_told(serve: Serve, tmp_path: Path) -> None:
