@@ -62,7 +62,7 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 1_944,
+    ("core/types",): 1_941,
     ("core/format",): 1_299,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_493,
@@ -71,20 +71,20 @@ LINES = {
     ("core/capture", "core/sampling"): 3_911,
     ("core/restore", "core/load", "core/copies"): 7_194,
     ("core/compression",): 373,
-    ("core/flush",): 8_157,
+    ("core/flush",): 8_129,
     ("policies",): 2_177,
     ("backends",): 6_882,
     ("tiers",): 3_820,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_322,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_222,
     ("tierfall/ops",): 3_307,
-    ("tierfall/telemetry",): 1_739,
-    ("tierfall/cli",): 4_180,
+    ("tierfall/telemetry",): 1_805,
+    ("tierfall/cli",): 4_164,
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
     ("tierfall/demo",): 606,
-    ("tierfall", "core"): 378,
+    ("tierfall", "core"): 379,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tierfall.policies.cadence import TierCadence
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
+    from tierfall.telemetry.figures import Statistics
     from tierfall.telemetry.reports import (
         CadenceReport,
         CheckpointInfo,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         DrainReport,
         RestoreReport,
         ShardSource,
-        Statistics,
     )
 
 __version__ = "0.2.0"
@@ -70,6 +70,7 @@ _MODULES = {
     "Pointer": "tierfall.setup.pointer",
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
+    "Statistics": "tierfall.telemetry.figures",
     "UnknownValue": "tierfall.core.tensors.builtin_codecs",
     "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",

@@ -102,7 +102,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
     assert "if the process dies: 30@1 is left, on disk, read back in " in out
     cost = cli.json("check", *SMALL)
     read = next(tier["read_bytes_per_s"] for tier in cost["tiers"] if tier["name"] == "disk")
-    assert 80_000 < cost["loss_bound"]["process"]["restore_s"] * read < 200_000
+    assert 80_000 < cost["loss_bound"]["process"]["restore_seconds"] * read < 200_000
 
 
 def test_what_is_missing_is_named(cli: Cli) -> None:

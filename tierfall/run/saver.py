@@ -78,7 +78,6 @@ from tierfall.telemetry.step_timer import StepTimer
 logger = logging.getLogger("tierfall")
 
 LAYOUTS_KEPT = 4
-SAVES_REMEMBERED = 1000
 ANSWER_S = 5.0
 """Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 SEGMENTATIONS_KEPT = 4
@@ -101,28 +100,11 @@ class SaveCall:
 
 @dataclass(slots=True)
 class SaveCounts:
-    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily."""
+    """The saves of this process: how many were ``tried`` (they began, or found no room); the ``last`` that began."""
 
-    begun: int = 0
-    lazy: int = 0
-    bytes: int = 0
-    lazy_bytes: int = 0
-    skipped: int = 0
-    handles: list[SaveHandle] = field(default_factory=list)
+    tried: int = 0
+    last: SaveHandle | None = None
     steps: StepTimer = field(default_factory=StepTimer)
-
-    @property
-    def tried(self) -> int:
-        """Saves that have begun, and saves that found no room."""
-        return self.begun + self.skipped
-
-    def count(self, snapshot: Snapshot, *, lazy: bool) -> None:
-        self.begun += 1
-        self.bytes += snapshot.geometry.image_bytes
-        self.lazy += int(lazy)
-        self.lazy_bytes += snapshot.lazy_bytes
-        self.handles.append(snapshot.handle)
-        del self.handles[:-SAVES_REMEMBERED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +171,7 @@ class Saver:
         try:
             room = self._request_region(place, image.layout, call)
         except CapacityError as error:
-            if not self.counts.begun:  # a configuration that can never work
+            if self.counts.last is None:  # a configuration that can never work
                 raise
             self._conditions.report(
                 "skips", logging.WARNING, "save of step %d is skipped: %s", call.step, error
@@ -244,7 +226,7 @@ class Saver:
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
         """Request a region of host memory. Raises CapacityError if memory can never hold such an image; at the first
         save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
-        if not self.counts.begun:
+        if self.counts.last is None:
             self._check_capacities(layout)
             self._session.host.release_damaged()  # not before: a restore reports it
         records = records_bytes_max(
@@ -373,7 +355,9 @@ class Saver:
         if not isinstance(error, CapacityError):
             raise error
         handle.on_given_up(SaveOutcome.SKIPPED, error)
-        self.counts.skipped += 1
+        self.counts.tried += 1
+        id = CheckpointId(handle.step, handle.attempt)
+        self._session.journal.save_ended(id, SaveOutcome.SKIPPED, error)
         self.report_failed(lineage, handle.step, error)
         if self._config.on_error is OnError.RAISE:
             raise error
@@ -382,7 +366,7 @@ class Saver:
         """Return which tensors are captured lazily; None where none is."""
         if not call.may_be_lazy or self._config.capture.mode is CaptureMode.BLOCKING:
             return None
-        evidence, first = self._capturer.evidence, not self.counts.begun
+        evidence, first = self._capturer.evidence, self.counts.last is None
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
@@ -394,7 +378,8 @@ class Saver:
         return None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-        self.counts.count(snapshot, lazy=lazy)
+        self.counts.tried += 1
+        self.counts.last = snapshot.handle
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
