@@ -836,14 +836,14 @@ class CaptureEvents:
             started_from=snapshot.lineage.started_from,
             shard=snapshot.shard,
             attempt_id=snapshot.lineage.attempt_id,
-            geometry=snapshot.geometry,
+            geometry=snapshot.image_plan.geometry(),
             region=snapshot.region,
             snapshot=snapshot,
             handle=snapshot.handle,
             share=snapshot.share,
         )
         entry.owed = frozenset(name for name in event.tiers if name in self._lanes)
-        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.image_plan.image_bytes)
         self._ledger.enter(entry)
         self._emitter.save_begun(entry)
         self._backlog.on_owed(entry.id, event.tiers)

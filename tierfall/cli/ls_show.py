@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from tierfall.cli.usage import Asked, StepName
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.records import Manifest
+from tierfall.core.format.records import ImagePlan, Manifest
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -610,9 +610,8 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
         ) from error
     return {
         "shard": f"rank {shard.rank} of {shard.world_size}",
-        "image_bytes": manifest.image_bytes,
+        **members(manifest, *(x.name for x in fields(ImagePlan) if x.name != "pieces")),
         "chunks": manifest.chunk_count,
-        "chunk_bytes": manifest.chunk_bytes,
         "tensor_bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
     }

@@ -231,7 +231,7 @@ class Saver:
             self._session.host.release_damaged()  # not before: a restore reports it
         records = records_bytes_max(
             pieces_bytes=len(layout.pieces),
-            chunks=layout.geometry(self._config.chunk_bytes).chunk_count,
+            chunks=layout.image_plan(self._config.chunk_bytes).chunk_count,
             metrics=call.metrics,
             tags=call.tags,
             run=place.run,
@@ -307,9 +307,7 @@ class Saver:
         return Snapshot(
             lineage=place,
             shard=self._session.ranks.shard,
-            geometry=layout.geometry(self._config.chunk_bytes),
-            structure=layout.structure,
-            pieces=layout.pieces,
+            image_plan=layout.image_plan(self._config.chunk_bytes),
             region=region,
             handle=handle,
             copier=filling,
@@ -384,7 +382,7 @@ class Saver:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
             snapshot.handle.on_begun(
-                bytes=snapshot.geometry.image_bytes,
+                bytes=snapshot.image_plan.image_bytes,
                 lazy=lazy,
                 blocked_s=time.monotonic() - began_s,
                 lazy_bytes=snapshot.lazy_bytes,

@@ -30,6 +30,7 @@ from tierfall.telemetry.reports import (
 PREFIX = "tierfall"
 Getter = TypeVar("Getter", bound=Callable[..., Any])
 Amount = Callable[[Any], float | Mapping[str, float]]
+Counts = type[Event] | Mapping[type[Event], Amount]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +57,20 @@ class Figure:
         return replace(self, name=name, unit=unit)
 
 
-def _figure(about: str, counts: Mapping[type[Event], Amount] | None = None, **more: Any) -> Any:
-    """Declare a field of ``Statistics``."""
-    metadata = {"figure": Figure(about=about, counts=counts, **more)}
-    if "per" in more:
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=None if counts is None else 0, metadata=metadata)
+def _declared(about: str, counts: Counts | None, **more: Any) -> dict[str, Figure]:
+    """Return the metadata of a field of ``Statistics``; one event alone is counted whenever it occurs."""
+    if isinstance(counts, type):
+        counts = {counts: lambda event: 1}
+    return {"figure": Figure(about=about, counts=counts, **more)}
+
+
+def _figure(about: str, counts: Counts | None = None, **more: Any) -> Any:
+    default = None if counts is None else 0
+    return field(default=default, metadata=_declared(about, counts, **more))
+
+
+def _each(about: str, counts: Counts | None = None, per: str = "tier", **more: Any) -> Any:
+    return field(default_factory=dict, metadata=_declared(about, counts, per=per, **more))
 
 
 _DERIVED: dict[str, Figure] = {}
@@ -77,12 +86,12 @@ def _derived(about: str, **more: Any) -> Callable[[Getter], Getter]:
     return declare
 
 
-def _once(event: Event) -> int:
-    return 1
-
-
 def _ended(outcome: SaveOutcome) -> Mapping[type[Event], Amount]:
     return {events.SaveEnded: lambda event: event.outcome is outcome}
+
+
+def _is_lazy(event: events.SaveBegun) -> bool:
+    return event.lazy_bytes > 0
 
 
 _seconds, _bytes = attrgetter("seconds"), attrgetter("bytes")
@@ -99,11 +108,8 @@ class Statistics:
     """
 
     # Counters: of saves and restores
-    saves: int = _figure("saves whose capture began", {events.SaveBegun: _once})
-    lazy_saves: int = _figure(
-        "saves that were captured lazily",
-        {events.SaveBegun: lambda event: event.lazy_bytes > 0},
-    )
+    saves: int = _figure("saves whose capture began", events.SaveBegun)
+    lazy_saves: int = _figure("saves that were captured lazily", {events.SaveBegun: _is_lazy})
     skipped_saves: int = _figure("saves that found no room", _ended(SaveOutcome.SKIPPED))
     superseded_saves: int = _figure(
         "saves that were given up for a later one, an earlier start's included",
@@ -122,71 +128,56 @@ class Statistics:
         "bytes of images that were left to the lazy capture; the others were copied in `save`",
         {events.SaveBegun: attrgetter("lazy_bytes")},
     )
-    evicted_copies: int = _figure(
-        "images that were deleted from host memory", {events.Evicted: _once}
-    )
-    restores: int = _figure("restores that filled a state", {events.StateRestored: _once})
+    evicted_copies: int = _figure("images that were deleted from host memory", events.Evicted)
+    restores: int = _figure("restores that filled a state", events.StateRestored)
     restored_seconds: float = _figure("time that these took", {events.StateRestored: _seconds})
     errors: int = _figure(
-        "failures of restores, and of what ends all commits", {events.OperationFailed: _once}
+        "failures of restores, and of what ends all commits", events.OperationFailed
     )
     lost_events: int = _figure("events that the event log lost", {})
     unread_events: int = _figure("events that subscribers lost, as they were slow", {})
 
     # Counters: of copies
-    commits: Mapping[str, int] = _figure(
-        "checkpoints that were committed",
-        {events.Committed: _once},
-        per="tier",
-        unit="checkpoints",
+    commits: Mapping[str, int] = _each(
+        "checkpoints that were committed", events.Committed, unit="checkpoints"
     )
-    commit_seconds: Mapping[str, float] = _figure(
+    commit_seconds: Mapping[str, float] = _each(
         "time from when the capture began until the commit, without those of earlier starts; "
         "divided by `commits` it is the mean",
         {events.Committed: lambda event: event.seconds or 0.0},
-        per="tier",
     )
-    flushed_bytes: Mapping[str, int] = _figure(
-        "bytes of images that were copied to the tier", {events.FlushDone: _bytes}, per="tier"
+    flushed_bytes: Mapping[str, int] = _each(
+        "bytes of images that were copied to the tier", {events.FlushDone: _bytes}
     )
-    flush_failures: Mapping[str, int] = _figure(
+    flush_failures: Mapping[str, int] = _each(
         "copies, or commit records, that could not be written; most are tried again",
-        {events.FlushFailed: _once, events.FlushStalled: _once},
-        per="tier",
+        {events.FlushFailed: lambda event: 1, events.FlushStalled: lambda event: 1},
         unit="tries",
     )
-    given_up_copies: Mapping[str, int] = _figure(
-        "copies that the tier will not get", {events.FlushGivenUp: _once}, per="tier"
+    given_up_copies: Mapping[str, int] = _each(
+        "copies that the tier will not get", events.FlushGivenUp
     )
-    set_aside_copies: Mapping[str, int] = _figure(
-        "copies that are left to the next start", {events.SetAside: _once}, per="tier"
+    set_aside_copies: Mapping[str, int] = _each(
+        "copies that are left to the next start", events.SetAside
     )
-    deleted_copies: Mapping[str, int] = _figure(
+    deleted_copies: Mapping[str, int] = _each(
         "copies that were deleted, by retention, eviction or a person",
         {events.Dropped: lambda event: not event.unfinished},
-        per="tier",
     )
-    restored_bytes: Mapping[str, int] = _figure(
-        "bytes that restores read from the tier",
-        {events.StateRestored: attrgetter("sources")},
-        per="tier",
+    restored_bytes: Mapping[str, int] = _each(
+        "bytes that restores read from the tier", {events.StateRestored: attrgetter("sources")}
     )
-    late: Mapping[str, int] = _figure(
-        "how often the tier came to be further behind than `flush.within`",
-        {},
-        per="tier",
-        unit="times",
+    late: Mapping[str, int] = _each(
+        "how often the tier came to be further behind than `flush.within`", {}, unit="times"
     )
-    edge_bytes: Mapping[str, int] = _figure(
+    edge_bytes: Mapping[str, int] = _each(
         "bytes that were copied from one tier to another; an edge is written `host->nvme`",
         {},
         per="edge",
     )
 
     # Gauges: of training
-    step: int | None = _figure(
-        "the last step that `save` or `maybe_save` was called for", unit="steps"
-    )
+    step: int | None = _figure("the last step of `save` or `maybe_save`", unit="steps")
     image_bytes: int | None = _figure("this rank's last image")
     last_blocked_seconds: float | None = _figure(
         "time for which the last captured save blocked the training thread"
@@ -209,62 +200,49 @@ class Statistics:
     )
 
     # Gauges: of tiers
-    commit_age_seconds: Mapping[str, float] = _figure(
-        "time since the tier got a checkpoint; before the first one, since `open`",
-        per="tier",
-        grows=True,
+    commit_age_seconds: Mapping[str, float] = _each(
+        "time since the tier got a checkpoint; before the first one, since `open`", grows=True
     )
-    behind: Mapping[str, float | None] = _figure(
+    behind: Mapping[str, float | None] = _each(
         "how many more checkpoints the tier would be behind after an hour of this cadence",
-        per="tier",
         unit="checkpoints",
     )
-    behind_seconds: Mapping[str, float] = _figure(
-        "age of the oldest checkpoint that is newer than all that the tier has; 0: it has the "
-        "newest",
-        per="tier",
+    behind_seconds: Mapping[str, float] = _each(
+        "age of the oldest checkpoint that is newer than all on the tier; 0: it has the newest",
         grows=True,
     )
-    behind_bound_seconds: Mapping[str, float | None] = _figure(
-        "the greatest healthy `behind_seconds`: `flush.within`, if it is set", per="tier"
+    behind_bound_seconds: Mapping[str, float | None] = _each(
+        "the greatest healthy `behind_seconds`: `flush.within`, if it is set"
     )
-    owed_copies: Mapping[str, int] = _figure("copies that the tier is owed", per="tier")
-    degraded_copies: Mapping[str, int] = _figure(
+    owed_copies: Mapping[str, int] = _each("copies that the tier is owed")
+    degraded_copies: Mapping[str, int] = _each(
         "copies that are damaged, could not be read, or were set aside: the redundancy that the "
-        "configuration asks for is not there",
-        per="tier",
+        "configuration asks for is not there"
     )
-    failing: Mapping[str, str] = _figure(
+    failing: Mapping[str, str] = _each(
         "1 while the tier accepts no copies, or was not reached at `open`; `statistics()` has the "
         "reason, or an empty text",
-        per="tier",
         unit="0 or 1",
     )
-    checkpoints: Mapping[str, int] = _figure(
-        "complete checkpoints there", per="tier", column="STEPS"
+    checkpoints: Mapping[str, int] = _each("complete checkpoints there", column="STEPS")
+    used_bytes: Mapping[str, int] = _each("what this run takes there", column="USED")
+    capacity_bytes: Mapping[str, int | None] = _each(
+        "the most that it may take; missing without a bound", column="OF"
     )
-    used_bytes: Mapping[str, int] = _figure("what this run takes there", per="tier", column="USED")
-    capacity_bytes: Mapping[str, int | None] = _figure(
-        "the most that it may take; missing without a bound", per="tier", column="OF"
+    free_bytes: Mapping[str, int] = _each(
+        "free space of the tier's file system, read every 30 s; not of object stores"
     )
-    free_bytes: Mapping[str, int] = _figure(
-        "free space of the tier's file system, read every 30 s; not of object stores", per="tier"
+    arriving_bytes_per_second: Mapping[str, float | None] = _each(
+        "rate at which copies arrive now; missing while none does", column="RATE"
     )
-    arriving_bytes_per_second: Mapping[str, float | None] = _figure(
-        "rate at which copies arrive now; missing while none does", per="tier", column="RATE"
+    write_bytes_per_second: Mapping[str, float | None] = _each(
+        "recent rate of writing, of this rank, without waits for a `bandwidth`"
     )
-    write_bytes_per_second: Mapping[str, float | None] = _figure(
-        "recent rate of writing, of this rank, without waits for a `bandwidth`", per="tier"
+    read_bytes_per_second: Mapping[str, float] = _each("recent rate of reading, of this rank")
+    flush_share: Mapping[str, float] = _each(
+        "share of its rate that a tier that yields is written at; 1: unthrottled"
     )
-    read_bytes_per_second: Mapping[str, float] = _figure(
-        "recent rate of reading, of this rank", per="tier"
-    )
-    flush_share: Mapping[str, float] = _figure(
-        "share of its rate that a tier that yields is written at; 1: unthrottled", per="tier"
-    )
-    direct_io: Mapping[str, bool] = _figure(
-        "1 if files are written and read with direct I/O", per="tier", unit="0 or 1"
-    )
+    direct_io: Mapping[str, bool] = _each("1 if direct I/O is used there", unit="0 or 1")
 
     # More than numbers
     compression: Mapping[str, Compression] = field(default_factory=dict)
