@@ -76,7 +76,7 @@ LINES = {
     ("backends",): 6_882,
     ("tiers",): 3_820,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_220,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_213,
     ("tierfall/ops",): 3_306,
     ("tierfall/telemetry",): 1_783,
     ("tierfall/cli",): 4_163,

@@ -128,7 +128,7 @@ class Checkpointer:
         self._opened.check_usable()
         self._lineage.check_begun(step)
         step = as_step(step)
-        self._saver.counts.steps.record(step, time.monotonic())
+        self._session.step_timer.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
             handle = self._opened.save_state(step, state, metrics, tags, block=block)
@@ -289,7 +289,7 @@ class Checkpointer:
         if continues:
             verified = restored.verified(ranks.shard)
             opened.continue_from(restored.checkpoint, any_saved, verified=verified)
-            self._saver.counts.steps.continue_from(id.step)
+            self._session.step_timer.continue_from(id.step)
         return restored
 
     def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:

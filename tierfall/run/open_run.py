@@ -188,8 +188,8 @@ class OpenRun:
             flag=lambda number: self.cadence.request(number.name),
         )
         if self.config.drain is not None:
-            counts = self.saver.counts
-            self._drains_on = closing.DrainOnSignal(self.config, self.session, lambda: counts.tried)
+            saver = self.saver
+            self._drains_on = closing.DrainOnSignal(self.config, self.session, lambda: saver.tried)
 
     def stop_signals(self) -> None:
         """Stop listening to signals; may be called twice."""
@@ -269,7 +269,7 @@ class OpenRun:
                     f"save of step {step}: another thread closes this Checkpointer; open another one"
                 )
             self.lineage.check(step)
-            self.saver.counts.steps.record(step, began_s)
+            self.session.step_timer.record(step, began_s)
             try:
                 self.finish_capture(in_order=True)
                 handle = self.saver.save(self.lineage, call, walk)
@@ -336,7 +336,7 @@ class OpenRun:
         if continues and self.lineage.saved_any:
             self.session.tiers.check_fence(self.session.attempt)
         self.finish_capture()
-        if (last := self.saver.counts.last) is not None:
+        if (last := self.saver.last) is not None:
             try:
                 last.captured(self.config.max_wait_s)
             except (TierfallError, TimeoutError):

@@ -73,7 +73,6 @@ from tierfall.core.types.values import (
 )
 from tierfall.policies.flush import tiers_owed
 from tierfall.run.session import Answer, RegionRequest, Session
-from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
 
@@ -96,15 +95,6 @@ class SaveCall:
     tags: Sequence[str] = ()
     may_be_lazy: bool = True
     at_end: bool = False
-
-
-@dataclass(slots=True)
-class SaveCounts:
-    """The saves of this process: how many were ``tried`` (they began, or found no room); the ``last`` that began."""
-
-    tried: int = 0
-    last: SaveHandle | None = None
-    steps: StepTimer = field(default_factory=StepTimer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +123,10 @@ class Saver:
         self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._conditions = Conditions()
-        self.counts = SaveCounts(steps=session.step_timer)
+        self.tried = 0
+        """Saves that began, or found no room."""
+        self.last: SaveHandle | None = None
+        """The last save that began."""
         self.lock = threading.RLock()
         """Held during a save: saves of several threads follow one another."""
 
@@ -171,7 +164,7 @@ class Saver:
         try:
             room = self._request_region(place, image.layout, call)
         except CapacityError as error:
-            if self.counts.last is None:  # a configuration that can never work
+            if self.last is None:  # a configuration that can never work
                 raise
             self._conditions.report(
                 "skips", logging.WARNING, "save of step %d is skipped: %s", call.step, error
@@ -226,7 +219,7 @@ class Saver:
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
         """Request a region of host memory. Raises CapacityError if memory can never hold such an image; at the first
         save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
-        if self.counts.last is None:
+        if self.last is None:
             self._check_capacities(layout)
             self._session.host.release_damaged()  # not before: a restore reports it
         records = records_bytes_max(
@@ -353,7 +346,7 @@ class Saver:
         if not isinstance(error, CapacityError):
             raise error
         handle.on_given_up(SaveOutcome.SKIPPED, error)
-        self.counts.tried += 1
+        self.tried += 1
         id = CheckpointId(handle.step, handle.attempt)
         self._session.journal.save_ended(id, SaveOutcome.SKIPPED, error)
         self.report_failed(lineage, handle.step, error)
@@ -364,7 +357,7 @@ class Saver:
         """Return which tensors are captured lazily; None where none is."""
         if not call.may_be_lazy or self._config.capture.mode is CaptureMode.BLOCKING:
             return None
-        evidence, first = self._capturer.evidence, self.counts.last is None
+        evidence, first = self._capturer.evidence, self.last is None
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
@@ -376,8 +369,8 @@ class Saver:
         return None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-        self.counts.tried += 1
-        self.counts.last = snapshot.handle
+        self.tried += 1
+        self.last = snapshot.handle
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
