@@ -44,7 +44,8 @@ class EventEmitter:
     # Saves -------------------------------------------------------------------------------------------
 
     def save_begun(self, entry: LedgerEntry) -> None:
-        self._remember(self._saves, entry.id)
+        began_s = self.now_s if entry.handle is None else entry.handle.began_s
+        self._remember(self._saves, entry.id, began_s)
         self._notify(
             events.SaveBegun(
                 at_s=self.now_s,
@@ -73,13 +74,13 @@ class EventEmitter:
         self._saves.pop(id, None)
         if id in self._ended:
             return
-        self._remember(self._ended, id)
+        self._remember(self._ended, id, self.now_s)
         self._notify(
             events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
         )
 
-    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId) -> None:
-        times[id] = self.now_s
+    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId, at_s: float) -> None:
+        times[id] = at_s
         if len(times) > REMEMBERED:
             del times[next(iter(times))]
 

@@ -71,8 +71,8 @@ class SaveBegun(CheckpointEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured(CheckpointEvent):
-    """The image is complete in host memory, ``seconds`` after the save began. The save blocked the training thread for
-    ``blocked_s``."""
+    """The image is complete in host memory, ``seconds`` after the call of ``save``. That blocked the training thread
+    for ``blocked_s``."""
 
     kind: ClassVar[str] = "captured"
     bytes: int
@@ -147,8 +147,8 @@ class SetAside(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(CopyEvent):
-    """A checkpoint was committed on a tier, with ``bytes`` stored there, ``seconds`` after its save began (None: an
-    earlier start saved it)."""
+    """A checkpoint was committed on a tier, with ``bytes`` stored there, ``seconds`` after the call of ``save`` (None:
+    an earlier start saved it)."""
 
     kind: ClassVar[str] = "committed"
     bytes: int

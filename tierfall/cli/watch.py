@@ -148,8 +148,8 @@ def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
     """Count in the first tier, host memory, what all living ranks of this node have there."""
     ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
     found, host = status.statistics, status.tiers[0].name
-    used = sum(rank.statistics.used_bytes[host] for rank in ranks)
-    capacity = sum(rank.statistics.capacity_bytes[host] or 0 for rank in ranks)
+    used = sum(rank.statistics.used_bytes.get(host, 0) for rank in ranks)
+    capacity = sum(rank.statistics.capacity_bytes.get(host) or 0 for rank in ranks)
     of_all = replace(
         found,
         used_bytes={**found.used_bytes, host: used},
@@ -335,7 +335,7 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
             str(status.rank),
             str(status.pid) if slot.alive else f"{status.pid} (gone)",
             _ago(snapshot, status),
-            format_size(status.statistics.used_bytes[status.tiers[0].name]),
+            format_size(status.statistics.used_bytes.get(status.tiers[0].name, 0)),
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
     return made

@@ -121,7 +121,7 @@ class Statistics:
         {events.Captured: attrgetter("blocked_s")},
     )
     captured_seconds: float = _figure(
-        "time from when the capture began until the image was sealed", {events.Captured: _seconds}
+        "time from the call of `save` until the image was sealed", {events.Captured: _seconds}
     )
     captured_bytes: int = _figure("captured images", {events.Captured: _bytes})
     lazy_bytes: int = _figure(
@@ -142,7 +142,7 @@ class Statistics:
         "checkpoints that were committed", events.Committed, unit="checkpoints"
     )
     commit_seconds: Mapping[str, float] = _each(
-        "time from when the capture began until the commit, without those of earlier starts; "
+        "time from the call of `save` until the commit, without saves of earlier starts; "
         "divided by `commits` it is the mean",
         {events.Committed: lambda event: event.seconds or 0.0},
     )
