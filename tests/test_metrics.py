@@ -25,7 +25,7 @@ from tierfall.telemetry.figures import (
     of_tier,
     to_metrics,
 )
-from tierfall.telemetry.status import Status, TierStatus, broken_promises, durable_bound_s
+from tierfall.telemetry.status import Status, broken_promises, durable_bound_s
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
@@ -111,7 +111,7 @@ def test_every_counter_is_counted_or_read_elsewhere() -> None:
 def status_of(failure: str | None = None, **figures: Any) -> Status:
     return Status(
         run="x",
-        tiers=(TierStatus(name="disk", kind=TierKind.FILE),),
+        tiers={"disk": TierKind.FILE},
         checkpoints=(),
         checkpoints_known=0,
         wall_time_s=0.0,

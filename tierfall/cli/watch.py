@@ -58,7 +58,6 @@ from tierfall.telemetry.status import (
     CopyStatus,
     RunStatus,
     Status,
-    TierStatus,
     TransferStatus,
 )
 
@@ -85,16 +84,18 @@ class RunView:
 
     @property
     def document(self) -> dict[str, Any]:
-        shown, found = RunStatus.model_fields.keys() - {"run", "statistics"}, self.status.statistics
-        document = self.status.model_dump(mode="json", include=shown)
-        for tier in document["tiers"]:
-            tier |= to_json(of_tier(found, tier["name"]))
+        status, found = self.status, self.status.statistics
+        shown = {"checkpoints", "checkpoints_known", "transfers"}
         return {
-            "run": self.status.run,
+            "run": status.run,
             "wall_time_s": self.snapshot.wall_time_s,
             "owner": owner_members(self.snapshot.owner),
             "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
-            **document,
+            "tiers": [
+                {"name": tier, "kind": kind, **to_json(of_tier(found, tier))}
+                for tier, kind in status.tiers.items()
+            ],
+            **status.model_dump(mode="json", include=shown),
             **(to_json(of_run(found)) if self.snapshot.live is not None else {}),
             **members(found, "newest", "loss_bound", "peer_survival"),
             "events": list(self.snapshot.events),
@@ -147,7 +148,7 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
 def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
     """Count in the first tier, host memory, what all living ranks of this node have there."""
     ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
-    found, host = status.statistics, status.tiers[0].name
+    found, host = status.statistics, next(iter(status.tiers))
     used = sum(rank.statistics.used_bytes.get(host, 0) for rank in ranks)
     capacity = sum(rank.statistics.capacity_bytes.get(host) or 0 for rank in ranks)
     of_all = replace(
@@ -171,7 +172,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         snapshot=snapshot,
         status=RunStatus(
             run=run,
-            tiers=tuple(TierStatus(name=t.name, kind=t.kind) for t in facts.safety.tiers),
+            tiers={tier.name: tier.kind for tier in facts.safety.tiers},
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
             checkpoints_known=len(facts.rows()),
             statistics=facts.statistics,
@@ -273,16 +274,16 @@ def _tier_table(status: RunStatus, bars: bool) -> Table:
     shown = [figure for figure in FIGURES.values() if figure.column]
     right = [figure.column for figure in shown]
     made = _table_with_bars("TIER", "KIND", *right, right=right)
-    for tier in status.tiers:
-        found = of_tier(status.statistics, tier.name)
+    for tier, kind in status.tiers.items():
+        found = of_tier(status.statistics, tier)
         cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
         bar = _bar(found.get("fill"), bars, failing=bool(found.get("failing")))
-        made.add_row(tier.name, str(tier.kind), *cells, bar)
+        made.add_row(tier, str(kind), *cells, bar)
     return made
 
 
 def _grid(frame: RunView, rows: int) -> Table | Text:
-    names = [tier.name for tier in frame.status.tiers]
+    names = [*frame.status.tiers]
     made = []
     for one in reversed(frame.status.checkpoints[-rows:]):
         remarks = [
@@ -335,7 +336,7 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
             str(status.rank),
             str(status.pid) if slot.alive else f"{status.pid} (gone)",
             _ago(snapshot, status),
-            format_size(status.statistics.used_bytes.get(status.tiers[0].name, 0)),
+            format_size(status.statistics.used_bytes.get(next(iter(status.tiers)), 0)),
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
     return made

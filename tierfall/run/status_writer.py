@@ -28,7 +28,6 @@ from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState
-from tierfall.core.types.view import TierRules
 from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.figures import Statistics
 from tierfall.telemetry.reports import Compression, RestoreReport, ShardSource
@@ -36,7 +35,6 @@ from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
     Status,
-    TierStatus,
     TransferStatus,
     describe_flushes,
     durable_bound_s,
@@ -176,7 +174,7 @@ class StatusWriter:
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
             attempt=self._session.attempt.number,
-            tiers=tuple(self._tier(rules) for rules in ledger.rules),
+            tiers={rules.name: rules.kind for rules in ledger.rules},
             checkpoints=tuple(
                 self._checkpoint(entry, abandoned=entry.id in left) for entry in reversed(newest)
             ),
@@ -227,8 +225,12 @@ class StatusWriter:
             owed_copies=_per_tier(written, (entry.owed for entry in ledger.open())),
             degraded_copies=_per_tier(tiers, self._degraded()),
             failing={
-                tier: str(ledger.failing.get(tier) or self._tiers.errors.get(tier) or "")
+                tier: _reason(ledger.failing.get(tier) or self._tiers.errors.get(tier))
                 for tier in tiers
+            },
+            last_error={
+                tier: _reason(None if lane.failing_since_s is None else lane.last_error)
+                for tier, lane in coordinator.lanes.items()
             },
             checkpoints={tier: ledger.whole_copies_on(tier) for tier in tiers},
             used_bytes={tier: ledger.used_bytes(tier) for tier in tiers},
@@ -268,15 +270,6 @@ class StatusWriter:
         return tuple(
             {"wall_time_s": round(wall_time(event.at_s), 3), **events.event_to_json(event)}
             for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
-        )
-
-    def _tier(self, rules: TierRules) -> TierStatus:
-        lane = self._coordinator.lanes.get(rules.name)
-        is_delayed = lane is not None and lane.failing_since_s is not None
-        return TierStatus(
-            name=rules.name,
-            kind=rules.kind,
-            last_error=str(lane.last_error) if lane is not None and is_delayed else None,
         )
 
     def _checkpoint(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointStatus:
@@ -342,6 +335,10 @@ def _per_tier(tiers: Iterable[str], found: Iterable[Iterable[str]]) -> dict[str,
     """Return how often each tier was found."""
     counted = Counter(tier for each in found for tier in each)
     return {tier: counted[tier] for tier in tiers}
+
+
+def _reason(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or repr(error)
 
 
 def _configured_every_s(config: Config, step_s: float | None) -> float | None:

@@ -224,6 +224,10 @@ class Statistics:
         "reason, or an empty text",
         unit="0 or 1",
     )
+    last_error: Mapping[str, str] = _each(
+        "1 while a copy is tried again after an error; `statistics()` has the error, or an empty text",
+        unit="0 or 1",
+    )
     checkpoints: Mapping[str, int] = _each("complete checkpoints there", column="STEPS")
     used_bytes: Mapping[str, int] = _each("what this run takes there", column="USED")
     capacity_bytes: Mapping[str, int | None] = _each(

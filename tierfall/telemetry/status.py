@@ -34,14 +34,6 @@ class _StatusPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class TierStatus(_StatusPart):
-    """One tier. ``last_error`` is that of a copy that is tried again."""
-
-    name: str
-    kind: TierKind
-    last_error: str | None = None
-
-
 class CopyStatus(_StatusPart):
     """One copy; ``fraction`` is the share of an arriving copy that is there."""
 
@@ -76,10 +68,11 @@ class TransferStatus(_StatusPart):
 
 
 class RunStatus(_StatusPart):
-    """The copies of a run, and its figures. ``checkpoints`` are the newest of ``checkpoints_known``, oldest first."""
+    """The copies of a run, and its figures. ``tiers`` are their kinds by name, in the order of the chain;
+    ``checkpoints`` the newest of ``checkpoints_known``, oldest first."""
 
     run: str
-    tiers: tuple[TierStatus, ...]
+    tiers: dict[str, TierKind]
     checkpoints: tuple[CheckpointStatus, ...]
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...] = ()
@@ -113,8 +106,8 @@ def describe_flushes(status: RunStatus) -> str:
         for tier in checkpoint.owed:
             owed[tier] = owed.get(tier, 0) + 1
     parts += [f"{tier} is owed {count}" for tier, count in owed.items()]
-    failing = status.statistics.failing
-    errors = {tier.name: failing.get(tier.name) or tier.last_error for tier in status.tiers}
+    failing, last = status.statistics.failing, status.statistics.last_error
+    errors = {tier: failing.get(tier) or last.get(tier) for tier in status.tiers}
     parts += [f"{tier} fails: {error}" for tier, error in errors.items() if error]
     return "; ".join(parts) or "no copy is in progress or owed"
 
@@ -217,15 +210,15 @@ def broken_promises(status: Status, age_s: float) -> list[str]:
         if reason
     ]
     for tier in status.tiers:
-        behind = now.get(to_key("behind_seconds", tier.name))
-        bound = found.behind_bound_seconds.get(tier.name)
+        behind = now.get(to_key("behind_seconds", tier))
+        bound = found.behind_bound_seconds.get(tier)
         if behind is not None and bound is not None and behind > bound:
             reasons.append(
-                f"tier {tier.name} is {format_duration(behind)} behind; flush.within is {format_duration(bound)}"
+                f"tier {tier} is {format_duration(behind)} behind; flush.within is {format_duration(bound)}"
             )
-        if count := found.degraded_copies.get(tier.name):
+        if count := found.degraded_copies.get(tier):
             reasons.append(
-                f"tier {tier.name} lacks {count} good copies: they are damaged, could not be read, or were set aside"
+                f"tier {tier} lacks {count} good copies: they are damaged, could not be read, or were set aside"
             )
     age, bound = now.get(to_key("durable_age_seconds")), found.durable_bound_seconds
     if age is not None and bound is not None and age > bound:
