@@ -79,7 +79,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_210,
     ("tierfall/ops",): 3_306,
     ("tierfall/telemetry",): 1_780,
-    ("tierfall/cli",): 4_164,
+    ("tierfall/cli",): 4_163,
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 175,

@@ -58,7 +58,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.figures import Statistics, of_tier
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
 from tierfall.telemetry.status import Status
 
@@ -385,8 +385,7 @@ def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[
         "kind": str(kind),
         "place": store.place if store else places.get(listing.tier, str(reader.memory_folder)),
         "not_created": listing.tier in facts.not_created,
-        "checkpoints": len(listing.copies),
-        "bytes": sum(copy.bytes for copy in listing.copies),
+        **to_json(of_tier(facts.statistics, listing.tier)),
         **members(listing, "error", "damaged"),
         "unfinished": to_json(sorted(listing.unfinished)),
     }
