@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tierfall.telemetry.reports import (
         CadenceReport,
         CheckpointInfo,
-        Compression,
         DrainForecast,
         DrainReport,
         RestoreReport,
         ShardSource,
     )
+    from tierfall.tiers.image_writer import Compression
 
 __version__ = "0.2.0"
 
@@ -65,6 +65,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Compression": "tierfall.tiers.image_writer",
     "Checkpointer": "tierfall.run.checkpointer",
     "Config": "tierfall.config",
     "Pointer": "tierfall.setup.pointer",

@@ -30,7 +30,7 @@ from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState
 from tierfall.telemetry.event_log import wall_time
 from tierfall.telemetry.figures import Statistics
-from tierfall.telemetry.reports import Compression, RestoreReport, ShardSource
+from tierfall.telemetry.reports import RestoreReport, ShardSource
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -242,13 +242,9 @@ class StatusWriter:
             flush_share=dict(coordinator.throttle.shares),
             direct_io={name: x.backend.traits.direct_io for name, x in session.stores.items()},
             compression={
-                name: Compression(
-                    raw_bytes=packed.raw_bytes,
-                    stored_bytes=packed.packed_bytes,
-                    seconds=packed.seconds,
-                )
+                name: store.compression
                 for name, store in session.stores.items()
-                if (packed := store.pack_counts) is not None
+                if store.compression is not None
             },
             loss_bound=session.loss_bounds(),
             peer_survival=session.peer_survival(),

@@ -20,12 +20,8 @@ from tierfall.core.types.events import Event
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import LossClass, SaveOutcome
 from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.telemetry.reports import (
-    CadenceReport,
-    Compression,
-    describe_peer_survival,
-    format_bounds,
-)
+from tierfall.telemetry.reports import CadenceReport, describe_peer_survival, format_bounds
+from tierfall.tiers.image_writer import Compression
 
 PREFIX = "tierfall"
 Getter = TypeVar("Getter", bound=Callable[..., Any])

@@ -133,25 +133,6 @@ class DrainReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compression:
-    """The compression of a tier since open: bytes before and after, and the seconds of all its threads."""
-
-    raw_bytes: int
-    stored_bytes: int
-    seconds: float
-
-    @property
-    def ratio(self) -> float:
-        """Bytes before over bytes after; 1 where nothing was packed yet."""
-        return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Raw bytes that one thread packs in a second; 0 where nothing was packed yet."""
-        return self.raw_bytes / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceReport:
     """The interval at which ``maybe_save`` saves, and why. None: not measured yet.
 
