@@ -128,7 +128,7 @@ def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) 
         tier=tier.name,
         steps_lost=steps_lost,
         seconds_lost=None if steps_lost is None or step_s is None else steps_lost * step_s,
-        restore_s=image_bytes / rate if rate else None,
+        restore_seconds=image_bytes / rate if rate else None,
     )
 
 

@@ -18,6 +18,7 @@ from tierfall.core.types.view import CheckpointView, Decision, TierRules, TierVi
 from tierfall.policies.protection import lineage_is_safe_without, only_good_copy, reason_to_keep
 from tierfall.policies.registry import register
 
+DAY_S = 86_400.0
 KEPT_BY_AGE = 2
 """This many verified checkpoints are kept on a tier at any age: a clock may be wrong, or a job down for long."""
 
@@ -326,3 +327,29 @@ def keep_tagged(tier: TierView, tags: TagsRule, now_s: float) -> Kept:
         if found:
             kept[checkpoint.id] = f"tagged {', '.join(sorted(found))}"
     return kept
+
+
+# Beforehand ------------------------------------------------------------------------------------------
+
+
+def count_kept(
+    rules: TierRules, every_s: float, step_s: float | None
+) -> tuple[int, float, tuple[str, ...]]:
+    """Return how many checkpoints the rules of a tier keep if one arrives every ``every_s`` seconds, how many more they
+    keep each day for ever, and the rules that are not counted."""
+    newest, best, per_day = 0, 0, 0.0 if rules.retain else DAY_S / every_s
+    unknown = []
+    for rule in rules.retain:
+        match rule.policy.name, rule.rules:
+            case "last", int(count):
+                newest = max(newest, count)
+            case "for", float(seconds):
+                newest = max(newest, KEPT_BY_AGE, math.ceil(seconds / every_s))
+            case _, BestRule(count=count):
+                best += count
+            case _, EveryRule(steps=steps, period_s=period_s) if period_s or step_s:
+                period_s = period_s or (steps or 1) * (step_s or 0.0)
+                per_day += DAY_S / max(every_s, period_s)
+            case _:
+                unknown.append(str(rule))
+    return newest + best, min(per_day, DAY_S / every_s), tuple(unknown)

@@ -35,7 +35,7 @@ def test_a_failed_fsync_writes_the_copy_anew(
         slow_medium.fail("fsync", errno.EIO, times=1)
         handle = ckpt.save(1, state_of(1), block=True)
         assert handle.outcome == "saved"
-        assert ckpt.statistics().flush_failures == 1
+        assert ckpt.statistics().flush_failures["slow"] == 1
     assert len(slow_medium.struck) == 1
     assert slow_medium.struck[0] not in slow_medium.passed
     assert len(slow_medium.passed) == 3  # another image, its manifest, the commit record

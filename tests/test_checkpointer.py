@@ -26,12 +26,12 @@ def test_memory_grows_when_the_optimizer_state_appears_after_the_first_save(
     del config["tiers"][0]["capacity"]
     with tierfall.open(config) as ckpt:
         small = ckpt.save(1, state, block=True)
-        before = ckpt.statistics().host_capacity_bytes
+        before = ckpt.statistics().capacity_bytes["host"] or 0
         model(torch.randn(2, 100)).sum().backward()
         optimizer.step()
         large = ckpt.save(2, state, block=True)
         assert large.stats.bytes > 2 * small.stats.bytes - 70_000
-        after = ckpt.statistics().host_capacity_bytes
+        after = ckpt.statistics().capacity_bytes["host"] or 0
         assert after >= 2 * large.stats.bytes > before  # the next capture need not wait for a flush
     loaded = tierfall.load(tmp_path / "disk", step=2)
     assert torch.equal(

@@ -70,7 +70,7 @@ def test_a_commit_whose_last_fsync_failed_is_reported_once_its_record_was_writte
         assert folders.failed == [1] * times
         assert folders.synced == [1], "nothing was durable yet"
         assert len(set(folders.records)) == times + 1, "a second fsync of the same entry would lie"
-        assert ckpt.statistics().flush_failures == times
+        assert ckpt.statistics().flush_failures["disk"] == times
     assert steps_on(tmp_path / "disk") == [1]
 
 

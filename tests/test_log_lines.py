@@ -43,7 +43,7 @@ def test_a_tier_that_failed_is_said_to_work_again_at_the_same_level(
         store.refuse_all()
         handles = [ckpt.save(step, state_of(step)) for step in range(2, 6)]
         wait_until(lambda: handles[-1].exception() is not None, "it is reported")
-        assert ckpt.statistics().flush_failures > 2
+        assert ckpt.statistics().flush_failures["store"] > 2
         began = [level for level, _ in lines("flush of")]
         assert began == ["WARNING", "ERROR"], "one outage, however often it is tried"
         assert lines("store accepts copies again") == []

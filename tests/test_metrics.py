@@ -1,10 +1,13 @@
-"""The metrics of a run: what they count, that each is documented, and when a run is healthy."""
+"""The figures of a run: what they count, that the page has each, and when a run is healthy.
+
+``python -m tests.test_metrics`` writes the tables of docs/metrics.md.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ import pytest
 from tierfall.core.types import events
 from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind
 from tierfall.telemetry import status as health
-from tierfall.telemetry.metrics import (
-    METRICS,
+from tierfall.telemetry.figures import (
+    FIGURES,
     EventTally,
-    MetricKind,
-    flatten,
-    split_key,
+    Figure,
+    Statistics,
+    of_run,
+    of_tier,
+    to_metrics,
 )
-from tierfall.telemetry.status import Status, TierStatus, broken_promises, durable_bound_s
+from tierfall.telemetry.status import Status, broken_promises, durable_bound_s
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
@@ -28,24 +33,26 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 # The page --------------------------------------------------------------------------------------------
 
 
-def documented() -> Iterator[tuple[str, str, str | None]]:
-    """Give section, name and label of each row of the tables."""
-    for section in ("Counters", "Gauges"):
-        table = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-        for name, label in re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\|", table, re.MULTILINE):
-            yield section, name, label or None
+def table(figures: list[Figure]) -> str:
+    rows = [
+        f"| `{x.name}` |{(x.per and f' `{x.per}`') or ''} | {x.unit} | {x.about} |" for x in figures
+    ]
+    return "\n".join(["| name | one per | unit | what it is |", "|---|---|---|---|", *rows, ""])
 
 
-def test_the_page_lists_every_metric_with_its_kind_and_label() -> None:
-    rows = list(documented())
-    assert sorted(rows, key=str) == sorted(
-        (
-            ("Counters" if m.kind is MetricKind.COUNTER else "Gauges", m.name, m.label)
-            for m in METRICS.values()
-        ),
-        key=str,
-    )
-    assert len(METRICS) > 40
+def with_tables(page: str) -> str:
+    """Return the page with the tables of all figures in its sections of counters and gauges."""
+    for section, is_gauge in (("Counters", False), ("Gauges", True)):
+        shown = [figure for figure in FIGURES.values() if (figure.counts is None) == is_gauge]
+        before, heading, rest = page.partition(f"\n## {section}\n")
+        text, mark, after = rest.partition("\n## ")
+        page = before + heading + text[: text.index("| name |")] + table(shown) + mark + after
+    return page
+
+
+def test_the_page_has_the_tables_of_all_figures() -> None:
+    assert with_tables(PAGE.read_text()) == PAGE.read_text(), "run python -m tests.test_metrics"
+    assert len(FIGURES) > 40
 
 
 def test_every_reason_is_on_the_page() -> None:
@@ -66,14 +73,20 @@ def test_every_counter_is_counted_or_read_elsewhere() -> None:
     id, tally = CheckpointId(1, 1), EventTally(["t"])
     copy: dict[str, Any] = {"at_s": 1.0, "id": id, "tier": "t"}
     for event in (
+        events.SaveBegun(at_s=1.0, id=id, bytes=7, lazy_bytes=3, tiers=("t",)),
         events.Captured(at_s=1.0, id=id, bytes=7, seconds=2.0, blocked_s=0.5, lazy=True),
-        events.SaveEnded(at_s=1.0, id=id, outcome=SaveOutcome.SUPERSEDED, reason=""),
+        *(
+            events.SaveEnded(at_s=1.0, id=id, outcome=outcome, reason="")
+            for outcome in (SaveOutcome.SKIPPED, SaveOutcome.SUPERSEDED, SaveOutcome.FAILED)
+        ),
         events.Committed(**copy, bytes=8, seconds=3.0),
         events.FlushDone(**copy, bytes=7, seconds=1.0, sources={"h": 7}),
         events.FlushFailed(**copy, reason="", seconds=1.0),
+        events.FlushStalled(**copy, reason="", again_s=1.0),
         events.FlushGivenUp(**copy, reason=""),
         events.SetAside(**copy, reason=""),
         events.Dropped(**copy, bytes=8, reason="", seconds=1.0, unfinished=False),
+        events.Dropped(**copy, bytes=8, reason="", seconds=1.0, unfinished=True),
         events.Evicted(**copy, bytes=8, reason=""),
         events.StateRestored(at_s=1.0, id=id, bytes=7, seconds=4.0, sources={"t": 7}, fallbacks=()),
         events.OperationFailed(at_s=1.0, doing="", reason=""),
@@ -81,24 +94,24 @@ def test_every_counter_is_counted_or_read_elsewhere() -> None:
     ):
         tally.add(event)
     found = tally.read()
-    counted = {split_key(key) for key, value in found.items() if value}
-    names = {known[0].name for known in counted if known is not None}
-    counters = {name for name, metric in METRICS.items() if metric.kind is MetricKind.COUNTER}
-    assert counters - names == {"late", "lost_events", "unread_events"}
-    assert found["tierfall/blocked_seconds"] == tally.last_blocked_s == 0.5
-    assert found["tierfall/edge_bytes/h->t"] == 7
+    counters = {name for name, figure in FIGURES.items() if figure.counts is not None}
+    assert counters - {name for name, value in found.items() if value} == {
+        *("edge_bytes", "late", "lost_events", "unread_events"),
+    }
+    assert found["blocked_seconds"] == tally.last_blocked_s == 0.5
+    assert (found["saves"], found["lazy_saves"], found["failed_saves"]) == (1, 1, 1)
+    assert (found["flush_failures"], found["deleted_copies"]) == ({"t": 2}, {"t": 1})
+    assert found["restored_bytes"] == {"t": 7}
     assert (tally.committed_s("t"), tally.committed_s("other")) == (1.0, None)
 
 
 # Health ----------------------------------------------------------------------------------------------
 
 
-def status_of(failing: str | None = None, failure: str | None = None, **flat: float) -> Status:
-    tiers = (TierStatus(name="disk", kind=TierKind.FILE, used_bytes=0, failing=failing),)
-    values = {f"tierfall/{name.replace('__', '/')}": value for name, value in flat.items()}
+def status_of(failure: str | None = None, **figures: Any) -> Status:
     return Status(
         run="x",
-        tiers=tiers,
+        tiers={"disk": TierKind.FILE},
         checkpoints=(),
         checkpoints_known=0,
         wall_time_s=0.0,
@@ -109,7 +122,7 @@ def status_of(failing: str | None = None, failure: str | None = None, **flat: fl
         rank=0,
         world_size=1,
         attempt=1,
-        metrics=values,
+        statistics=Statistics(**figures),
         failure=failure,
     )
 
@@ -117,43 +130,46 @@ def status_of(failing: str | None = None, failure: str | None = None, **flat: fl
 def unhealthy() -> Status:
     """A status in which each promise is broken."""
     return status_of(
-        failing="it hangs",
+        failing={"disk": "it hangs"},
         failure="KeyError",
-        behind_seconds__disk=100.0,
-        behind_bound_seconds__disk=99.0,
-        degraded_copies__disk=2,
+        behind_seconds={"disk": 100.0},
+        behind_bound_seconds={"disk": 99.0},
+        degraded_copies={"disk": 2},
         durable_age_seconds=61.0,
         durable_bound_seconds=60.0,
     )
 
 
-HEALTHY = {
-    "behind_seconds__disk": 99.0,
-    "behind_bound_seconds__disk": 99.0,
-    "degraded_copies__disk": 0,
+HEALTHY: dict[str, Any] = {
+    "behind_seconds": {"disk": 99.0},
+    "behind_bound_seconds": {"disk": 99.0},
+    "degraded_copies": {"disk": 0},
     "durable_age_seconds": 60.0,
     "durable_bound_seconds": 60.0,
+    "failing": {"disk": ""},
 }
 
 
 def test_a_run_within_its_bounds_is_healthy_and_so_is_one_without_any() -> None:
     assert broken_promises(status_of(**HEALTHY), 0.0) == []
-    assert broken_promises(status_of(durable_age_seconds=1e9, behind_seconds__disk=1e9), 0.0) == []
+    assert (
+        broken_promises(status_of(durable_age_seconds=1e9, behind_seconds={"disk": 1e9}), 0.0) == []
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (
-            {"behind_seconds__disk": 99.5},
+            {"behind_seconds": {"disk": 99.5}},
             "tier disk is 1 min 40 s behind; flush.within is 1 min 39 s",
         ),
-        ({"degraded_copies__disk": 1}, "tier disk lacks 1 good copies"),
+        ({"degraded_copies": {"disk": 1}}, "tier disk lacks 1 good copies"),
         (
             {"durable_age_seconds": 61.0},
             "no tier got a checkpoint for 1 min 01 s; at most 1 min 00 s are",
         ),
-        ({"failing": "no space"}, "tier disk does not accept copies: no space"),
+        ({"failing": {"disk": "no space"}}, "tier disk does not accept copies: no space"),
         ({"failure": "KeyError"}, "nothing is flushed any more: KeyError"),
     ],
 )
@@ -188,8 +204,31 @@ def test_the_bound_is_twice_the_interval_of_the_tier_that_gets_most(
 
 
 def test_what_is_not_known_or_not_finite_is_left_out() -> None:
-    labelled: dict[str, dict[str, float | None]] = {"behind": {"a": math.inf, "b": 1.5, "c": None}}
-    assert flatten({"step": None, "ettr": math.nan, "image_bytes": 3}, labelled) == {
+    known = Statistics(
+        behind={"a": math.inf, "b": 1.5, "c": None}, ettr=math.nan, image_bytes=3, failing={"a": ""}
+    )
+    found = to_metrics(known)
+    assert {
+        key: value for key, value in found.items() if FIGURES[key.split("/")[1]].counts is None
+    } == {
         "tierfall/image_bytes": 3,
         "tierfall/behind/b": 1.5,
+        "tierfall/failing/a": 0,
     }
+    assert to_metrics(replace(known, failing={"a": "no space"}))["tierfall/failing/a"] == 1
+
+
+def test_a_figure_has_one_name_in_all_that_shows_it() -> None:
+    """A tier's, the run's, and those of losses and edges are all there are."""
+    found = Statistics(
+        **{n: {"t": 1} for n, x in FIGURES.items() if x.per == "tier" and n != "fill"}
+    )
+    assert {figure.per for figure in FIGURES.values()} == {None, "tier", "loss", "edge"}
+    per_tier = {name for name, figure in FIGURES.items() if figure.per == "tier"}
+    assert set(of_tier(found, "t")) == per_tier
+    assert {f"tierfall/{name}/t" for name in per_tier} <= set(to_metrics(found))
+    assert set(of_run(found)) == {name for name, figure in FIGURES.items() if figure.per is None}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

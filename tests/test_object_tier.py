@@ -138,7 +138,7 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         image = ckpt.checkpoints()[0].bytes
         assert sent_bytes(ckpt) == 2 * image, "each chunk was brought once"
         statistics = ckpt.statistics()
-        assert statistics.flush_failures > 0
+        assert statistics.flush_failures["store"] > 0
         assert statistics.commits["store"] == 2
     output = [
         r for r in caplog.records if r.levelno >= logging.WARNING and "store" in r.getMessage()

@@ -69,7 +69,7 @@ VALUES = {
     },
     "DrainForecast": {"step", "attempt", "tier", "arrives", "left_bytes", "reason"},
     "DrainReport": set(),
-    "LossBound": {"survives", "tier", "steps_lost", "seconds_lost", "restore_s"},
+    "LossBound": {"survives", "tier", "steps_lost", "seconds_lost", "restore_seconds"},
     "PeerSurvival": {"tier", "step", "attempt", "certain", "chances"},
     "SurvivalChance": {"losses", "probability", "exact"},
     "Statistics": set(),

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from tierfall.policies.cadence import TierCadence
     from tierfall.run.checkpointer import Checkpointer
     from tierfall.setup.pointer import Pointer, read_pointer
+    from tierfall.telemetry.figures import Statistics
     from tierfall.telemetry.reports import (
         CadenceReport,
         CheckpointInfo,
-        Compression,
         DrainForecast,
         DrainReport,
         RestoreReport,
         ShardSource,
-        Statistics,
     )
+    from tierfall.tiers.image_writer import Compression
 
 __version__ = "0.2.0"
 
@@ -65,11 +65,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Compression": "tierfall.tiers.image_writer",
     "Checkpointer": "tierfall.run.checkpointer",
     "Config": "tierfall.config",
     "Pointer": "tierfall.setup.pointer",
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
+    "Statistics": "tierfall.telemetry.figures",
     "UnknownValue": "tierfall.core.tensors.builtin_codecs",
     "close_all": "tierfall.api",
     "item": "tierfall.core.state.item",

@@ -65,13 +65,23 @@ class RawImageWriter:
         self._writer.abort()
 
 
-@dataclass(slots=True)
-class PackCounts:
-    """Bytes packed so far, and the seconds that packing took, summed over all threads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """The compression of a tier since open: bytes before and after, and the seconds of all its threads."""
 
     raw_bytes: int = 0
-    packed_bytes: int = 0
+    stored_bytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes before over bytes after; 1 where nothing was packed yet."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Raw bytes that one thread packs in a second; 0 where nothing was packed yet."""
+        return self.raw_bytes / self.seconds if self.seconds else 0.0
 
 
 class Packing:
@@ -97,7 +107,7 @@ class Packing:
         self.parallel = parallel
         self.window = parallel + 1
         self.frames = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=self.window)
-        self.counts = PackCounts()
+        self.compression = Compression()
         self._scratch = BufferPool(bytes=chunk_bytes, count=parallel)
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -111,9 +121,12 @@ class Packing:
         length: int = self._local.packer.pack(chunk, frame, width=width)
         seconds = time.perf_counter() - began
         with self._lock:
-            self.counts.raw_bytes += len(chunk)
-            self.counts.packed_bytes += length
-            self.counts.seconds += seconds
+            before = self.compression
+            self.compression = Compression(
+                raw_bytes=before.raw_bytes + len(chunk),
+                stored_bytes=before.stored_bytes + length,
+                seconds=before.seconds + seconds,
+            )
         return length
 
     def take_part(self, bytes: int) -> memoryview:

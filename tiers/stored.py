@@ -36,7 +36,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.tiers.documents import Documents
-from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
+from tierfall.tiers.image_writer import Compression, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.run_files import SetIdentityCheck
 
@@ -90,9 +90,8 @@ class StoredTier(TierCatalog):
         configured rate."""
         if self._pace is None:
             return
-        packed = self.pack_counts
-        if bytes_per_s is not None and packed is not None and packed.raw_bytes:
-            bytes_per_s *= packed.packed_bytes / packed.raw_bytes
+        if bytes_per_s is not None and self.compression is not None:
+            bytes_per_s /= self.compression.ratio
         bounds = [bound for bound in (bytes_per_s, self._bytes_per_s_max) if bound is not None]
         self._pace.set_rate(min(bounds, default=None))
 
@@ -153,9 +152,9 @@ class StoredTier(TierCatalog):
         return self._packing is not None
 
     @property
-    def pack_counts(self) -> PackCounts | None:
+    def compression(self) -> Compression | None:
         """What was packed so far; None where images are stored raw."""
-        return None if self._packing is None else self._packing.counts
+        return None if self._packing is None else self._packing.compression
 
     def create_shard(
         self,

@@ -22,7 +22,7 @@ from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import CaptureFailed, CaptureSealed, Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
-from tierfall.core.format.records import Commit, Manifest
+from tierfall.core.format.records import Commit
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.public_calls import public_call
 from tierfall.core.runtime.threads import HelperThreads
@@ -364,7 +364,7 @@ def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
 
 
 def _describe_progress(snapshot: Snapshot) -> str:
-    left, total = snapshot.copier.left_bytes, snapshot.geometry.image_bytes
+    left, total = snapshot.copier.left_bytes, snapshot.image_plan.image_bytes
     return f"the state must not change until it is copied; {format_size(left)} of {format_size(total)} are left"
 
 
@@ -385,22 +385,13 @@ def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
 
 def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
     """Create manifest and commit record of a complete image, set them in the snapshot, and return both encoded."""
-    geometry = snapshot.geometry
-    manifest = Manifest(
-        lineage=snapshot.lineage,
-        shard=snapshot.shard,
-        image_bytes=geometry.image_bytes,
-        data_start=geometry.data_start,
-        chunk_bytes=geometry.chunk_bytes,
-        digests=tuple(snapshot.copier.digests),
-        structure=snapshot.structure,
-        pieces=snapshot.pieces,
-    )
+    digests = snapshot.copier.digests
+    manifest = snapshot.image_plan.manifest(snapshot.lineage, snapshot.shard, digests)
     data = manifest.encode()
     commit = Commit(
         lineage=snapshot.lineage,
         world_size=snapshot.shard.world_size,
-        files=raw_files(snapshot.shard, image_bytes=geometry.image_bytes, manifest=data),
+        files=raw_files(snapshot.shard, image_bytes=manifest.image_bytes, manifest=data),
         nodes=(snapshot.node,),
         wall_time_s=snapshot.wall_time_s,
         metrics=read_metrics(snapshot.metrics),

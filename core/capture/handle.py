@@ -67,7 +67,8 @@ class SaveHandle:
         self._tiers = tiers
         self._in_memory = in_memory
         self._clock = clock
-        self._began = clock()
+        self.began_s = clock()
+        """When ``save`` was called, by ``clock``."""
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may ask while its thread is in here
         self._waiting: list[InterruptibleEvent] = []
@@ -205,7 +206,7 @@ class SaveHandle:
     def on_captured(self) -> None:
         with self._lock:
             self._captured = True
-            self._captured_s = self._clock() - self._began
+            self._captured_s = self._clock() - self.began_s
             self._done.add(self._in_memory)
             if not self._tiers:
                 self._outcome = SaveOutcome.SAVED
@@ -233,7 +234,7 @@ class SaveHandle:
         with self._lock:
             self._done.add(tier)
             self._failed.pop(tier, None)
-            self._durable_s[tier] = self._clock() - self._began
+            self._durable_s[tier] = self._clock() - self.began_s
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.SAVED
             self._notify()

@@ -11,7 +11,7 @@ import torch
 
 from tierfall.core.format.records import (
     Commit,
-    Geometry,
+    ImagePlan,
     Lineage,
     Manifest,
 )
@@ -20,7 +20,6 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 if TYPE_CHECKING:
     from tierfall.core.capture.copier import ImageCopier
     from tierfall.core.capture.handle import SaveHandle
-    from tierfall.core.format.documents import Spliced
     from tierfall.core.image.dedup import ReplicaDigests
     from tierfall.core.runtime.streams import Streams
     from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading
@@ -117,9 +116,7 @@ class Snapshot:
 
     lineage: Lineage
     shard: Shard
-    geometry: Geometry
-    structure: str
-    pieces: Spliced
+    image_plan: ImagePlan
     region: HostRegion
     handle: SaveHandle
     copier: ImageCopier

@@ -103,19 +103,11 @@ def write_view(
     layout, id = plan_layout(view), commit.lineage.checkpoint
     header = layout.header(view)
     assert header is not None, "the layout was planned with these values"
-    cut = layout.geometry(chunk_bytes)
-    writer = store.create_shard(id, shard, cut, layout.pieces)
+    cut = layout.image_plan(chunk_bytes)
+    writer = store.create_shard(id, shard, cut, cut.pieces)
     with aborted_on_failure(writer):
-        manifest = Manifest(
-            lineage=commit.lineage,
-            shard=shard,
-            image_bytes=cut.image_bytes,
-            data_start=cut.data_start,
-            chunk_bytes=cut.chunk_bytes,
-            digests=_write_chunks(writer, cut, _bytes_of(layout, view, header, load), on_bytes),
-            structure=layout.structure,
-            pieces=layout.pieces,
-        )
+        digests = _write_chunks(writer, cut, _bytes_of(layout, view, header, load), on_bytes)
+        manifest = cut.manifest(commit.lineage, shard, digests)
         raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=manifest.encode())
         raw_commit = replace(commit, files=raw)
         made = publish_image(store, writer, manifest, raw_commit, id=id, shard=shard)

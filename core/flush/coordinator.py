@@ -183,7 +183,6 @@ class Coordinator:
         self._idle_events: dict[InterruptibleEvent, bool] = {}
         """By event, whether it waits for copies only, not for other work."""
         self.emitter = EventEmitter(notify)
-        self.counters = self.emitter.counters
         context = Context(
             ledger=ledger,
             messages=Messages(message_tree or self._message_tree_of_one()),

@@ -504,7 +504,6 @@ class Deleter:
         self._to_announce.discard((task.tier, task.id))
         self._emitter.deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
-        self._emitter.counters.deleted_copies += 1
         if announces:
             body = DeletedCopy(reason=task.reason, next_latest=task.next_latest)
             self._messages.announce_to_others(MessageKind.DELETE_COPY, task.id, task.tier, body)

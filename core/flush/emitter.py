@@ -1,5 +1,5 @@
-"""What the coordinator's components share, and their events for the event log and statistics, with the time of the
-coordinator's clock.
+"""What the coordinator's components share, and their events, with the time of the coordinator's clock. The event log
+has them, and the figures of a run count them.
 
 Belongs to the coordinator's thread and does no I/O: the receiver of an event must return at once.
 """
@@ -7,9 +7,8 @@ Belongs to the coordinator's thread and does no I/O: the receiver of an event mu
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tierfall.core.flush.facts import Group, Ledger, LedgerEntry
 from tierfall.core.flush.messages import Messages
@@ -23,18 +22,6 @@ logger = logging.getLogger("tierfall")
 REMEMBERED = 1024
 
 
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """What the components of the coordinator count for ``statistics``, since open. ``commits`` is by tier."""
-
-    superseded_saves: int = 0
-    flush_failures: int = 0
-    given_up_copies: int = 0
-    set_aside_copies: int = 0
-    deleted_copies: int = 0
-    commits: Counter[str] = field(default_factory=Counter)
-
-
 @dataclass(frozen=True, slots=True)
 class _Copying:
     """When a copy began, and what its lane had read from each source by then."""
@@ -45,11 +32,10 @@ class _Copying:
 
 
 class EventEmitter:
-    """The coordinator sets ``now_s`` at the start of each step. Components count in ``counters``."""
+    """The coordinator sets ``now_s`` at the start of each step."""
 
     def __init__(self, notify: Notify = events.ignore) -> None:
         self._notify = notify
-        self.counters = Counters()
         self.now_s = 0.0
         self._saves: dict[CheckpointId, float] = {}
         self._ended: dict[CheckpointId, float] = {}
@@ -58,12 +44,14 @@ class EventEmitter:
     # Saves -------------------------------------------------------------------------------------------
 
     def save_begun(self, entry: LedgerEntry) -> None:
-        self._remember(self._saves, entry.id)
+        began_s = self.now_s if entry.handle is None else entry.handle.began_s
+        self._remember(self._saves, entry.id, began_s)
         self._notify(
             events.SaveBegun(
                 at_s=self.now_s,
                 id=entry.id,
                 bytes=image_bytes_of(entry),
+                lazy_bytes=entry.snapshot.lazy_bytes if entry.snapshot is not None else 0,
                 tiers=tuple(sorted(entry.owed)),
             )
         )
@@ -86,13 +74,13 @@ class EventEmitter:
         self._saves.pop(id, None)
         if id in self._ended:
             return
-        self._remember(self._ended, id)
+        self._remember(self._ended, id, self.now_s)
         self._notify(
             events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
         )
 
-    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId) -> None:
-        times[id] = self.now_s
+    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId, at_s: float) -> None:
+        times[id] = at_s
         if len(times) > REMEMBERED:
             del times[next(iter(times))]
 
@@ -115,7 +103,7 @@ class EventEmitter:
 
     def flush_done(self, tier: str, entry: LedgerEntry, read: Mapping[str, int]) -> None:
         """A copy is uploaded; ``read`` is as in ``flush_begun``."""
-        begun = self._copies.pop(tier, _Copying(entry.id, self.now_s, {}))
+        begun = self._copies.get(tier, _Copying(entry.id, self.now_s, {}))
         sources = {
             source: count - begun.read.get(source, 0)
             for source, count in read.items()
@@ -135,8 +123,7 @@ class EventEmitter:
     def flush_stalled(
         self, tier: str, id: CheckpointId, error: BaseException, again_s: float
     ) -> None:
-        if not self._is_under_way(tier, id):
-            return
+        """A copy, or its commit record, could not be written, and is continued at ``again_s``."""
         self._notify(
             events.FlushStalled(
                 at_s=self.now_s,
@@ -147,21 +134,17 @@ class EventEmitter:
             )
         )
 
-    def _is_under_way(self, tier: str, id: CheckpointId) -> bool:
-        """Return False for a copy that is uploaded: only its commit record may be missing."""
-        return tier in self._copies and self._copies[tier].id == id
-
     def flush_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        if not self._is_under_way(tier, id):
-            return
-        begun = self._copies.pop(tier)
+        """A copy, or its commit record, could not be written."""
+        begun = self._copies.get(tier)
+        since_s = begun.since_s if begun is not None and begun.id == id else self.now_s
         self._notify(
             events.FlushFailed(
                 at_s=self.now_s,
                 id=id,
                 tier=tier,
                 reason=_reason(error),
-                seconds=self.now_s - begun.since_s,
+                seconds=self.now_s - since_s,
             )
         )
 

@@ -137,7 +137,7 @@ class LedgerEntry:
     @property
     def pieces(self) -> Spliced | None:
         """The table of its tensors; None while unknown."""
-        known = self.manifest or self.snapshot
+        known = self.manifest or (self.snapshot.image_plan if self.snapshot is not None else None)
         return None if known is None else known.pieces
 
     def decide(self, decided: DecidedList) -> None:

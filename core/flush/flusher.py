@@ -48,7 +48,7 @@ logger = logging.getLogger("tierfall")
 
 
 class FlushQueue:
-    """The copies that each tier is owed, in their order. ``given_up`` counts per tier those that a rule gave up."""
+    """The copies that each tier is owed, in their order."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class FlushQueue:
         self._messages = context.messages
         self._emitter = context.emitter
         self._in_order = {rules.name for rules in context.ledger.rules if rules.in_order}
-        self.given_up: dict[str, int] = {}
         self._announced: set[tuple[str, CheckpointId]] = set()
 
     def waiting(self, tier: str) -> Iterator[LedgerEntry]:
@@ -139,7 +138,6 @@ class FlushQueue:
         self._announced.discard((tier, entry.id))
         if tier not in entry.owed:
             return
-        self.given_up[tier] = self.given_up.get(tier, 0) + 1
         error = entry.given_up(f"{tier}: {reason}")
         self._emitter.flush_given_up(tier, entry.id, error)
         entry.give_up([tier], error)
@@ -612,7 +610,6 @@ class Flusher:
             (tier, CapacityError), "tier %s has room for a step again: %s", tier, id
         )
         self._emitter.committed(lane.tier, id, stored_bytes)
-        self._emitter.counters.commits[lane.tier] += 1
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
@@ -645,7 +642,6 @@ class Flusher:
             self._on_disk_full(lane, entry, error)
             return
         lane.back_off(entry, error, now_s)
-        self._emitter.counters.flush_failures += 1
         if not self._stop_trying(lane, transfer, error):
             self._report_failure(lane, entry, error, now_s)
 
@@ -704,7 +700,6 @@ class Flusher:
         entry.set_aside = {**entry.set_aside, tier: error}
         entry.overtaken |= {tier}
         entry.owed -= {tier}
-        self._emitter.counters.set_aside_copies += 1
         self._emitter.set_aside(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
@@ -729,7 +724,6 @@ class Flusher:
         at ``until_s``."""
         now_s = self._ledger.now_s
         self._emitter.flush_stalled(tier, entry.id, error, until_s)
-        self._emitter.counters.flush_failures += 1
         self._conditions.report(
             tier, logging.WARNING, "flush of %s to %s stalls, and continues in %.1f s: %s",
             entry.id, tier, until_s - now_s, error,
@@ -797,7 +791,6 @@ class Flusher:
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         entry.owed -= {tier}
-        self._emitter.counters.given_up_copies += 1
         self._emitter.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
@@ -843,14 +836,14 @@ class CaptureEvents:
             started_from=snapshot.lineage.started_from,
             shard=snapshot.shard,
             attempt_id=snapshot.lineage.attempt_id,
-            geometry=snapshot.geometry,
+            geometry=snapshot.image_plan.geometry(),
             region=snapshot.region,
             snapshot=snapshot,
             handle=snapshot.handle,
             share=snapshot.share,
         )
         entry.owed = frozenset(name for name in event.tiers if name in self._lanes)
-        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.image_plan.image_bytes)
         self._ledger.enter(entry)
         self._emitter.save_begun(entry)
         self._backlog.on_owed(entry.id, event.tiers)

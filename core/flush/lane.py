@@ -26,7 +26,7 @@ from tierfall.core.flush.tasks import (
     Task,
     Uploaded,
 )
-from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.format.records import Commit, Geometry, Manifest
 from tierfall.core.types.backend import part_bytes
 from tierfall.core.types.errors import FlushError, KeyNotFoundError, StorageFullError, is_damage
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -297,7 +297,7 @@ class FlushLane:
         entry.commit_unknown_on -= {self.tier}
         if manifest is not None:
             entry.manifest = manifest
-            entry.geometry = geometry(manifest)
+            entry.geometry = manifest.geometry()
         assert entry.geometry is not None
         transfer.runs = self._limits.runs(entry.geometry)
         transfer.waiting = list(range(len(transfer.runs)))

@@ -90,7 +90,6 @@ class Superseder:
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )
-        self._emitter.counters.superseded_saves += 1
         self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()

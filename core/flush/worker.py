@@ -59,7 +59,6 @@ from tierfall.core.format.records import (
     Commit,
     Geometry,
     Manifest,
-    geometry,
     parse_manifest,
 )
 from tierfall.core.runtime.buffers import Buffer, BufferPool
@@ -356,7 +355,7 @@ class TaskRunner:
         cut, pieces = task.geometry, task.pieces
         if task.source is not None:
             manifest = self._read_manifest(task, task.source)
-            cut, pieces = geometry(manifest), manifest.pieces
+            cut, pieces = manifest.geometry(), manifest.pieces
         assert cut is not None
         assert pieces is not None
         if task.leftover and not store.is_committed(task.id):

@@ -7,7 +7,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from tierfall.core.format import documents
@@ -89,28 +89,35 @@ class Geometry:
         return tuple(ranges)
 
 
-def geometry(manifest: Manifest) -> Geometry:
-    """The geometry alone, for owners that do not keep the manifest's digests and tensor table."""
-    return Geometry(
-        image_bytes=manifest.image_bytes,
-        data_start=manifest.data_start,
-        chunk_bytes=manifest.chunk_bytes,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePlan(Geometry):
+    """What is known of an image before it is filled. ``structure`` identifies the structure of the state; ``pieces`` is
+    the serialised table of tensor blocks."""
+
+    structure: str
+    pieces: Spliced = field(repr=False)
+
+    def geometry(self) -> Geometry:
+        """The geometry alone, for owners that do not keep the table."""
+        return Geometry(**{each.name: getattr(self, each.name) for each in fields(Geometry)})
+
+    def manifest(self, lineage: Lineage, shard: Shard, digests: Iterable[str]) -> Manifest:
+        """Make the manifest of the image, which is filled now."""
+        planned = {each.name: getattr(self, each.name) for each in fields(ImagePlan)}
+        return Manifest(lineage=lineage, shard=shard, digests=tuple(digests), **planned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Geometry):
+class Manifest(ImagePlan):
     """The content and the digests of one rank's image.
 
-    ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor blocks.
-    ``written`` is the document of a newer version, which is copied as it is, since commit records have its digest.
+    ``digests`` has one ``xxh3-128:`` digest per chunk. ``written`` is the document of a newer version, which is copied
+    as it is, since commit records have its digest.
     """
 
     lineage: Lineage
     shard: Shard
     digests: tuple[str, ...]
-    structure: str
-    pieces: Spliced = field(repr=False)
     written: bytes = field(default=b"", repr=False, compare=False)
 
     def encode(self) -> bytes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.format.documents import FORMAT, Spliced, dumps, sha256
-from tierfall.core.format.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX, Geometry
+from tierfall.core.format.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX, ImagePlan
 from tierfall.core.state.view import Node, StateView
 from tierfall.core.tensors import dtypes
 from tierfall.core.tensors.dtensor import TensorPiece
@@ -71,10 +71,14 @@ class Layout:
     def image_bytes(self) -> int:
         return self.data_start + self.data_bytes
 
-    def geometry(self, chunk_bytes: int) -> Geometry:
-        """The division of the image into chunks."""
-        return Geometry(
-            image_bytes=self.image_bytes, data_start=self.data_start, chunk_bytes=chunk_bytes
+    def image_plan(self, chunk_bytes: int) -> ImagePlan:
+        """What the manifest of an image has of this layout, for that division into chunks."""
+        return ImagePlan(
+            image_bytes=self.image_bytes,
+            data_start=self.data_start,
+            chunk_bytes=chunk_bytes,
+            structure=self.structure,
+            pieces=self.pieces,
         )
 
     def matches(self, view: StateView) -> bool:

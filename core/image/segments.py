@@ -103,7 +103,7 @@ class Segmentation:
         self.mostly_on_devices = sum(sizes) < 0
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
-        geometry = layout.geometry(chunk_bytes)
+        geometry = layout.image_plan(chunk_bytes)
         self.chunk_range = geometry.chunk_range
         self.missing = [0] * geometry.chunk_count
         for index in range(1, len(self.missing)):

@@ -61,17 +61,18 @@ class Closed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveBegun(CheckpointEvent):
-    """The capture of a checkpoint began; it is owed to ``tiers``."""
+    """The capture of a checkpoint began, of ``lazy_bytes`` lazily; it is owed to ``tiers``."""
 
     kind: ClassVar[str] = "save_begun"
     bytes: int
+    lazy_bytes: int
     tiers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured(CheckpointEvent):
-    """The image is complete in host memory, ``seconds`` after the save began. The save blocked the training thread for
-    ``blocked_s``."""
+    """The image is complete in host memory, ``seconds`` after the call of ``save``. That blocked the training thread
+    for ``blocked_s``."""
 
     kind: ClassVar[str] = "captured"
     bytes: int
@@ -111,7 +112,7 @@ class FlushDone(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushStalled(CopyEvent):
-    """A copy was interrupted; it resumes where it stopped, in ``again_s``."""
+    """A copy was interrupted, or its commit record was not written; that resumes where it stopped, in ``again_s``."""
 
     kind: ClassVar[str] = "flush_stalled"
     reason: str
@@ -120,7 +121,8 @@ class FlushStalled(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushFailed(CopyEvent):
-    """A copy failed ``seconds`` after it began. It is restarted, unless ``flush_given_up`` follows."""
+    """A copy, or its commit record, failed ``seconds`` after the copy began (0: the tier's next one has begun). It is
+    restarted, unless ``flush_given_up`` follows."""
 
     kind: ClassVar[str] = "flush_failed"
     reason: str
@@ -145,8 +147,8 @@ class SetAside(CopyEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(CopyEvent):
-    """A checkpoint was committed on a tier, with ``bytes`` stored there, ``seconds`` after its save began (None: an
-    earlier start saved it)."""
+    """A checkpoint was committed on a tier, with ``bytes`` stored there, ``seconds`` after the call of ``save`` (None:
+    an earlier start saved it)."""
 
     kind: ClassVar[str] = "committed"
     bytes: int

@@ -290,14 +290,14 @@ class LossBound:
 
     ``survives`` is the newest checkpoint that would remain, on ``tier``, the fastest that has it (None: all is lost).
     ``steps_lost`` are the steps from it to the last one passed to ``save`` or ``maybe_save``, ``seconds_lost`` their
-    training time; ``restore_s`` is the time to read it at the measured rate.
+    training time; ``restore_seconds`` is the time to read it at the measured rate.
     """
 
     survives: CheckpointId | None
     tier: str | None = None
     steps_lost: int | None = None
     seconds_lost: float | None = None
-    restore_s: float | None = None
+    restore_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,8 +334,3 @@ class PeerSurvival:
     attempt: int
     certain: int
     chances: tuple[SurvivalChance, ...]
-
-
-def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
-    """Return the newest step that survives each loss."""
-    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}

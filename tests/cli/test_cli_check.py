@@ -160,7 +160,7 @@ def test_an_object_store_is_measured_and_no_credential_is_shown(
         assert KEY not in answer.out + answer.err
         assert SECRET not in answer.out + answer.err
     found = tier(answer.document, "store")
-    assert found["write_bytes_per_s"] > 1000
+    assert found["write_bytes_per_second"] > 1000
     assert (found["place"], found["fenced"]) == (f"s3://{bucket}/checkpoints", True)
     assert found["free_bytes"] is None
     assert s3_server.bucket(bucket).keys() == []

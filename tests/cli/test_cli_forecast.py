@@ -31,7 +31,9 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*args: Any) -> tuple[TierMeasurement, ...]:
         found = measuring.measure(*args)
         return tuple(
-            replace(tier, write_bytes_per_s=RATES.get(tier.name), free_bytes=FREE.get(tier.name))
+            replace(
+                tier, write_bytes_per_second=RATES.get(tier.name), free_bytes=FREE.get(tier.name)
+            )
             for tier in found
         )
 
@@ -101,8 +103,8 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
     assert "(by the run's own checkpoints)" in out
     assert "if the process dies: 30@1 is left, on disk, read back in " in out
     cost = cli.json("check", *SMALL)
-    read = next(tier["read_bytes_per_s"] for tier in cost["tiers"] if tier["name"] == "disk")
-    assert 80_000 < cost["loss_bound"]["process"]["restore_s"] * read < 200_000
+    read = next(tier["read_bytes_per_second"] for tier in cost["tiers"] if tier["name"] == "disk")
+    assert 80_000 < cost["loss_bound"]["process"]["restore_seconds"] * read < 200_000
 
 
 def test_what_is_missing_is_named(cli: Cli) -> None:

@@ -188,14 +188,14 @@ def test_check_measures_every_tier_and_leaves_nothing(place: Place) -> None:
     tiers = {tier["name"]: tier for tier in document["tiers"]}
     for name in ("disk", "far"):
         tier = tiers[name]
-        assert tier["write_bytes_per_s"] > 1000
-        assert tier["read_bytes_per_s"] > 1000
+        assert tier["write_bytes_per_second"] > 1000
+        assert tier["read_bytes_per_second"] > 1000
         assert 0 < tier["round_trip_s"] < 10
         assert (tier["durable"], tier["fenced"], tier["error"]) == (True, True, None)
         assert tier["free_bytes"] > 0
         assert tier["place"] == str(place.root / name)
     assert tiers["far"]["capacity_bytes"] == 1 << 30
-    assert (tiers["host"]["write_bytes_per_s"], tiers["host"]["error"]) == (None, None)
+    assert (tiers["host"]["write_bytes_per_second"], tiers["host"]["error"]) == (None, None)
     assert files_below(place.root) == before
     text = place.cli("check", "--size", "64KiB").out
     assert "if the process dies: 1@1 is left, on disk" in text

@@ -236,7 +236,7 @@ def test_a_store_that_answers_503_is_waited_for_and_reported_once(
             proxy.throttled.set()
             handle = ckpt.save(2, state_of(2))
             handle.wait("disk", timeout=SOON_S)
-            wait_until(lambda: ckpt.statistics().flush_failures > 0, "it fails", SOON_S)
+            wait_until(lambda: ckpt.statistics().flush_failures["store"] > 0, "it fails", SOON_S)
             assert not handle.done("store")
             proxy.throttled.clear()
             assert ckpt.drain(deadline=SOON_S).left == ()

@@ -99,34 +99,35 @@ def test_statistics_count_what_happened_since_open(place: Place) -> None:
     place.config(disk={"retain": {"last": 1}}, pfs={"compress": {"codec": "zstd"}})
     with place.open() as ckpt:
         empty = ckpt.statistics()
-        assert (empty.saves, empty.bytes, empty.blocked_s, empty.captured_s) == (0, 0, 0, 0)
+        assert (empty.saves, empty.captured_bytes, empty.blocked_seconds) == (0, 0, 0)
         assert set(empty.newest) == {"process", "node", "site"}
         assert set(empty.newest.values()) == {None}
         assert empty.peer_survival is None
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)
         ckpt.drain()
-        wait_until(lambda: ckpt.statistics().dropped_copies == 2, "the rules are applied")
+        wait_until(lambda: ckpt.statistics().deleted_copies["disk"] == 2, "the rules are applied")
         found = ckpt.statistics()
         image = ckpt.checkpoints()[-1].bytes
     assert (found.saves, found.skipped_saves, found.superseded_saves, found.failed_saves) == (
         *(3, 0, 0, 0),
     )
     assert dict(found.commits) == {"disk": 3, "pfs": 3}
-    assert found.bytes == found.edge_bytes["host->disk"] == 3 * image
-    assert found.captured_s > 0 < found.blocked_s
-    assert set(found.durable_s) == {"disk", "pfs"}
+    assert found.captured_bytes == found.edge_bytes["host->disk"] == 3 * image
+    assert found.captured_seconds > 0 < found.blocked_seconds
+    assert {tier for tier, seconds in found.commit_seconds.items() if seconds} == {"disk", "pfs"}
     assert dict(found.newest) == {"process": 3, "node": None, "site": None}
-    assert found.host_capacity_bytes == 4 << 20
+    assert found.capacity_bytes["host"] == 4 << 20
     assert set(found.direct_io) >= {"disk", "pfs"}
     packed = found.compression["pfs"]
     assert "disk" not in found.compression
     assert packed.raw_bytes == 3 * image > packed.stored_bytes > 0
     assert packed.ratio == pytest.approx(packed.raw_bytes / packed.stored_bytes)
-    assert found.write_bytes_per_s["disk"] > 0
-    assert set(found.behind_s) == {"disk", "pfs"}
-    assert set(found.behind_s.values()) == {0}
-    assert (found.flush_failures, found.given_up_copies, found.set_aside_copies) == (0, 0, 0)
+    assert (found.write_bytes_per_second["disk"] or 0) > 0
+    assert set(found.behind_seconds) == {"disk", "pfs"}
+    assert set(found.behind_seconds.values()) == {0}
+    for counts in (found.flush_failures, found.given_up_copies, found.set_aside_copies):
+        assert counts == {"disk": 0, "pfs": 0}
     assert found.lost_events == 0
 
 
@@ -446,16 +447,16 @@ def test_metrics_are_flat_finite_documented_numbers(place: Place) -> None:
         assert page[name][1] == bool(of), key
         assert isinstance(value, int | float)
         assert math.isfinite(value)
-    assert before["tierfall/saves/captured"] == before["tierfall/commits/far"] == 0
+    assert before["tierfall/saves"] == before["tierfall/commits/far"] == 0
     assert "tierfall/interval_seconds" not in before
-    counted = {name: found[f"tierfall/{name}"] for name in ("saves/captured", "saves/failed")}
-    assert counted == {"saves/captured": 2, "saves/failed": 1}
+    counted = {name: found[f"tierfall/{name}"] for name in ("saves", "failed_saves")}
+    assert counted == {"saves": 2, "failed_saves": 1}
     assert (found["tierfall/commits/near"], found["tierfall/commits/far"]) == (2, 1)
-    assert found["tierfall/captured_bytes"] == figures.bytes
+    assert found["tierfall/captured_bytes"] == figures.captured_bytes
     assert found["tierfall/edge_bytes/host->near"] == figures.edge_bytes["host->near"]
     assert (found["tierfall/restores"], found["tierfall/step"]) == (1, 3)
-    assert found["tierfall/surviving_step/process"] == 2
-    assert "tierfall/surviving_step/site" not in found
+    assert found["tierfall/newest/process"] == 2
+    assert "tierfall/newest/site" not in found
     assert found["tierfall/interval_steps"] == 1
 
 
@@ -528,7 +529,7 @@ def test_health_is_a_503_with_the_reason_while_a_tier_takes_nothing(
         wait_until(lambda: health(port)[0] == 503, "the tier fails")
         (reason,) = health(port)[1]
         assert reason.startswith("tier store does not accept copies")
-        assert scrape(port)['tierfall_tier_failing{rank="0",run="run",tier="store"}'] == 1
+        assert scrape(port)['tierfall_failing{rank="0",run="run",tier="store"}'] == 1
         gate.open()
         ckpt.drain(SOON_S)
         wait_until(lambda: health(port) == (200, []), "all is well again")

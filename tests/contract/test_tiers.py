@@ -90,7 +90,7 @@ def test_memory_is_in_the_folder_that_is_named_and_no_larger_than_its_capacity(
         handles = [ckpt.save(step, state_of(step)) for step in range(1, 16)]
         assert [h.outcome for h in handles].count("skipped") >= 8, "six images fit"
         assert sum(p.stat().st_blocks * 512 for p in memory_of(place)) > 500_000
-        assert ckpt.statistics().host_capacity_bytes == 1 << 20
+        assert ckpt.statistics().capacity_bytes["host"] == 1 << 20
     assert "capacity" in str(handles[-1].exception())
 
 
@@ -106,7 +106,7 @@ def test_without_a_capacity_memory_is_made_for_two_images(place: Place) -> None:
     place.write(config)
     with place.open() as ckpt:
         ckpt.save(1, state_of(1, elements=1_000_000), block=True)
-        assert 8_000_000 < ckpt.statistics().host_capacity_bytes < 12_000_000
+        assert 8_000_000 < (ckpt.statistics().capacity_bytes["host"] or 0) < 12_000_000
 
 
 # A chain ---------------------------------------------------------------------------------------------

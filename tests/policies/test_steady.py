@@ -10,7 +10,8 @@ from tests.rules import NEWEST_FIRST, best, every_period, every_steps, last, ret
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import LossClass, TierKind, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.plan.steady import Chain, SteadyTier, Workload, kept_by_rules, steady_state
+from tierfall.plan.steady import Chain, SteadyTier, Workload, steady_state
+from tierfall.policies.retention import count_kept
 
 GB, MB = 10**9, 10**6
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
@@ -86,7 +87,7 @@ def test_rules_keep_so_many_and_so_many_more_a_day(
     rules: tuple[Rule, ...], kept: int, per_day: float
 ) -> None:
     """One every 600 s, and a step every 2 s: 43.2 times a thousand steps a day."""
-    found = kept_by_rules(disk(retain=rules), 600, 2.0)
+    found = count_kept(disk(retain=rules), 600, 2.0)
     assert (found[0], found[1], found[2]) == (kept, pytest.approx(per_day), ())
 
 

@@ -202,8 +202,8 @@ def _bound(lost: LossClass, bound: LossBound) -> str:
     known = [f"{bound.steps_lost} steps lost"]
     if bound.seconds_lost is not None:
         known.append(f"{bound.seconds_lost:g} s of training")
-    if bound.restore_s is not None:
-        known.append(f"restored in {bound.restore_s:g} s")
+    if bound.restore_seconds is not None:
+        known.append(f"restored in {bound.restore_seconds:g} s")
     return f"{lost}: {bound.survives} on {bound.tier}, {', '.join(known)}"
 
 

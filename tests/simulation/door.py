@@ -7,7 +7,6 @@ are plain values. So another planner needs another ``Door``, and nothing else he
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +29,7 @@ from tierfall.core.types.values import CheckpointId, CopyState, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.start import Start
+from tierfall.telemetry.figures import EventTally
 from tierfall.tiers.stored import StoredTier
 
 Answer = dict[str, BaseException]
@@ -96,17 +96,6 @@ class Checkpoint:
     def is_read(self) -> bool:
         """Some copy is being read."""
         return any(copy.readers for copy in self.copies.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What a planner has counted since its start: copies, and saves that were superseded. ``commits`` is by tier."""
-
-    commits: Counter[str]
-    deleted: int
-    given_up: int
-    set_aside: int
-    superseded: int
 
 
 class Worker(TaskRunner):
@@ -321,15 +310,12 @@ class Door:
         return dict(self._ledger.on_few_nodes)
 
     @property
-    def counts(self) -> Counts:
-        counted = self.planner.counters
-        return Counts(
-            commits=Counter(counted.commits),
-            deleted=counted.deleted_copies,
-            given_up=counted.given_up_copies,
-            set_aside=counted.set_aside_copies,
-            superseded=counted.superseded_saves,
-        )
+    def counts(self) -> dict[str, Any]:
+        """What a run counts of these events, by the names of its figures."""
+        tally = EventTally(self.planner.lanes)
+        for event in self.events:
+            tally.add(event)
+        return tally.read()
 
 
 def _facts_of(entry: LedgerEntry) -> Checkpoint:

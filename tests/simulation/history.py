@@ -227,9 +227,9 @@ class History:
     def capture_on(self) -> None:
         """Let the watermark rise, and the capture end at last."""
         for number, (snapshot, final) in enumerate(self.captures):
-            count = snapshot.geometry.chunk_count
+            count = snapshot.image_plan.chunk_count
             final = self.draw.randint(final, count)
-            end = snapshot.geometry.chunk_range(final - 1)[1] if final else 0
+            end = snapshot.image_plan.chunk_range(final - 1)[1] if final else 0
             snapshot.region.image[:end] = self.world.image(snapshot.id)[:end]
             self.captures[number] = (snapshot, final)
             if final == count:

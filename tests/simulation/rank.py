@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -395,12 +396,11 @@ class Rank:
     def begin(self, step: int, region: FakeRegion) -> Snapshot:
         line = self._line(step)
         handle, tiers = self._handle(line)
+        table = table_of(line.checkpoint, self.shard)
         snapshot = Snapshot(
             lineage=line,
             shard=self.shard,
-            geometry=CUT,
-            structure=sha256(table_of(line.checkpoint, self.shard)),
-            pieces=table_of(line.checkpoint, self.shard),
+            image_plan=replace(CUT, structure=sha256(table), pieces=table),
             region=region,
             handle=handle,
             copier=None,  # type: ignore[arg-type]

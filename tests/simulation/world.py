@@ -35,9 +35,8 @@ from tierfall.core.format.documents import Spliced, sha256
 from tierfall.core.format.records import (
     Attempt,
     Commit,
-    Geometry,
+    ImagePlan,
     Lineage,
-    Manifest,
     NamedFile,
     parse_commit,
     parse_manifest,
@@ -64,7 +63,13 @@ SHARD = Shard(0, 1)
 DATA_START = 4096
 CHUNK = 4096
 IMAGE = DATA_START + 3 * CHUNK - 100
-CUT = Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK)
+CUT = ImagePlan(
+    image_bytes=IMAGE,
+    data_start=DATA_START,
+    chunk_bytes=CHUNK,
+    structure="s",
+    pieces=Spliced(b"[]"),
+)
 PART = 4096
 NO_CODECS: Mapping[str, Codec] = {}
 
@@ -97,16 +102,8 @@ def make_records(snapshot: Snapshot, *, measured: CheckpointId) -> tuple[bytes, 
     """Make the manifest and the commit record of an image that is whole, with the metrics and tags of ``measured``."""
     ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
     shard, image = snapshot.shard, snapshot.region.image
-    snapshot.manifest = Manifest(
-        lineage=snapshot.lineage,
-        shard=shard,
-        image_bytes=IMAGE,
-        data_start=DATA_START,
-        chunk_bytes=CHUNK,
-        digests=tuple(chunk_digest(image[start:end]) for start, end in ranges),
-        structure=snapshot.structure,
-        pieces=snapshot.pieces,
-    )
+    digests = [chunk_digest(image[start:end]) for start, end in ranges]
+    snapshot.manifest = snapshot.image_plan.manifest(snapshot.lineage, shard, digests)
     data = snapshot.manifest.encode()
     snapshot.commit = Commit(
         lineage=snapshot.lineage,
@@ -469,9 +466,7 @@ class World:
         snapshot = Snapshot(
             lineage=line,
             shard=SHARD,
-            geometry=CUT,
-            structure="s",
-            pieces=Spliced(b"[]"),
+            image_plan=CUT,
             region=region,
             handle=handle,
             copier=None,  # type: ignore[arg-type]

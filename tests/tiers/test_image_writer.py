@@ -14,7 +14,7 @@ from tests.memory_backend import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import Unpacker
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table
-from tierfall.core.format.records import Manifest, geometry
+from tierfall.core.format.records import Manifest
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.backend import Writer
 from tierfall.core.types.errors import AccessDeniedError, UnreachableError
@@ -23,7 +23,7 @@ from tierfall.tiers.image_writer import PackedImageWriter, Packing
 
 CODECS = [Codec.ZSTD, Codec.PLANES]
 IMAGE, MANIFEST = image_of({"float32": 40_000, "bfloat16": 30_000, "uint8": 5_001})
-CUT = geometry(MANIFEST)
+CUT = MANIFEST.geometry()
 KEY = "run/step/image"
 
 
@@ -92,7 +92,7 @@ def writer_to(
         place.create,
         how,
         shard=manifest.shard,
-        cut=geometry(manifest),
+        cut=manifest.geometry(),
         pieces=manifest.pieces,
         part_bytes_min=part_bytes_min,
         write_record=place.records.append,

@@ -94,7 +94,7 @@ def _report_loss_bounds(
     no checkpoint has."""
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
-    rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
+    rates = {t.name: t.read_bytes_per_second for t in tiers if t.read_bytes_per_second is not None}
     bounds = loss_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
@@ -111,8 +111,8 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
         made.add_row(
             tier.name,
             str(tier.kind),
-            cell(tier.write_bytes_per_s, format_rate),
-            cell(tier.read_bytes_per_s, format_rate),
+            cell(tier.write_bytes_per_second, format_rate),
+            cell(tier.read_bytes_per_second, format_rate),
             cell(tier.round_trip_s, format_duration),
             cell(tier.free_bytes, format_size),
             cell(tier.capacity_bytes, format_size),
@@ -296,7 +296,7 @@ def _report_peers(
 def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, float]:
     """Return the write rates: as measured, and at most what ``bandwidth`` allows, which a short measurement may
     exceed."""
-    measured = {tier.name: tier.write_bytes_per_s or 0.0 for tier in tiers}
+    measured = {tier.name: tier.write_bytes_per_second or 0.0 for tier in tiers}
     found: dict[str, float] = {}
     for tier in settings.stored:
         share = tier.bandwidth_share or 1.0

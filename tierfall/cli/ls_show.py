@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from tierfall.cli.usage import Asked, StepName
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.records import Manifest
+from tierfall.core.format.records import ImagePlan, Manifest
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -58,6 +58,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.policies.retention import plan_retention
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.figures import Statistics, of_tier
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
 from tierfall.telemetry.status import Status
 
@@ -67,15 +68,15 @@ logger = logging.getLogger("tierfall")
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """One listing of all tiers of a run; those that are ``not_created`` yet are empty. ``safety`` is ``view`` with the
-    read-only tiers, whose copies survive losses too. ``peer_survival`` is of the time at which the newest checkpoint in
-    peer memory was committed."""
+    read-only tiers, whose copies survive losses too. ``statistics`` has the figures that a listing gives;
+    ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
 
     listings: tuple[Listing, ...]
     not_created: tuple[str, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
-    peer_survival: PeerSurvival | None
+    statistics: Statistics
     owner: LockOwner | None
     wall_time_s: float
 
@@ -91,7 +92,13 @@ class RunFacts:
             known=known,
             view=view_of(reader.config, known),
             safety=safety,
-            peer_survival=_peer_survival(reader, listings, safety),
+            statistics=Statistics(
+                checkpoints={listing.tier: len(listing.copies) for listing in listings},
+                used_bytes={listing.tier: listing.used_bytes for listing in listings},
+                capacity_bytes={tier.name: tier.capacity_bytes for tier in rules},
+                loss_bound=loss_bounds(safety),
+                peer_survival=_peer_survival(reader, listings, safety),
+            ),
             owner=reader.owner(),
             wall_time_s=time.time(),
         )
@@ -311,8 +318,7 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, facts, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
-            "loss_bound": to_json(trainer.loss_bound if trainer else loss_bounds(facts.safety)),
-            "peer_survival": to_json((trainer or facts).peer_survival),
+            **members((trainer or facts).statistics, "loss_bound", "peer_survival"),
         }
         if listed:
             answer.show(_steps(facts, listed, trainer, metrics=metrics))
@@ -379,8 +385,7 @@ def _tier_members(reader: RunReader, facts: RunFacts, listing: Listing) -> dict[
         "kind": str(kind),
         "place": store.place if store else places.get(listing.tier, str(reader.memory_folder)),
         "not_created": listing.tier in facts.not_created,
-        "checkpoints": len(listing.copies),
-        "bytes": sum(copy.bytes for copy in listing.copies),
+        **to_json(of_tier(facts.statistics, listing.tier)),
         **members(listing, "error", "damaged"),
         "unfinished": to_json(sorted(listing.unfinished)),
     }
@@ -465,14 +470,13 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
         if listing.copies
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
-    if trainer is not None:
-        yield from format_bounds(trainer.loss_bound)
-    elif facts.known:
-        yield from format_bounds(loss_bounds(facts.safety), tuple(facts.unread))
+    found = (trainer or facts).statistics
+    if trainer is not None or facts.known:
+        yield from format_bounds(found.loss_bound, () if trainer else tuple(facts.unread))
     for tier in settings.stored:
         if tier.name in facts.not_created:
             yield describe_new(tier.name, tier.place)
-    yield from format_peer_survival((trainer or facts).peer_survival, live=trainer is not None)
+    yield from format_peer_survival(found.peer_survival, live=trainer is not None)
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 
@@ -605,9 +609,8 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
         ) from error
     return {
         "shard": f"rank {shard.rank} of {shard.world_size}",
-        "image_bytes": manifest.image_bytes,
+        **members(manifest, *(x.name for x in fields(ImagePlan) if x.name != "pieces")),
         "chunks": manifest.chunk_count,
-        "chunk_bytes": manifest.chunk_bytes,
         "tensor_bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
     }

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import typer
@@ -45,11 +46,10 @@ from tierfall.core.types.units import (
     format_share,
     format_size,
 )
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass
-from tierfall.core.types.view import LossBound, PeerSurvival
+from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
-from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.figures import FIGURES, format_figure, of_run, of_tier
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.reports import format_bounds
 from tierfall.telemetry.status import (
@@ -58,7 +58,6 @@ from tierfall.telemetry.status import (
     CopyStatus,
     RunStatus,
     Status,
-    TierStatus,
     TransferStatus,
 )
 
@@ -79,26 +78,26 @@ class RunView:
 
     snapshot: RunSnapshot
     status: RunStatus
-    bounds: dict[LossClass, LossBound]
-    peer_survival: PeerSurvival | None
     unread: tuple[str, ...] = ()
     cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
 
     @property
     def document(self) -> dict[str, Any]:
+        status, found = self.status, self.status.statistics
+        shown = {"checkpoints", "checkpoints_known", "transfers"}
         return {
-            "run": self.status.run,
+            "run": status.run,
             "wall_time_s": self.snapshot.wall_time_s,
             "owner": owner_members(self.snapshot.owner),
             "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
-            **self.status.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
-            "newest": {
-                str(lost): bound.survives and bound.survives.step
-                for lost, bound in self.bounds.items()
-            },
-            "loss_bound": to_json(self.bounds),
-            "peer_survival": to_json(self.peer_survival),
+            "tiers": [
+                {"name": tier, "kind": kind, **to_json(of_tier(found, tier))}
+                for tier, kind in status.tiers.items()
+            ],
+            **status.model_dump(mode="json", include=shown),
+            **(to_json(of_run(found)) if self.snapshot.live is not None else {}),
+            **members(found, "newest", "loss_bound", "peer_survival"),
             "events": list(self.snapshot.events),
         }
 
@@ -111,10 +110,10 @@ class RunView:
         yield from _heading(self)
         yield ""
         seen = self.status
-        yield _tier_table(seen.tiers, bars)
-        for tier in seen.tiers:
-            if tier.failing:
-                yield Text(with_tier(tier.name, tier.failing), style="red")
+        yield _tier_table(seen, bars)
+        for tier, reason in seen.statistics.failing.items():
+            if reason:
+                yield Text(with_tier(tier, reason), style="red")
         if seen.transfers:
             yield ""
             yield _transfer_table(seen.transfers, bars)
@@ -125,8 +124,9 @@ class RunView:
         if more := seen.checkpoints_known - rows:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
-        yield from format_bounds(self.bounds, self.unread)
-        yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
+        yield from format_bounds(seen.statistics.loss_bound, self.unread)
+        is_live = self.snapshot.live is not None
+        yield from format_peer_survival(seen.statistics.peer_survival, live=is_live)
         if len(self.snapshot.slots) > 1:
             yield ""
             yield _slot_table(self.snapshot)
@@ -140,8 +140,6 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     return RunView(
         snapshot=snapshot,
         status=_with_memory_of_all(status, snapshot),
-        bounds=status.loss_bound,
-        peer_survival=status.peer_survival,
         cell=_reported_cell,
         problems=snapshot.problems,
     )
@@ -150,14 +148,15 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
 def _with_memory_of_all(status: Status, snapshot: RunSnapshot) -> Status:
     """Count in the first tier, host memory, what all living ranks of this node have there."""
     ranks = [slot.status for slot in snapshot.slots if slot.status is not None and slot.alive]
-    held = [rank.tiers[0] for rank in ranks]
-    memory = status.tiers[0].model_copy(
-        update={
-            "used_bytes": sum(tier.used_bytes for tier in held),
-            "capacity_bytes": sum(tier.capacity_bytes or 0 for tier in held) or None,
-        }
+    found, host = status.statistics, next(iter(status.tiers))
+    used = sum(rank.statistics.used_bytes.get(host, 0) for rank in ranks)
+    capacity = sum(rank.statistics.capacity_bytes.get(host) or 0 for rank in ranks)
+    of_all = replace(
+        found,
+        used_bytes={**found.used_bytes, host: used},
+        capacity_bytes={**found.capacity_bytes, host: capacity or None},
     )
-    return status.model_copy(update={"tiers": (memory, *status.tiers[1:])})
+    return status.model_copy(update={"statistics": of_all})
 
 
 def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
@@ -173,27 +172,14 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         snapshot=snapshot,
         status=RunStatus(
             run=run,
-            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.safety.tiers),
+            tiers={tier.name: tier.kind for tier in facts.safety.tiers},
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
             checkpoints_known=len(facts.rows()),
+            statistics=facts.statistics,
         ),
-        bounds=loss_bounds(facts.safety),
-        peer_survival=facts.peer_survival,
         unread=tuple(facts.unread),
         cell=lambda one, tier: facts.cell(CheckpointId(one.step, one.attempt), tier),
         problems=(*snapshot.problems, *unread, *damaged),
-    )
-
-
-def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
-    rules = facts.safety.tier(name)
-    listing = next(listing for listing in facts.listings if listing.tier == name)
-    return TierStatus(
-        name=name,
-        kind=rules.kind,
-        used_bytes=listing.used_bytes,
-        capacity_bytes=rules.capacity_bytes,
-        checkpoints=len(listing.copies),
     )
 
 
@@ -228,7 +214,8 @@ def _slot_members(snapshot: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
         "owner": owner_members(slot.owner),
         **members(status, "rank", "world_size", "attempt", "pid", "node"),
         "age_s": snapshot.age_s(status) if status else None,
-        **members(status, "failure", "lost_events"),
+        **members(status, "failure"),
+        **members(status and status.statistics, "lost_events"),
         "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
     }
 
@@ -282,27 +269,21 @@ def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
     return made
 
 
-def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
-    right = ("STEPS", "USED", "OF", "FILL", "RATE")
+def _tier_table(status: RunStatus, bars: bool) -> Table:
+    """Return the table of tiers: a column for each figure that has a heading."""
+    shown = [figure for figure in FIGURES.values() if figure.column]
+    right = [figure.column for figure in shown]
     made = _table_with_bars("TIER", "KIND", *right, right=right)
-    for tier in tiers:
-        of = tier.capacity_bytes
-        fill = tier.used_bytes / of if of else None
-        made.add_row(
-            tier.name,
-            str(tier.kind),
-            str(tier.checkpoints),
-            format_size(tier.used_bytes),
-            cell(of, format_size),
-            cell(fill, format_share),
-            cell(tier.bytes_per_s or None, format_rate),
-            _bar(fill, bars, failing=bool(tier.failing)),
-        )
+    for tier, kind in status.tiers.items():
+        found = of_tier(status.statistics, tier)
+        cells = [cell(found.get(each.name), partial(format_figure, each)) for each in shown]
+        bar = _bar(found.get("fill"), bars, failing=bool(found.get("failing")))
+        made.add_row(tier, str(kind), *cells, bar)
     return made
 
 
 def _grid(frame: RunView, rows: int) -> Table | Text:
-    names = [tier.name for tier in frame.status.tiers]
+    names = [*frame.status.tiers]
     made = []
     for one in reversed(frame.status.checkpoints[-rows:]):
         remarks = [
@@ -350,13 +331,12 @@ def _slot_table(snapshot: RunSnapshot) -> Table:
             process = "-" if slot.owner is None else str(slot.owner.pid)
             made.add_row(str(slot.number), "-", process, "-", "-", "-")
             continue
-        host = status.tiers[0]
         made.add_row(
             str(slot.number),
             str(status.rank),
             str(status.pid) if slot.alive else f"{status.pid} (gone)",
             _ago(snapshot, status),
-            format_size(host.used_bytes),
+            format_size(status.statistics.used_bytes.get(next(iter(status.tiers)), 0)),
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
     return made

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierfall.errors import ConfigError, TierfallError
-from tierfall.telemetry.metrics import METRICS, Metric
+from tierfall.telemetry.figures import FIGURES, Figure
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -37,7 +37,7 @@ def attach(
     """Report the metrics and saves of this rank to OpenTelemetry, and return a function that ends that.
 
     Each metric of ``ckpt.metrics_dict()`` is an observable gauge, ``tierfall.behind_seconds`` for example, with the
-    attribute ``tier``, ``loss``, ``outcome`` or ``edge`` where it has one value of each. Each save is a span
+    attribute ``tier``, ``loss`` or ``edge`` where it has one value of each. Each save is a span
     ``tierfall.save`` with the children ``tierfall.capture`` and, for each copy to a tier, ``tierfall.flush``. Without
     providers, the global ones are used.
 
@@ -71,9 +71,9 @@ class _Gauges:
         self._lock = threading.Lock()
         self._read_s: float | None = None
         self._values: dict[str, float] = {}
-        for metric in METRICS.values():
-            observe = partial(self._observe, metric)
-            meter.create_observable_gauge(f"{SCOPE}.{metric.name}", callbacks=[observe])
+        for figure in FIGURES.values():
+            observe = partial(self._observe, figure)
+            meter.create_observable_gauge(f"{SCOPE}.{figure.name}", callbacks=[observe])
 
     def _read(self) -> dict[str, float]:
         with self._lock:
@@ -86,7 +86,7 @@ class _Gauges:
                 self._read_s = now_s
             return self._values
 
-    def _observe(self, metric: Metric, options: object) -> Iterable[Any]:
+    def _observe(self, figure: Figure, options: object) -> Iterable[Any]:
         from opentelemetry.metrics import Observation
 
         if self.ended:
@@ -94,8 +94,8 @@ class _Gauges:
         found = []
         for key, value in self._read().items():
             _, name, *of = key.split("/", 2)
-            if name == metric.name:
-                attributes = {metric.label: of[0]} if metric.label and of else {}
+            if name == figure.name:
+                attributes = {figure.per: of[0]} if figure.per and of else {}
                 found.append(Observation(value, attributes))
         return found
 

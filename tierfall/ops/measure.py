@@ -64,8 +64,8 @@ class TierMeasurement:
     name: str
     kind: TierKind
     place: str
-    write_bytes_per_s: float | None = None
-    read_bytes_per_s: float | None = None
+    write_bytes_per_second: float | None = None
+    read_bytes_per_second: float | None = None
     round_trip_s: float | None = None
     durable: bool | None = None
     fenced: bool | None = None
@@ -191,8 +191,8 @@ def _measure_bytes(
         read_s = _read(store, key, ranges, digests)
     return replace(
         known,
-        write_bytes_per_s=size_bytes / write_s,
-        read_bytes_per_s=size_bytes / read_s,
+        write_bytes_per_second=size_bytes / write_s,
+        read_bytes_per_second=size_bytes / read_s,
         round_trip_s=statistics.median(trips),
     )
 

@@ -39,7 +39,6 @@ from tierfall.core.format.records import (
     Lineage,
     Manifest,
     NamedFile,
-    geometry,
     parse_manifest,
 )
 from tierfall.core.runtime.buffers import BufferPool
@@ -161,7 +160,7 @@ def send(
             files += held
             on_bytes(manifest.image_bytes)
             continue
-        cut = geometry(manifest)
+        cut = manifest.geometry()
         writer = store.create_shard(id, shard, cut, manifest.pieces, resumes=True)
         with aborted_on_failure(writer):
             # The frames of a packed image are written in order.
@@ -247,7 +246,7 @@ def _write_chunks(
     on_bytes: Callable[[int], None],
 ) -> None:
     """Copy ranges of chunks, each as long as a part of the tier's objects."""
-    runs = [range(*run) for run in limits.runs(geometry(manifest))]
+    runs = [range(*run) for run in limits.runs(manifest)]
     starts = [manifest.chunk_range(run[0])[0] for run in runs]
     sizes = [manifest.chunk_range(run[-1])[1] - at for run, at in zip(runs, starts, strict=True)]
     threads = max(1, min(limits.parallel, limits.budget_bytes // max(sizes)))

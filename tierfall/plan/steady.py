@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from tierfall.core.types.units import format_duration, format_rate, format_size
 from tierfall.core.types.values import TierKind, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.policies.retention import KEPT_BY_AGE, BestRule, EveryRule
+from tierfall.policies.retention import DAY_S, count_kept
 
 HOST_IMAGES = 2
 """Host memory in images if no capacity is configured."""
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,29 +85,6 @@ def steady_state(chain: Chain, load: Workload) -> tuple[SteadyTier, ...]:
     )
 
 
-def kept_by_rules(
-    rules: TierRules, every_s: float, step_s: float | None
-) -> tuple[int, float, tuple[str, ...]]:
-    """Return how many checkpoints the rules of a tier keep if one arrives every ``every_s`` seconds, how many more they
-    keep each day for ever, and the rules that are not counted."""
-    newest, best, per_day = 0, 0, 0.0 if rules.retain else DAY_S / every_s
-    unknown = []
-    for rule in rules.retain:
-        match rule.policy.name, rule.rules:
-            case "last", int(count):
-                newest = max(newest, count)
-            case "for", float(seconds):
-                newest = max(newest, KEPT_BY_AGE, math.ceil(seconds / every_s))
-            case _, BestRule(count=count):
-                best += count
-            case _, EveryRule(steps=steps, period_s=period_s) if period_s or step_s:
-                period_s = period_s or (steps or 1) * (step_s or 0.0)
-                per_day += DAY_S / max(every_s, period_s)
-            case _:
-                unknown.append(str(rule))
-    return newest + best, min(per_day, DAY_S / every_s), tuple(unknown)
-
-
 def _host(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
     size = load.image_bytes
     images = int(HOST_IMAGES if chain.host_bytes is None else chain.host_bytes / size)
@@ -132,7 +108,7 @@ def _stored(rules: TierRules, chain: Chain, load: Workload) -> SteadyTier:
     every_s = load.save_every_s * rules.flush_every
     rate = chain.rates.get(rules.name)
     copy_s = load.image_bytes * load.ranks_per_node / rate if rate else None
-    kept, grows, unknown = kept_by_rules(rules, every_s, load.step_s)
+    kept, grows, unknown = count_kept(rules, every_s, load.step_s)
     limit = chain.limit_of(rules)
     wanted = math.inf if grows else kept + 1
     room = math.inf if limit is None else limit // size

@@ -39,12 +39,14 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
-from tierfall.run import group_commands, status_writer
+from tierfall.run import group_commands
 from tierfall.run.open_run import OpenRun, failed_by_exception
 from tierfall.run.saver import as_step
+from tierfall.run.status_writer import restore_report
 from tierfall.setup import pointer
+from tierfall.telemetry.figures import Statistics, to_metrics
 from tierfall.telemetry.journal import log_failures
-from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
+from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport
 
 logger = logging.getLogger("tierfall")
 
@@ -126,17 +128,12 @@ class Checkpointer:
         self._opened.check_usable()
         self._lineage.check_begun(step)
         step = as_step(step)
-        self._saver.counts.steps.record(step, time.monotonic())
+        self._session.step_timer.record(step, time.monotonic())
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
             handle = self._opened.save_state(step, state, metrics, tags, block=block)
         if handle is not None:
-            report = self._cadence.report()
-            self._session.status.training = {
-                "interval_steps": report.interval_steps,
-                "save_cost_seconds": report.cost_s,
-                "ettr": self._cadence.ettr(),
-            }
+            self._session.status.training = self._of_cadence()
         if self._config.interval.at_end:
             self._opened.note_last(step, state, metrics, tags)
         return handle
@@ -292,12 +289,12 @@ class Checkpointer:
         if continues:
             verified = restored.verified(ranks.shard)
             opened.continue_from(restored.checkpoint, any_saved, verified=verified)
-            self._saver.counts.steps.continue_from(id.step)
+            self._session.step_timer.continue_from(id.step)
         return restored
 
     def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
         seconds, rates = time.monotonic() - began_s, self._session.coordinator.rates
-        report = status_writer.restore_report(restored, seconds)
+        report = restore_report(restored, seconds)
         for source in report.sources:
             if source.rank is None:  # a lower bound: measured over the whole restore
                 read = partial(rates.note_read, source.tier, source.bytes, seconds)
@@ -393,20 +390,19 @@ class Checkpointer:
         return group_commands.prune(self._session, dry_run=dry_run)
 
     def statistics(self) -> Statistics:
-        """Return counters and times since open."""
+        """Return the figures of this rank; counters count since open."""
         self._opened.check_usable()
-        return replace(
-            status_writer.statistics(self._session, self._saver.counts),
-            cadence=self._cadence.report(),
-            ettr=self._cadence.ettr(),
-        )
+        return replace(self._session.call(self._session.status.statistics), **self._of_cadence())
+
+    def _of_cadence(self) -> dict[str, Any]:
+        return {"cadence": self._cadence.report(), "ettr": self._cadence.ettr()}
 
     def metrics_dict(self) -> dict[str, float]:
-        """Return the metrics of this rank for a tracker: numbers by flat keys, such as ``tierfall/saves/captured`` and
+        """Return the metrics of this rank for a tracker: numbers by flat keys, such as ``tierfall/saves`` and
         ``tierfall/behind_seconds/nvme``. Names end in their unit; counters count since open; what is not known is
         missing. For any thread: ``wandb.log(ckpt.metrics_dict())``. Raises ConfigError where the run is closed."""
         self._opened.check_usable()
-        return self._session.call(self._session.status.metrics)
+        return to_metrics(self._session.call(self._session.status.statistics))
 
     def subscribe(self, fn: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
         """Call ``fn(event)`` for each event of this rank from now on, and return a function that ends that.

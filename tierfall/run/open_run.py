@@ -39,7 +39,7 @@ from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.text import format_some
-from tierfall.core.types.values import CheckpointId, OnError, Verify
+from tierfall.core.types.values import CheckpointId, OnError, SaveOutcome, Verify
 from tierfall.launch import signal_hub
 from tierfall.launch.launcher import find_ranks
 from tierfall.run import cadence, closing, group_commands
@@ -188,8 +188,8 @@ class OpenRun:
             flag=lambda number: self.cadence.request(number.name),
         )
         if self.config.drain is not None:
-            counts = self.saver.counts
-            self._drains_on = closing.DrainOnSignal(self.config, self.session, lambda: counts.tried)
+            saver = self.saver
+            self._drains_on = closing.DrainOnSignal(self.config, self.session, lambda: saver.tried)
 
     def stop_signals(self) -> None:
         """Stop listening to signals; may be called twice."""
@@ -269,14 +269,14 @@ class OpenRun:
                     f"save of step {step}: another thread closes this Checkpointer; open another one"
                 )
             self.lineage.check(step)
-            self.saver.counts.steps.record(step, began_s)
+            self.session.step_timer.record(step, began_s)
             try:
                 self.finish_capture(in_order=True)
                 handle = self.saver.save(self.lineage, call, walk)
             except BaseException as error:
                 if step != self.lineage.last_step:  # its capture did not begin
                     failed = CheckpointId(step, self.lineage.attempt.number)
-                    self.session.journal.save_failed(failed, error)
+                    self.session.journal.save_ended(failed, SaveOutcome.FAILED, error)
                 self.saver.report_failed(self.lineage, step, error)
                 raise
         if many:  # the other ranks save this step, whatever failed here before it
@@ -338,9 +338,9 @@ class OpenRun:
         if continues and self.lineage.saved_any:
             self.session.tiers.check_fence(self.session.attempt)
         self.finish_capture()
-        for handle in self.saver.counts.handles[-1:]:
+        if (last := self.saver.last) is not None:
             try:
-                handle.captured(self.config.max_wait_s)
+                last.captured(self.config.max_wait_s)
             except (TierfallError, TimeoutError):
                 logger.debug("the last save was not captured", exc_info=True)
 

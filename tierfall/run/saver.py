@@ -73,12 +73,10 @@ from tierfall.core.types.values import (
 )
 from tierfall.policies.flush import tiers_owed
 from tierfall.run.session import Answer, RegionRequest, Session
-from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
 
 LAYOUTS_KEPT = 4
-SAVES_REMEMBERED = 1000
 ANSWER_S = 5.0
 """Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 SEGMENTATIONS_KEPT = 4
@@ -97,32 +95,6 @@ class SaveCall:
     tags: Sequence[str] = ()
     may_be_lazy: bool = True
     at_end: bool = False
-
-
-@dataclass(slots=True)
-class SaveCounts:
-    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily."""
-
-    begun: int = 0
-    lazy: int = 0
-    bytes: int = 0
-    lazy_bytes: int = 0
-    skipped: int = 0
-    handles: list[SaveHandle] = field(default_factory=list)
-    steps: StepTimer = field(default_factory=StepTimer)
-
-    @property
-    def tried(self) -> int:
-        """Saves that have begun, and saves that found no room."""
-        return self.begun + self.skipped
-
-    def count(self, snapshot: Snapshot, *, lazy: bool) -> None:
-        self.begun += 1
-        self.bytes += snapshot.geometry.image_bytes
-        self.lazy += int(lazy)
-        self.lazy_bytes += snapshot.lazy_bytes
-        self.handles.append(snapshot.handle)
-        del self.handles[:-SAVES_REMEMBERED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +123,10 @@ class Saver:
         self._places = CaptureDevices(self._streams, self._open_slab)
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._conditions = Conditions()
-        self.counts = SaveCounts(steps=session.step_timer)
+        self.tried = 0
+        """Saves that began, or found no room."""
+        self.last: SaveHandle | None = None
+        """The last save that began."""
         self.lock = threading.RLock()
         """Held during a save: saves of several threads follow one another."""
 
@@ -189,7 +164,7 @@ class Saver:
         try:
             room = self._request_region(place, image.layout, call)
         except CapacityError as error:
-            if not self.counts.begun:  # a configuration that can never work
+            if self.last is None:  # a configuration that can never work
                 raise
             self._conditions.report(
                 "skips", logging.WARNING, "save of step %d is skipped: %s", call.step, error
@@ -244,12 +219,12 @@ class Saver:
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
         """Request a region of host memory. Raises CapacityError if memory can never hold such an image; at the first
         save, if some tier cannot. Later, the coordinator leaves out a tier that the image has outgrown."""
-        if not self.counts.begun:
+        if self.last is None:
             self._check_capacities(layout)
             self._session.host.release_damaged()  # not before: a restore reports it
         records = records_bytes_max(
             pieces_bytes=len(layout.pieces),
-            chunks=layout.geometry(self._config.chunk_bytes).chunk_count,
+            chunks=layout.image_plan(self._config.chunk_bytes).chunk_count,
             metrics=call.metrics,
             tags=call.tags,
             run=place.run,
@@ -325,9 +300,7 @@ class Saver:
         return Snapshot(
             lineage=place,
             shard=self._session.ranks.shard,
-            geometry=layout.geometry(self._config.chunk_bytes),
-            structure=layout.structure,
-            pieces=layout.pieces,
+            image_plan=layout.image_plan(self._config.chunk_bytes),
             region=region,
             handle=handle,
             copier=filling,
@@ -373,7 +346,9 @@ class Saver:
         if not isinstance(error, CapacityError):
             raise error
         handle.on_given_up(SaveOutcome.SKIPPED, error)
-        self.counts.skipped += 1
+        self.tried += 1
+        id = CheckpointId(handle.step, handle.attempt)
+        self._session.journal.save_ended(id, SaveOutcome.SKIPPED, error)
         self.report_failed(lineage, handle.step, error)
         if self._config.on_error is OnError.RAISE:
             raise error
@@ -382,7 +357,7 @@ class Saver:
         """Return which tensors are captured lazily; None where none is."""
         if not call.may_be_lazy or self._config.capture.mode is CaptureMode.BLOCKING:
             return None
-        evidence, first = self._capturer.evidence, not self.counts.begun
+        evidence, first = self._capturer.evidence, self.last is None
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
@@ -394,12 +369,13 @@ class Saver:
         return None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-        self.counts.count(snapshot, lazy=lazy)
+        self.tried += 1
+        self.last = snapshot.handle
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
             snapshot.handle.on_begun(
-                bytes=snapshot.geometry.image_bytes,
+                bytes=snapshot.image_plan.image_bytes,
                 lazy=lazy,
                 blocked_s=time.monotonic() - began_s,
                 lazy_bytes=snapshot.lazy_bytes,

@@ -1,5 +1,5 @@
-"""What a run reports: statistics, and the status file of its process, written on a thread of its own: neither training
-nor the coordinator waits.
+"""What a run reports: its figures, and the status file of its process, written on a thread of its own: neither
+training nor the coordinator waits.
 
 The status is made on the coordinator's thread, which owns the ledger, and is small: it has the newest checkpoints only.
 It is written at most once a second when something happened, and every AT_LEAST_EVERY_S seconds otherwise.
@@ -13,13 +13,12 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tierfall.config import Config
-from tierfall.core.flush.coordinator import Coordinator
 from tierfall.core.flush.facts import LedgerEntry
 from tierfall.core.flush.lane import FlushLane
 from tierfall.core.restore.restore import RestoreResult
@@ -28,16 +27,14 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
-from tierfall.core.types.values import CopyState, LossClass, SaveOutcome
-from tierfall.core.types.view import LossBound, TierRules, newest_surviving
-from tierfall.telemetry import metrics
+from tierfall.core.types.values import CopyState
 from tierfall.telemetry.event_log import wall_time
-from tierfall.telemetry.reports import Compression, RestoreReport, ShardSource, Statistics
+from tierfall.telemetry.figures import Statistics
+from tierfall.telemetry.reports import RestoreReport, ShardSource
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
     Status,
-    TierStatus,
     TransferStatus,
     describe_flushes,
     durable_bound_s,
@@ -46,7 +43,6 @@ from tierfall.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from tierfall.run.saver import SaveCounts
     from tierfall.run.session import Session
 
 logger = logging.getLogger("tierfall")
@@ -71,10 +67,10 @@ class StatusWriter:
         self._coordinator = session.coordinator
         self._began_s = time.monotonic()
         self._space = BoundedCalls()
-        self._free_bytes: dict[str, float] = {}
+        self._free_bytes: dict[str, int] = {}
         self._space_due_s = 0.0
-        self.training: Mapping[str, float | None] = {}
-        """Metrics of the cadence, by name, which the training thread sets at each save."""
+        self.training: dict[str, Any] = {}
+        """Figures of the cadence, which the training thread sets at each save by ``maybe_save``."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
@@ -168,7 +164,6 @@ class StatusWriter:
         tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
         newest = list(islice(ledger.entries.newest_first(), CHECKPOINTS_MAX))
         left = ledger.abandoned()
-        bounds = self._session.loss_bounds()
         return Status(
             run=tiers.run,
             wall_time_s=time.time(),
@@ -179,7 +174,7 @@ class StatusWriter:
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
             attempt=self._session.attempt.number,
-            tiers=tuple(self._tier(rules) for rules in ledger.rules),
+            tiers={rules.name: rules.kind for rules in ledger.rules},
             checkpoints=tuple(
                 self._checkpoint(entry, abandoned=entry.id in left) for entry in reversed(newest)
             ),
@@ -189,103 +184,88 @@ class StatusWriter:
                 for lane in coordinator.lanes.values()
                 if lane.active is not None
             ),
-            loss_bound=dict(bounds),
-            peer_survival=self._session.peer_survival(),
+            statistics=self.statistics(),
             events=self._events(),
-            lost_events=self._journal.lost,
-            metrics=self.metrics(bounds),
         )
 
-    def metrics(self, bounds: Mapping[LossClass, LossBound] | None = None) -> dict[str, float]:
-        """Return all metrics by key; ``bounds`` are what each loss would cost, if known already."""
-        flat = self._journal.tally.read()
-        flat |= {metrics.to_key("late", t): n for t, n in self._coordinator.backlog.late.items()}
-        flat[metrics.to_key("lost_events")] = self._journal.lost
-        flat[metrics.to_key("unread_events")] = self._journal.unread
-        losses = (bounds or self._session.loss_bounds()).items()
-        by_loss: dict[str, Mapping[str, float | None]] = {
-            "surviving_step": {x: b.survives.step if b.survives else None for x, b in losses},
-            "loss_bound_steps": {x: b.steps_lost for x, b in losses},
-            "loss_bound_seconds": {x: b.seconds_lost for x, b in losses},
-            "restore_seconds": {x: b.restore_s for x, b in losses},
-        }
-        return flat | metrics.flatten(self._gauges(), self._tier_gauges() | by_loss)
-
-    def _gauges(self) -> dict[str, float | None]:
-        timer, backlog = self._session.step_timer, self._coordinator.backlog
-        now_s = time.monotonic()
-        config = self._tiers.config
+    def statistics(self) -> Statistics:
+        """Return all figures; those of the cadence are as of the last save by ``maybe_save``."""
+        session, journal, coordinator = self._session, self._journal, self._coordinator
+        ledger, rates, backlog = coordinator.ledger, coordinator.rates, coordinator.backlog
+        now_s, timer, config = time.monotonic(), session.step_timer, self._tiers.config
+        tiers = [rules.name for rules in ledger.rules]
+        stored = [rules for rules in ledger.rules if rules.name != ledger.host]
+        written = [rules.name for rules in stored]
+        ages = {tier.name: self._since_commit(tier.name, now_s) for tier in config.written}
         every_s = backlog.estimated_every_s or _configured_every_s(config, timer.step_s)
-        ages = [self._since_commit(tier.name, now_s) for tier in config.written]
-        return {
-            "step": timer.last,
-            "image_bytes": backlog.image_bytes or None,
-            "last_blocked_seconds": self._journal.tally.last_blocked_s,
-            "step_seconds": timer.step_s,
-            "interval_seconds": every_s,
-            "durable_age_seconds": min(ages, default=None),
-            "durable_bound_seconds": durable_bound_s(
-                every_s, [tier.flush.every for tier in config.written]
-            ),
+        capacities = {rules.name: rules.capacity_bytes for rules in ledger.rules}
+        capacities[ledger.host] = session.host.capacity_bytes or capacities[ledger.host]
+        return Statistics(
+            **journal.tally.read(),
             **self.training,
-        }
+            lost_events=journal.lost,
+            unread_events=journal.unread,
+            late={tier: backlog.late.get(tier, 0) for tier in written},
+            edge_bytes={
+                f"{source}->{lane.tier}": count
+                for lane in coordinator.lanes.values()
+                for source, count in lane.edge_bytes.items()
+            },
+            step=timer.last,
+            image_bytes=backlog.image_bytes or None,
+            last_blocked_seconds=journal.tally.last_blocked_s,
+            step_seconds=timer.step_s,
+            interval_seconds=every_s,
+            durable_age_seconds=min(ages.values(), default=None),
+            durable_bound_seconds=durable_bound_s(every_s, [t.flush.every for t in config.written]),
+            commit_age_seconds=ages,
+            behind=dict(backlog.behind),
+            behind_seconds={tier: backlog.behind_s(tier, now_s) for tier in written},
+            behind_bound_seconds={rules.name: rules.within_s for rules in stored},
+            owed_copies=_per_tier(written, (entry.owed for entry in ledger.open())),
+            degraded_copies=_per_tier(tiers, self._degraded()),
+            failing={
+                tier: _reason(ledger.failing.get(tier) or self._tiers.errors.get(tier))
+                for tier in tiers
+            },
+            last_error={
+                tier: _reason(None if lane.failing_since_s is None else lane.last_error)
+                for tier, lane in coordinator.lanes.items()
+            },
+            checkpoints={tier: ledger.whole_copies_on(tier) for tier in tiers},
+            used_bytes={tier: ledger.used_bytes(tier) for tier in tiers},
+            capacity_bytes=capacities,
+            free_bytes=self._free_bytes,
+            arriving_bytes_per_second={tier: self._bytes_per_s(tier) or None for tier in tiers},
+            write_bytes_per_second={tier: rates.write_bytes_per_s(tier) for tier in written},
+            read_bytes_per_second=dict(rates.read_rates()),
+            flush_share=dict(coordinator.throttle.shares),
+            direct_io={name: x.backend.traits.direct_io for name, x in session.stores.items()},
+            compression={
+                name: store.compression
+                for name, store in session.stores.items()
+                if store.compression is not None
+            },
+            loss_bound=session.loss_bounds(),
+            peer_survival=session.peer_survival(),
+        )
 
     def _since_commit(self, tier: str, now_s: float) -> float:
         committed_s = self._journal.tally.committed_s(tier)
         return now_s - (self._began_s if committed_s is None else committed_s)
 
-    def _tier_gauges(self) -> dict[str, Mapping[str, float | None]]:
-        coordinator, ledger, now_s = self._coordinator, self._coordinator.ledger, time.monotonic()
-        left, flow = ledger.abandoned(), _flow(coordinator)
-        owed = Counter(tier for entry in ledger.open() for tier in entry.owed)
-        degraded = Counter(
-            tier
-            for entry in ledger.entries.values()
-            if (entry.damage or entry.set_aside) and entry.id not in left and not entry.deleted
-            for tier in {*entry.damage, *entry.set_aside}
-        )
-        tiers = [self._tier(rules) for rules in ledger.rules]
-        stored = [rules for rules in ledger.rules if rules.name != ledger.host]
-        written = [rules.name for rules in stored]
-        return {
-            "commit_age_seconds": {name: self._since_commit(name, now_s) for name in written},
-            "behind": flow["behind"],
-            "behind_seconds": flow["behind_s"],
-            "behind_bound_seconds": {rules.name: rules.within_s for rules in stored},
-            "owed_copies": {name: owed[name] for name in written},
-            "degraded_copies": {tier.name: degraded[tier.name] for tier in tiers},
-            "tier_failing": {tier.name: float(tier.failing is not None) for tier in tiers},
-            "tier_used_bytes": {tier.name: tier.used_bytes for tier in tiers},
-            "tier_capacity_bytes": {tier.name: tier.capacity_bytes for tier in tiers},
-            "tier_free_bytes": dict(self._free_bytes),
-            "checkpoints": {tier.name: tier.checkpoints for tier in tiers},
-            "write_bytes_per_second": {t: flow["write_bytes_per_s"][t] for t in written},
-            "read_bytes_per_second": flow["read_bytes_per_s"],
-            "flush_share": flow["flush_shares"],
-        }
+    def _degraded(self) -> Iterator[Iterable[str]]:
+        """Give, for each checkpoint, the tiers whose copy is not good."""
+        ledger = self._coordinator.ledger
+        left = ledger.abandoned()
+        for entry in ledger.entries.values():
+            if entry.id not in left and not entry.deleted:
+                yield {*entry.damage, *entry.set_aside}
 
     def _events(self) -> tuple[dict[str, object], ...]:
         return tuple(
             {"wall_time_s": round(wall_time(event.at_s), 3), **events.event_to_json(event)}
             for event in [*self._journal.recent.copy()][-EVENTS_MAX:]
-        )
-
-    def _tier(self, rules: TierRules) -> TierStatus:
-        ledger, name, capacity = self._coordinator.ledger, rules.name, rules.capacity_bytes
-        if name == ledger.host:
-            capacity = self._session.host.capacity_bytes or capacity
-        failing = ledger.failing.get(name) or self._tiers.errors.get(name)
-        lane = self._coordinator.lanes.get(name)
-        is_delayed = lane is not None and lane.failing_since_s is not None
-        return TierStatus(
-            name=name,
-            kind=rules.kind,
-            used_bytes=ledger.used_bytes(name),
-            capacity_bytes=capacity,
-            checkpoints=ledger.whole_copies_on(name),
-            bytes_per_s=self._bytes_per_s(name) or 0.0,
-            failing=None if failing is None else str(failing),
-            last_error=str(lane.last_error) if lane is not None and is_delayed else None,
         )
 
     def _checkpoint(self, entry: LedgerEntry, *, abandoned: bool) -> CheckpointStatus:
@@ -347,6 +327,16 @@ class StatusWriter:
         )
 
 
+def _per_tier(tiers: Iterable[str], found: Iterable[Iterable[str]]) -> dict[str, int]:
+    """Return how often each tier was found."""
+    counted = Counter(tier for each in found for tier in each)
+    return {tier: counted[tier] for tier in tiers}
+
+
+def _reason(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or repr(error)
+
+
 def _configured_every_s(config: Config, step_s: float | None) -> float | None:
     """Return the configured seconds between two saves; None if they are measured, or by steps of unknown time."""
     every = config.interval.every_steps
@@ -385,81 +375,3 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
         seconds=seconds,
         fallbacks=restored.fallbacks,
     )
-
-
-# Statistics, for the user's thread ---------------------------------------------------------------------
-
-
-def statistics(session: Session, counts: SaveCounts) -> Statistics:
-    """Return counters and times since open, without those of the cadence."""
-    stats = [handle.stats for handle in counts.handles]
-    coordinator = session.coordinator
-    durable: dict[str, list[float]] = {}
-    for one in stats:
-        for tier, seconds in one.durable_s.items():
-            durable.setdefault(tier, []).append(seconds)
-
-    def read() -> tuple[dict[LossClass, LossBound], dict[str, Any]]:
-        flow = _flow(coordinator)
-        written = flow.pop("write_bytes_per_s").items()
-        return session.loss_bounds(), {
-            **flow,
-            "edge_bytes": {
-                f"{source}->{lane.tier}": count
-                for lane in coordinator.lanes.values()
-                for source, count in lane.edge_bytes.items()
-            },
-            "peer_survival": session.peer_survival(),
-            "write_bytes_per_s": {tier: rate for tier, rate in written if rate is not None},
-            "late": {tier: coordinator.backlog.late.get(tier, 0) for tier in flow["behind_s"]},
-        }
-
-    bounds, flow = session.call(read)
-    counters = coordinator.counters
-    return Statistics(
-        saves=counts.begun,
-        lazy_saves=counts.lazy,
-        bytes=counts.bytes,
-        lazy_bytes=counts.lazy_bytes,
-        skipped_saves=counts.skipped,
-        superseded_saves=counters.superseded_saves,
-        failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),
-        blocked_s=_mean([one.blocked_s for one in stats]),
-        captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),
-        durable_s={tier: _mean(values) for tier, values in durable.items()},
-        commits=dict(counters.commits),
-        flush_failures=counters.flush_failures,
-        given_up_copies=counters.given_up_copies + sum(coordinator.flush_queue.given_up.values()),
-        set_aside_copies=counters.set_aside_copies,
-        dropped_copies=counters.deleted_copies,
-        direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
-        host_capacity_bytes=session.host.capacity_bytes,
-        newest=newest_surviving(bounds),
-        loss_bound=bounds,
-        lost_events=session.journal.lost,
-        compression={
-            name: Compression(
-                raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
-            )
-            for name, store in session.stores.items()
-            if (packed := store.pack_counts) is not None
-        },
-        **flow,
-    )
-
-
-def _flow(coordinator: Coordinator) -> dict[str, Mapping[str, float | None]]:
-    """Return, by tier, how fast it is written and read, and how far it is behind."""
-    rates, backlog, ledger = coordinator.rates, coordinator.backlog, coordinator.ledger
-    tiers, now_s = [rules.name for rules in ledger.rules], time.monotonic()
-    return {
-        "write_bytes_per_s": {tier: rates.write_bytes_per_s(tier) for tier in tiers},
-        "read_bytes_per_s": dict(rates.read_rates()),
-        "behind": dict(backlog.behind),
-        "behind_s": {tier: backlog.behind_s(tier, now_s) for tier in tiers if tier != ledger.host},
-        "flush_shares": dict(coordinator.throttle.shares),
-    }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -21,7 +21,7 @@ from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.flush.facts import Ledger, LedgerEntry
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.commit_files import shards_of
-from tierfall.core.format.records import Commit, geometry, parse_manifest
+from tierfall.core.format.records import Commit, parse_manifest
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.inventory import Inventory, unite_listings
 from tierfall.core.runtime.conditions import Conditions
@@ -434,7 +434,7 @@ def adopt_images(
             entry.manifest = parse_manifest(
                 image.region.manifest(), what=f"{host}: manifest of {id}"
             )
-            entry.geometry = geometry(entry.manifest)
+            entry.geometry = entry.manifest.geometry()
             logger.info("open: %s in memory is adopted", id)
             # an image that was brought back from another node does not say so
             few, committed = ledger.on_few_nodes, CopyState.COMMITTED

@@ -21,7 +21,7 @@ from tierfall.core.types import events
 from tierfall.core.types.events import Event, EventsLost
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 from tierfall.telemetry.event_log import LogFile, to_line, wall_time
-from tierfall.telemetry.metrics import EventTally
+from tierfall.telemetry.figures import EventTally
 from tierfall.telemetry.reports import RestoreReport
 
 logger = logging.getLogger("tierfall")
@@ -194,15 +194,15 @@ class Journal:
         )
         return report
 
-    def save_failed(self, id: CheckpointId, error: BaseException) -> None:
-        """Emit the end of a save whose capture did not begin, unless it was emitted already, as for a skipped one."""
+    def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
+        """Emit the end of a save whose capture did not begin, unless it was emitted already."""
         if any(isinstance(e, events.SaveEnded) and e.id == id for e in self.recent.copy()):
             return
         self.notify(
             events.SaveEnded(
                 at_s=time.monotonic(),
                 id=id,
-                outcome=SaveOutcome.FAILED,
+                outcome=outcome,
                 reason=str(error) or repr(error),
             )
         )

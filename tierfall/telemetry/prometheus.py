@@ -19,7 +19,7 @@ from typing import Any
 
 from tierfall.core.ranks.wire import close_in_child
 from tierfall.core.types.errors import ConfigError
-from tierfall.telemetry.metrics import METRICS, PREFIX, Metric, MetricKind, grown, split_key
+from tierfall.telemetry.figures import FIGURES, PREFIX, Figure, values_of
 from tierfall.telemetry.status import Status, broken_promises
 
 logger = logging.getLogger("tierfall")
@@ -30,14 +30,14 @@ POLL_S = 0.1
 
 
 class StatusCollector:
-    """What prometheus-client collects: the metrics of the statuses that ``read`` returns at that moment."""
+    """What prometheus-client collects: the figures of the statuses that ``read`` returns at that moment."""
 
     def __init__(self, read: ReadStatuses, *, run: str) -> None:
         self._read = read
         self._run = run
 
     def collect(self) -> Iterable[Any]:
-        """Return one family per metric, each value with the labels run and rank."""
+        """Return one family per figure, each value with the labels run and rank."""
         from prometheus_client.core import GaugeMetricFamily
 
         statuses = [(status, age_of(status)) for status in self._read()]
@@ -48,23 +48,21 @@ class StatusCollector:
         healthy = GaugeMetricFamily(
             f"{PREFIX}_healthy", "Whether every promise holds.", labels=["run", "rank"]
         )
-        families = {name: _family(metric) for name, metric in METRICS.items()}
+        families = {name: _family(figure) for name, figure in FIGURES.items()}
         for status, age_s in statuses:
             labels = [status.run, str(status.rank)]
             healthy.add_metric(labels, float(not broken_promises(status, age_s)))
-            for key, value in grown(status.metrics, age_s).items():
-                if (known := split_key(key)) is not None:
-                    metric, of = known
-                    families[metric.name].add_metric([*labels, *([of] if of else [])], value)
+            for figure, of, value in values_of(status.statistics, age_s):
+                families[figure.name].add_metric([*labels, *([of] if of else [])], value)
         return [up, healthy, *families.values()]
 
 
-def _family(metric: Metric) -> Any:
+def _family(figure: Figure) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    made = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-    labels = ["run", "rank", *([metric.label] if metric.label else [])]
-    return made(f"{PREFIX}_{metric.name}", metric.about, labels=labels)
+    made = GaugeMetricFamily if figure.counts is None else CounterMetricFamily
+    labels = ["run", "rank", *([figure.per] if figure.per else [])]
+    return made(f"{PREFIX}_{figure.name}", figure.about, labels=labels)
 
 
 def age_of(status: Status) -> float:

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
+from tierfall.core.types.text import to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CopyState, LossClass, TierKind
-from tierfall.core.types.view import LossBound, PeerSurvival
-from tierfall.telemetry.metrics import grown, to_key
+from tierfall.core.types.values import CopyState, TierKind
+from tierfall.telemetry.figures import Statistics, to_key, to_metrics
 
 logger = logging.getLogger("tierfall")
 
@@ -32,20 +32,6 @@ class _StatusPart(BaseModel):
     """Frozen; unknown members, of a newer tierfall, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class TierStatus(_StatusPart):
-    """One tier: the bytes of this run there, its capacity (None: no bound), the rate of copies to it, and why it
-    accepts none at present. ``last_error`` is that of a copy that is tried again."""
-
-    name: str
-    kind: TierKind
-    used_bytes: int
-    capacity_bytes: int | None = None
-    checkpoints: int = 0
-    bytes_per_s: float = 0.0
-    failing: str | None = None
-    last_error: str | None = None
 
 
 class CopyStatus(_StatusPart):
@@ -82,18 +68,19 @@ class TransferStatus(_StatusPart):
 
 
 class RunStatus(_StatusPart):
-    """The copies of a run. ``checkpoints`` are the newest of ``checkpoints_known``, oldest first."""
+    """The copies of a run, and its figures. ``tiers`` are their kinds by name, in the order of the chain;
+    ``checkpoints`` the newest of ``checkpoints_known``, oldest first."""
 
     run: str
-    tiers: tuple[TierStatus, ...]
+    tiers: dict[str, TierKind]
     checkpoints: tuple[CheckpointStatus, ...]
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...] = ()
+    statistics: Statistics = Statistics()
 
 
 class Status(RunStatus):
-    """The run by one rank's process. ``loss_bound`` is what each loss would cost, ``peer_survival`` which losses of
-    nodes peer memory survives; ``metrics`` are those of ``telemetry.metrics``, by key."""
+    """The run by one rank's process."""
 
     wall_time_s: float
     pid: int
@@ -103,11 +90,7 @@ class Status(RunStatus):
     rank: int
     world_size: int
     attempt: int | None
-    loss_bound: dict[LossClass, LossBound] = {}
-    peer_survival: PeerSurvival | None = None
     events: tuple[dict[str, Any], ...] = ()
-    lost_events: int = 0
-    metrics: dict[str, float] = {}
     failure: str | None = None
 
 
@@ -123,7 +106,8 @@ def describe_flushes(status: RunStatus) -> str:
         for tier in checkpoint.owed:
             owed[tier] = owed.get(tier, 0) + 1
     parts += [f"{tier} is owed {count}" for tier, count in owed.items()]
-    errors = {tier.name: tier.failing or tier.last_error for tier in status.tiers}
+    failing, last = status.statistics.failing, status.statistics.last_error
+    errors = {tier: failing.get(tier) or last.get(tier) for tier in status.tiers}
     parts += [f"{tier} fails: {error}" for tier, error in errors.items() if error]
     return "; ".join(parts) or "no copy is in progress or owed"
 
@@ -137,7 +121,7 @@ def write_status(folder: Path, status: Status) -> None:
     path = folder / status_name(status.slot)
     fresh = path.with_suffix(".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    data = documents.seal(status.model_dump(mode="json"))
+    data = documents.seal(to_json(status.model_dump(mode="json")))
     try:
         fd = os.open(fresh, flags, 0o600)
         try:
@@ -219,26 +203,24 @@ def broken_promises(status: Status, age_s: float) -> list[str]:
         reasons.append(f"nothing is flushed any more: {status.failure}")
     elif age_s > HANGS_AFTER_S:
         reasons.append(f"the status is {format_duration(round(age_s))} old: the process may hang")
-    now = grown(status.metrics, age_s)
+    found, now = status.statistics, to_metrics(status.statistics, age_s)
     reasons += [
-        f"tier {tier.name} does not accept copies: {tier.failing}"
-        for tier in status.tiers
-        if tier.failing is not None
+        f"tier {tier} does not accept copies: {reason}"
+        for tier, reason in found.failing.items()
+        if reason
     ]
     for tier in status.tiers:
-        behind, bound = (
-            now.get(to_key(name, tier.name)) for name in ("behind_seconds", "behind_bound_seconds")
-        )
+        behind = now.get(to_key("behind_seconds", tier))
+        bound = found.behind_bound_seconds.get(tier)
         if behind is not None and bound is not None and behind > bound:
             reasons.append(
-                f"tier {tier.name} is {format_duration(behind)} behind; flush.within is {format_duration(bound)}"
+                f"tier {tier} is {format_duration(behind)} behind; flush.within is {format_duration(bound)}"
             )
-        if count := now.get(to_key("degraded_copies", tier.name)):
+        if count := found.degraded_copies.get(tier):
             reasons.append(
-                f"tier {tier.name} lacks {count:.0f} good copies: they are damaged, could not be read, or were set "
-                "aside"
+                f"tier {tier} lacks {count} good copies: they are damaged, could not be read, or were set aside"
             )
-    age, bound = (now.get(to_key(f"durable_{name}_seconds")) for name in ("age", "bound"))
+    age, bound = now.get(to_key("durable_age_seconds")), found.durable_bound_seconds
     if age is not None and bound is not None and age > bound:
         reasons.append(
             f"no tier got a checkpoint for {format_duration(age)}; at most {format_duration(bound)} are expected"

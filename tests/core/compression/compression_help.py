@@ -11,7 +11,7 @@ from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Geometry, Lineage, Manifest, geometry
+from tierfall.core.format.records import Geometry, Lineage, Manifest
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
@@ -83,7 +83,7 @@ def image_of(
 
 def packed_file(raw: bytes, manifest: Manifest, codec: Codec) -> tuple[bytes, FrameTable]:
     """Pack an image chunk by chunk, as a flush does."""
-    widths = chunk_widths(manifest.pieces, geometry(manifest), what="x")
+    widths = chunk_widths(manifest.pieces, manifest, what="x")
     frames = [
         pack(codec, raw[slice(*manifest.chunk_range(index))], width=width)
         for index, width in enumerate(widths)

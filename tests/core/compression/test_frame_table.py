@@ -18,7 +18,7 @@ from tierfall.core.compression.frame_table import (
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Manifest, geometry
+from tierfall.core.format.records import Manifest
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 from tierfall.core.types.values import Codec
 
@@ -163,7 +163,7 @@ def test_only_a_file_of_zstd_frames_has_a_seek_table() -> None:
 def test_widths_are_those_of_the_tensor_at_the_first_byte() -> None:
     # The data: complex128 to 5008, float32 to 14008, bfloat16 to 22198, bool to 22275.
     assert MANIFEST.chunk_count == 7
-    assert chunk_widths(MANIFEST.pieces, geometry(MANIFEST), what="x") == (1, 16, 16, 4, 4, 2, 2)
+    assert chunk_widths(MANIFEST.pieces, MANIFEST, what="x") == (1, 16, 16, 4, 4, 2, 2)
     assert PACKED[Codec.PLANES].widths == (1, 16, 16, 4, 4, 2, 2)
 
 
@@ -176,4 +176,4 @@ def test_widths_are_those_of_the_tensor_at_the_first_byte() -> None:
 def test_a_hostile_piece_is_damage(piece: Any) -> None:
     manifest: Manifest = replace(MANIFEST, pieces=Spliced(documents.dumps([piece])))
     with pytest.raises(IntegrityError, match="disk: gpt"):
-        chunk_widths(manifest.pieces, geometry(manifest), what="disk: gpt")
+        chunk_widths(manifest.pieces, manifest, what="disk: gpt")

@@ -119,7 +119,7 @@ def test_one_whose_fsync_fails_is_written_anew_while_others_come(kind: FaultKind
     for step in range(2, 2 + tries):
         world.save(step)
         world.settle(limit_s=70)
-    assert world.coordinator.counters.flush_failures == tries
+    assert world.door.counts["flush_failures"] == {"nvme": tries}
     assert set_aside_in(world) == []
     assert 1 in world.steps_on("nvme")
     world.check("nvme")
@@ -191,7 +191,7 @@ def test_all_ranks_set_aside_what_one_cannot_write(tier: str, rank: int) -> None
     for one in run.ranks:
         with pytest.raises(FlushError, match=f"rank {rank}: .* is set aside"):
             one.handles[FIRST].wait(tier, timeout=0)
-        assert one.coordinator.counters.set_aside_copies == 1
+        assert one.door.counts["set_aside_copies"][tier] == 1
         for step in (2, 3):
             assert one.handles[CheckpointId(step, 1)].done(tier)
         assert one.coordinator.ledger.failing == {}

@@ -86,7 +86,7 @@ def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(imag
     brought = world.steps_on("nvme")
     assert len(brought) > 30
     assert brought[-1] > 50 - 2 * images
-    given_up = world.coordinator.counters.superseded_saves
+    given_up = world.door.counts["superseded_saves"]
     assert (given_up > 8) == (images > 2), "two images are one that is copied, and the newest"
 
 
@@ -116,7 +116,7 @@ def test_what_a_worker_reads_stays_and_the_next_oldest_goes() -> None:
     assert region.sealed
     assert bytes(region.image) == world.image(FIRST)
     assert len(world.memory.regions) == 3
-    assert world.coordinator.counters.superseded_saves == 1, "one was enough"
+    assert world.door.counts["superseded_saves"] == 1, "one was enough"
 
 
 def store_alone(world: World, until: Callable[[], bool]) -> None:
@@ -179,5 +179,5 @@ def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
         world.seal(snapshot)
         for _ in range(2):  # a copy takes seven tasks
             world.run_one()
-    assert world.coordinator.counters.superseded_saves > 5
+    assert world.door.counts["superseded_saves"] > 5
     assert world.steps_on("pfs"), "nothing would survive the loss of the node"

@@ -63,7 +63,7 @@ def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_stor
         assert save_every_second(world, 20) == 0.0
     assert world.steps_on("nvme")[-1] == 20, "the disk has the newest, whatever the store does"
     assert not world.coordinator.ledger.failing
-    assert world.coordinator.flush_queue.given_up["store"] > 5
+    assert world.door.counts["given_up_copies"]["store"] > 5
     assert "nvme is full of copies that store is owed" in caplog.text
     assert world.coordinator.errors == []
     world.go_on(100.0)
@@ -118,7 +118,7 @@ def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
                     rank.coordinator.post(rank.runner.run(rank.tasks.pop(0)))
                     rank.step()
             talk(run)
-    lost = [dict(rank.coordinator.flush_queue.given_up) for rank in run.ranks]
+    lost = [rank.door.counts["given_up_copies"] for rank in run.ranks]
     assert lost[0] == lost[1]
     assert lost[0][SHARED_TIER] > 0
     assert {id.step for id in run.committed(NODE_TIER)} >= {6}
