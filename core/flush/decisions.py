@@ -355,6 +355,7 @@ class Decisions:
             elif self._may_free(entry):
                 self._to_free.discard(id)
                 self._admissions.free(entry)
+        self._admissions.free_leftovers(self._is_noted_on)
 
     def _may_free(self, entry: LedgerEntry) -> bool:
         """Return whether the image is complete, and no task and no restore reads it."""

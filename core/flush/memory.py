@@ -108,6 +108,8 @@ class LeftoverMemory(Protocol):
 
     def evict_oldest(self) -> bool: ...
 
+    def free_deleted(self, is_noted: Callable[[CheckpointId], bool]) -> None: ...
+
 
 class Admissions:
     """Saves that wait for a region, first come, first served."""
@@ -322,6 +324,12 @@ class Admissions:
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
                 self._flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)
+
+    def free_leftovers(self, is_noted: Callable[[CheckpointId], bool]) -> None:
+        """Free what an earlier start has left of deleted checkpoints, if no restore may read it. ``is_noted`` tells
+        whether the deletion is in the list of each tier."""
+        if self._leftovers is not None and not self._ledger.restoring:
+            self._leftovers.free_deleted(is_noted)
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the region of a checkpoint's image."""

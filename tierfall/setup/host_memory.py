@@ -12,7 +12,7 @@ temporary files. Images in them are flushed, and end with this process; the next
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -338,11 +338,23 @@ class Leftovers:
         if self.ledger.rules_of(tier).survives is LossClass.NONE:
             return
         for id in [id for id in self.images if (id.attempt, id.step) < newer.age_order]:
-            if self.ledger.decided.is_pinned(id, None) and not self.durable_on(id):
-                continue
-            for region in self.images.pop(id):
-                region.release()
-            self._conditions.end(id, "memory has room beside %s again: it is released", id)
+            if not self.ledger.decided.is_pinned(id, None) or self.durable_on(id):
+                self._release(id)
+        self._close_empty()
+
+    def free_deleted(self, is_noted: Callable[[CheckpointId], bool]) -> None:
+        """Release the images of checkpoints that a person has deleted, once that ``is_noted``."""
+        deleted = self.ledger.decided.is_deleted
+        for id in [id for id in self.images if deleted(id, None) and is_noted(id)]:
+            self._release(id)
+            self._close_empty()
+
+    def _release(self, id: CheckpointId) -> None:
+        for region in self.images.pop(id):
+            region.release()
+        self._conditions.end(id, "memory has room beside %s again: it is released", id)
+
+    def _close_empty(self) -> None:
         for slot in [slot for slot in self.slots if slot.host.is_empty()]:
             self.slots.remove(slot)
             slot.close(keep=False)
@@ -370,8 +382,7 @@ class Leftovers:
         if self._is_needed(id) and any(order(each) < order(id) for each in own):
             return False
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
-        for region in self.images.pop(id):
-            region.release()
+        self._release(id)
         return True
 
     def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:

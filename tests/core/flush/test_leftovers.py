@@ -12,6 +12,7 @@ from tests.simulation.peer_hour import peer_rules
 from tests.simulation.world import file_rules, host_rules
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.setup.host_memory import Leftovers
 
@@ -85,3 +86,14 @@ def test_the_restored_one_gives_way_to_what_peer_memory_counts_on() -> None:
     mine = CheckpointId(30, 4)
     leftovers = left({mine: True}, {mine: PEERS}, restored_from=STRAY, has_other_images=True)
     assert given_up(leftovers) == [OLD, NEW, STRAY]
+
+
+def test_what_a_person_has_deleted_is_released_once_the_lists_say_so() -> None:
+    """Also what this start was restored from: else no save would find room."""
+    leftovers = left({}, {}, restored_from=NEW)
+    deleted = DecidedList().next(Word.DELETED, NEW, None)
+    leftovers.ledger.decided = DecidedList([deleted])
+    leftovers.free_deleted(lambda id: False)
+    assert NEW in leftovers.images
+    leftovers.free_deleted(lambda id: True)
+    assert leftovers.images.keys() == {OLD, STRAY}
