@@ -73,7 +73,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/flush",): 8_157,
     ("policies",): 2_177,
-    ("backends",): 6_882,
+    ("backends",): 6_878,
     ("tiers",): 3_820,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_322,
