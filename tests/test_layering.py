@@ -83,7 +83,7 @@ LINES = {
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 199,
-    ("tierfall/demo",): 606,
+    ("tierfall/demo",): 620,
     ("tierfall", "core"): 378,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""
