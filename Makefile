@@ -9,7 +9,9 @@ SEEDS ?= 3000
 PEER_SEEDS ?= 100
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# pip shows what it downloads: torch alone takes minutes.
+PIP_INSTALL := -m pip --disable-pip-version-check install $(PIP_ARGS)
+PIP := $(BIN)/python $(PIP_INSTALL)
 
 .PHONY: help demo test test-quick test-benchmarks test-places test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
@@ -127,8 +129,8 @@ clean:
 	$(BIN)/python -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -r requirements-$*.txt
-	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
+	.venv-$*/bin/python $(PIP_INSTALL) -r requirements-$*.txt
+	.venv-$*/bin/python $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # For the benchmarks: what tierfall is compared with. Exactly the listed packages, so that none changes torch or the tests.

@@ -68,11 +68,14 @@ class ServerError(Exception):
 class SeaweedFS:
     """One server with its data below ``folder``; the same ports and data after ``kill`` and ``start``.
 
-    It knows one identity, of ``key`` and ``secret``.
+    It knows one identity, of ``key`` and ``secret``. ``makes_buckets``: the first write to a missing bucket makes it.
     """
 
-    def __init__(self, folder: Path, *, key: str = KEY, secret: str = SECRET) -> None:
+    def __init__(
+        self, folder: Path, *, key: str = KEY, secret: str = SECRET, makes_buckets: bool = False
+    ) -> None:
         self._folder = folder.absolute()
+        self._makes_buckets = makes_buckets
         self.key = key
         self.secret = secret
         self._process: subprocess.Popen[bytes] | None = None
@@ -196,8 +199,8 @@ class SeaweedFS:
             # Eight volumes are the default, and a bucket takes seven with its first object.
             "master.volumeSizeLimitMB": 512,
             "volume.max": 1000,
-            # On by default for an administrator: a missing bucket would never be missing.
-            "s3.autoCreateBucket": "false",
+            # On by default for an administrator.
+            "s3.autoCreateBucket": str(self._makes_buckets).lower(),
             "s3.config": "s3.json",
             # Catalogues of their own on fixed ports.
             "s3.port.iceberg": 0,

@@ -18,6 +18,7 @@ import pytest
 import typer
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from tests.forked import Forked, server_of
@@ -73,8 +74,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     drawn: list[tuple[list[Trainer], Figure]] = []
     draw = picture.draw
 
-    def keep(trainers: list[Trainer]) -> Figure:
-        drawn.append((trainers, draw(trainers)))
+    def keep(trainers: list[Trainer], alone: Trainer) -> Figure:
+        drawn.append(([*trainers, alone], draw(trainers, alone)))
         return drawn[0][1]
 
     out, told = io.StringIO(), io.StringIO()
@@ -155,8 +156,32 @@ def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
     assert f"as a picture: {path}" in shown.told
     data = path.read_bytes()
     assert data.startswith(PNG)
-    assert struct.unpack(">II", data[16:24]) == (1800, 720)
-    assert 10_000 < len(data) < 150_000
+    assert struct.unpack(">II", data[16:24]) == (1800, 1120)
+    assert 10_000 < len(data) < 200_000
+
+
+def test_picture_names_every_color_and_no_text_lies_on_another(shown: Shown) -> None:
+    axes = shown.figure.axes[0]
+    found = [text for text in shown.figure.findobj(Text) if text.get_visible()]
+    texts = [text for text in found if text.get_text()]
+    boxes = [text.get_window_extent() for text in texts]
+    met = [
+        (texts[i].get_text(), texts[j].get_text())
+        for i in range(len(boxes))
+        for j in range(i)
+        if boxes[i].overlaps(boxes[j])
+    ]
+    assert met == []
+    named = {patch.get_facecolor() for patch in axes.get_legend().get_patches()}
+    assert {patch.get_facecolor() for patch in axes.patches} < named
+
+
+def test_picture_has_the_losses_of_both_runs_on_those_without_a_kill(shown: Shown) -> None:
+    first, again, *_, alone = shown.trainers
+    drawn = [list(map(tuple, each.get_xydata())) for each in shown.figure.axes[1].lines]
+    for trainer, points in zip((alone, first, again), drawn, strict=True):
+        assert points == [(x["step"], float.fromhex(x["loss"])) for x in trainer.of("step")]
+    assert {*drawn[1], *drawn[2]} == {*drawn[0]}
 
 
 # What goes wrong --------------------------------------------------------------------------------------

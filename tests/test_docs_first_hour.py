@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import shlex
 import signal
+import socket
+import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,31 +23,50 @@ import yaml
 import tierfall
 from tests.distributed.job import Job
 from tests.forked import Forked, server_of
-from tests.object_store import SeaweedFS
+from tests.steps import wait_until
 from tests.test_docs_cli import words_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "first-hour.md").read_text()
+README = (ROOT / "README.md").read_text()
 PROGRAMS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
-KILLED_AFTER = 30
 WAIT_S = 240.0
-_OWN = (  # what differs from run to run
-    (re.compile(r"^process \d+|^by +\S+|^saved .*", re.MULTILINE), "WHAT"),
-    (re.compile(r"\.\d+e-\d+"), ""),
-)
+_LOGGED = re.compile(r"^run [\w-]+ is (open|closed).*\n", re.MULTILINE)
+"""What ``open`` and ``close`` show at a terminal alone."""
 
 
-def session() -> list[tuple[str, str]]:
-    """Every command of the page, with what it prints."""
-    blocks = re.findall(r"^```console\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+def session(text: str) -> list[tuple[str, str]]:
+    """Every command of a page, with what it prints."""
+    blocks = re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     return [(line, shown) for line, _, shown in (part.partition("\n") for part in parts)]
 
 
-def compared(text: str) -> list[list[str]]:
-    for pattern, word in _OWN:
-        text = pattern.sub(word, text)
-    return words_of(text)
+def compared(text: str) -> tuple[list[list[str]], list[str]]:
+    """What is to be equal: words, and the steps and attempts."""
+    return words_of(text), re.findall(r"\b\d+@\d+|step \d+ \(attempt \d+\)", text)
+
+
+class AtTerminal:
+    """A Python process whose output goes to a terminal."""
+
+    def __init__(self, words: list[str], environ: dict[str, str], folder: Path) -> None:
+        self._shows, theirs = pty.openpty()
+        self._server = server_of()
+        request = {"command": words, "env": environ, "cwd": str(folder)}
+        self.pid: int = self._server.ask(request, theirs, theirs)
+        os.close(theirs)
+
+    def end(self) -> tuple[str, int]:
+        """Wait for its end, and return what it showed, and its exit code."""
+        shown = bytearray()
+        with suppress(OSError):  # EIO: nobody has the other side open
+            while data := os.read(self._shows, 4096):
+                shown += data
+        os.close(self._shows)
+        while (code := self._server.ask(self.pid)) is None:
+            time.sleep(0.01)
+        return shown.decode().replace("\r\n", "\n"), code
 
 
 class Shell:
@@ -52,6 +75,7 @@ class Shell:
     def __init__(self, folder: Path, memory: Path) -> None:
         self.folder = folder
         self.memory = memory
+        self.servers: list[subprocess.Popen[bytes]] = []
         known = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "TIERFALL"))}
         self.environ = known | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -59,90 +83,109 @@ class Shell:
             "RES_OPTIONS": "timeout:1 attempts:1",
         }
 
-    def start(self, line: str) -> Forked:
-        """Start a command of one process; what it prints on standard error goes to its standard output."""
-        program, *words = line.split()
-        command = {"python": words, "tierfall": ["-m", "tierfall", *words]}[program]
-        return Forked(server_of(), command, self.environ, None, cwd=self.folder)
+    def at_terminal(self, line: str) -> AtTerminal:
+        return AtTerminal(line.split()[1:], self.environ, self.folder)
 
     def run(self, line: str) -> str:
-        if line.startswith("torchrun"):
-            printed, code = self.run_ranks(line)
+        """Run a command to its end. What ``tierfall`` prints is that of a pipe: without colors."""
+        program, *words = line.split()
+        if program == "torchrun":
+            printed, code = self.run_ranks(words)
+        elif program == "python":
+            printed, code = self.at_terminal(line).end()
+            if code == -signal.SIGKILL:
+                return printed + "Killed\n"
         else:
-            process = self.start(line)
+            command = ["-m", program, *words]
+            process = Forked(server_of(), command, self.environ, None, cwd=self.folder)
             printed, _ = process.communicate(WAIT_S)
             code = process.wait()
         assert code == 0, printed
         if line.startswith("tierfall init"):
-            file = self.folder / "tiers.yaml"
-            own = f'kind: host, folder: "{self.memory}"}}'
-            file.write_text(file.read_text().replace("kind: host}", own))
+            self.use_memory_of_the_test((self.folder / "tiers.yaml").read_text())
         return printed
 
-    def run_ranks(self, line: str) -> tuple[str, int]:
+    def use_memory_of_the_test(self, config: str) -> None:
+        own = f'kind: host, folder: "{self.memory}"}}'
+        (self.folder / "tiers.yaml").write_text(config.replace("kind: host}", own))
+
+    def run_ranks(self, words: list[str]) -> tuple[str, int]:
         """Start ranks as torchrun does; torchrun itself: tests/distributed/test_elastic.py."""
-        _, option, count, *words = line.split()
+        option, count, *command = words
         assert option == "--nproc-per-node"
         job = Job(self.folder, int(count))
         try:
             for rank in range(job.world_size):
-                job.start_command(rank, words, cwd=self.folder, **self.environ)
+                job.start_command(rank, command, cwd=self.folder, **self.environ)
             printed = "".join(process.communicate(WAIT_S)[0] for process in job.processes)
             return printed, max(process.wait() for process in job.processes)
         finally:
             job.kill()
 
-    def run_and_kill(self, line: str, committed: Path) -> str:
-        """Run a program and kill it by SIGKILL once that commit record is there."""
-        process = self.start(line)
-        last_s = time.monotonic() + WAIT_S
-        while not committed.exists():
-            assert time.monotonic() < last_s
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
-        process.kill()
-        printed, _ = process.communicate()
-        assert process.wait() == -signal.SIGKILL
-        return (
-            "".join(x for x in printed.splitlines(True) if not x.startswith("tierfall:"))
-            + "Killed\n"
-        )
+    def serve(self, line: str) -> None:
+        """Start the page's S3 server, at a port of this test."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        assert self.environ["AWS_ENDPOINT_URL"] == "http://127.0.0.1:8333"
+        self.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+        command, log = re.fullmatch(r"(.*) > (\S+) 2>&1 &", line).groups()  # type: ignore[union-attr]
+        with (self.folder / log).open("wb") as file:
+            words = [*shlex.split(command), f"-s3.port={port}"]
+            server = subprocess.Popen(
+                words, stdout=file, stderr=file, cwd=self.folder, env=self.environ
+            )
+        self.servers.append(server)
+        ready = "components are running and ready to use"
+        wait_until(lambda: ready in (self.folder / log).read_text(), ready, 60.0)
 
 
 @pytest.fixture
-def shell(tmp_path: Path, memory: Path) -> Shell:
+def shell(tmp_path: Path, memory: Path) -> Iterator[Shell]:
     folder = tmp_path / "first-hour"
     folder.mkdir()
     for name, code in PROGRAMS.items():
         (folder / name).write_text(code)
-    return Shell(folder, memory)
+    made = Shell(folder, memory)
+    yield made
+    for server in made.servers:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.timeout(900)
-def test_every_command_prints_what_the_page_shows(shell: Shell, s3_server: SeaweedFS) -> None:
-    s3_server.make_bucket("my-bucket")
-    store = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_REGION": "us-east-1"}
-    store |= {"AWS_ACCESS_KEY_ID": s3_server.key, "AWS_SECRET_ACCESS_KEY": s3_server.secret}
-    played = 0
-    for line, shown in session():
-        if line.startswith("export AWS_"):
-            assert set(re.findall(r"(\w+)=", line)) < set(store)
-            shell.environ |= store
-        elif line.startswith("export "):
-            name, _, value = line.removeprefix("export ").partition("=")
-            shell.environ[name] = value
+def test_every_command_prints_what_the_page_shows(shell: Shell) -> None:
+    train = shell.folder / "train.py"
+    assert "sleep(0.1)" in train.read_text()
+    train.write_text(train.read_text().replace("sleep(0.1)", "sleep(0.02)"))
+    newest = int(re.findall(r"(\d+)@1 is left, on host", TEXT)[0])
+    committed = shell.folder / f"checkpoints/first-hour/step-{newest:08}-a0001/commit.json"
+    played: list[str] = []
+    in_background: AtTerminal | None = None
+    for line, shown in session(TEXT):
+        program, *words = line.split()
+        if program == "export":
+            shell.environ |= dict(word.split("=", 1) for word in words)
+        elif program == "weed":
+            shell.serve(line)
+        elif line == "python train.py &":
+            in_background = shell.at_terminal(line.removesuffix(" &"))
+            wait_until(committed.exists, str(committed), WAIT_S)
+            expected = re.sub(r"^\[1\] \d+\n", "", shown)
+        elif line == "kill -9 $!":
+            assert in_background is not None
+            os.kill(in_background.pid, signal.SIGKILL)
+            printed, code = in_background.end()
+            assert (compared(printed), code) == (compared(expected), -signal.SIGKILL)
+            assert re.fullmatch(r"\[1\]\+  Killed +python train.py\n", shown)
+        elif program in ("python", "tierfall", "torchrun"):
+            if program == "torchrun":  # its ranks have no terminal here
+                shown = _LOGGED.sub("", shown)
+            assert compared(shell.run(line)) == compared(shown), line
         else:
-            kill = shown.endswith("Killed\n")
-            step = f"step-{KILLED_AFTER:08}-a0001/commit.json"
-            committed = shell.folder / "checkpoints" / "first-hour" / step
-            printed = shell.run_and_kill(line, committed) if kill else shell.run(line)
-            if kill:  # the steps need no more time than they take
-                train = shell.folder / "train.py"
-                train.write_text(train.read_text().replace("sleep(0.1)", "sleep(0)"))
-            assert compared(printed) == compared(shown), line
-            played += 1
-    s3_server.remove_bucket("my-bucket")
-    assert played == TEXT.count("\n$ ") - TEXT.count("\n$ export") > 8
+            assert (program in ("mkdir", "pip"), shown) == (True, ""), line
+        played.append(program)
+    assert {"kill", "weed", "torchrun"} < set(played)
 
 
 def test_what_is_installed_exists() -> None:
@@ -155,42 +198,24 @@ def test_what_is_installed_exists() -> None:
     assert "pip install tierfall" in TEXT
 
 
-README = (ROOT / "README.md").read_text()
-
-
 @pytest.mark.timeout(900)
-def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
-    """Its loop neither pauses nor flushes what it prints: here it does both, to be killed in the middle."""
-    block: Callable[[str], str] = lambda kind: re.findall(  # noqa: E731
-        rf"^```{kind}\n(.*?)^```", README, re.DOTALL | re.MULTILINE
-    )[0]
-    own = f'kind: host, folder: "{shell.memory}"}}'
-    (shell.folder / "tiers.yaml").write_text(block("yaml").replace("kind: host}", own))
-    loop = block("python")
-    paused = loop.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.01)")
-    flushed = paused.replace('"a new run")', '"a new run", flush=True)')
-    (shell.folder / "first.py").write_text(flushed)
-    committed = shell.folder / "fast" / "first" / "step-00000300-a0001" / "commit.json"
-    assert shell.run_and_kill("python first.py", committed) == "a new run\nKilled\n"
-    (shell.folder / "first.py").write_text(loop)
-    (shown,) = (
-        text
-        for text in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-        if "first.py" in text
+def test_ten_lines_of_the_readme_kill_themselves_and_go_on_as_it_shows(shell: Shell) -> None:
+    config, loop = (
+        re.findall(rf"^```{kind}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[0]
+        for kind in ("yaml", "python")
     )
-    listed, _, restored = shown.partition("$ python first.py\n")
-    (line, _, table) = listed.removeprefix("$ ").partition("\n")
-    assert compared(shell.run(line)) == compared(table)
-    assert compared(shell.run("python first.py")) == compared(restored)
-    again = shell.run("python first.py")
-    assert again.startswith("restored step 399 (attempt 2) in ")
+    shell.use_memory_of_the_test(config)
+    (shell.folder / "first.py").write_text(loop)
+    for line, shown in session(README):
+        assert compared(shell.run(line)) == compared(shown), line
+    assert "restored step 399 (attempt 2) in " in shell.run("python first.py")
     assert "Started again after its end, the program restores step 399" in README
-    file = shell.folder / "tiers.yaml"
-    file.write_text(file.read_text().replace("run: first", "run: second"))
+    shell.use_memory_of_the_test(config.replace("run: first", "run: second"))
     (shell.folder / "first.py").write_text(loop.replace("400", "2"))
-    *warning, answer = shell.run("python first.py").splitlines()
-    assert (answer, len(warning)) == ("a new run", 1)
-    assert "Other runs on these tiers: first. To continue" in warning[0]
+    opened, warning, answer, closed = shell.run("python first.py").splitlines()
+    assert answer == "a new run"
+    assert "Other runs on these tiers: first. To continue" in warning
+    assert _LOGGED.sub("", f"{opened}\n{closed}\n") == ""
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["before", "after"])

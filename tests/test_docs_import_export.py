@@ -25,7 +25,9 @@ def test_every_piece_runs_and_prints_what_the_page_shows(
 ) -> None:
     block = re.search(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert block is not None
-    (tmp_path / "tiers.yaml").write_text(block[1].replace("/dev/shm/checkpoints", str(memory)))
+    (tmp_path / "tiers.yaml").write_text(
+        block[1].replace("kind: host}", f'kind: host, folder: "{memory}"}}')
+    )
     monkeypatch.chdir(tmp_path)
     program: dict[str, Any] = {"__name__": "page"}
     played = 0

@@ -140,8 +140,9 @@ def test_the_examples_run_and_print_what_the_page_shows(
 ) -> None:
     block = re.search(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert block is not None
-    assert "/dev/shm/checkpoints" in block[1]
-    (tmp_path / "tiers.yaml").write_text(block[1].replace("/dev/shm/checkpoints", str(memory)))
+    (tmp_path / "tiers.yaml").write_text(
+        block[1].replace("kind: host}", f'kind: host, folder: "{memory}"}}')
+    )
     monkeypatch.chdir(tmp_path)
     for registry in ("_BY_TYPE", "_BY_NAME"):
         monkeypatch.setattr(value_codec, registry, dict(getattr(value_codec, registry)))

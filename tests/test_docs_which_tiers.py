@@ -46,11 +46,26 @@ def test_all_but_the_laptop_survive_the_loss_of_the_node(name: str, tmp_path: Pa
     assert last.shared or last.kind is TierKind.OBJECT
 
 
-@pytest.mark.parametrize("page", [page.name for page in sorted(PAGE.parent.glob("*.md"))])
-def test_each_file_that_a_page_shows_is_valid(page: str) -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```", (PAGE.parent / page).read_text(), re.DOTALL | re.M)
-    environ = {name: "x" for block in blocks for name in re.findall(r"\$\{env:(\w+)\}", block)}
-    for block in blocks:
+ROOT = PAGE.parents[1]
+SHOWN = {
+    page: re.findall(r"^```yaml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.M)
+    for page in ["README.md", *(f"docs/{page.name}" for page in sorted(PAGE.parent.glob("*.md")))]
+} | {"examples/tiers.yaml": [(ROOT / "examples/tiers.yaml").read_text()]}
+WITHOUT_RULES = {"docs/torchtitan.md", "docs/command-line.md"}
+"""An adapter gives each tier TorchTitan's ``keep_latest_k``; ``check`` shows when tiers without a rule are full."""
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_each_file_that_is_shown_is_valid_and_right_to_copy(page: str) -> None:
+    """It fills no disk, and has host memory in none of the project's folders."""
+    environ = {name: "x" for block in SHOWN[page] for name in re.findall(r"\$\{env:(\w+)\}", block)}
+    for block in SHOWN[page]:
         shown = yaml.safe_load(block)
-        if isinstance(shown, dict) and "tiers" in shown and "plugins" not in shown:
+        if not (isinstance(shown, dict) and "tiers" in shown):
+            continue
+        if "plugins" not in shown:
             load_config({"run": "x", **shown}, environ=environ)
+        host, *tiers = shown["tiers"]
+        assert host.get("folder", "/dev/shm").startswith("/dev/shm")
+        stored = [tier for tier in tiers if tier["kind"] != "peer"]
+        assert page in WITHOUT_RULES or all("retain" in tier for tier in stored)

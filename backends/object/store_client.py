@@ -90,7 +90,7 @@ class StoreClient(ObjectClient):
         with self.translated(what):
             self._parts.abort(key, unfinished)
 
-    def check_open(self) -> None:
+    def check_open(self, *, read_only: bool) -> None:
         """Do nothing: the store was opened when it was constructed."""
 
     def close(self) -> None:

@@ -208,7 +208,7 @@ class S3Client(ObjectClient):
         with suppress(UploadGoneError):
             self._request("abort_multipart_upload", what, Key=key, UploadId=unfinished)
 
-    def check_open(self) -> None:
+    def check_open(self, *, read_only: bool) -> None:
         self._request("list_objects_v2", f"open {self.place}", Prefix=self.prefix, MaxKeys=1)
 
     def close(self) -> None:

@@ -37,6 +37,14 @@ def taking(method: str, query: dict[str, list[str]]) -> Reply:
     return 200, EMPTY if "list-type" in query else ""
 
 
+def probed(*statuses: int) -> Callable[[str, dict[str, list[str]]], Reply]:
+    """Answer the first creates, which are those of an opening, by these statuses; then as ``taking``."""
+    left = list(reversed(statuses))
+    return lambda method, query: (
+        (left.pop(), "") if left and method == "PUT" else taking(method, query)
+    )
+
+
 def error_body(code: str) -> str:
     return f"<Error><Code>{code}</Code><Message>no</Message><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
 
@@ -48,7 +56,7 @@ class Stub:
     ``region`` is the bucket's, where answers name it."""
 
     def __init__(self) -> None:
-        self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = lambda *_: (200, "")
+        self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = taking
         self.requests: list[str] = []
         self.body = b""
         self.headers: dict[str, str] = {}
@@ -119,8 +127,7 @@ def refused(call: Callable[[], object]) -> BackendError:
 
 def opened(stub: Stub, **options: Any) -> ObjectStoreBackend:
     """Open a place in a store that keeps the condition; then it takes everything."""
-    left = [412, 200]
-    stub.reply = lambda method, query: (left.pop(), "") if left else taking(method, query)
+    stub.reply = probed(200, 412)
     made = open_backend("s3://bucket/run", options={**stub.options, **options})
     assert isinstance(made, ObjectStoreBackend)
     stub.reply = taking

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import pytest
-from s3_stub import Reply, Stub, error_body, opened, refused
+from s3_stub import Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import ObjectClient
@@ -48,8 +48,10 @@ def backend(
     served: tuple[Stub, ObjectClient], monkeypatch: pytest.MonkeyPatch
 ) -> ObjectStoreBackend:
     monkeypatch.setattr(ObjectStoreBackend, "_probed", lambda self: True)
+    served[0].reply = taking
+    made = ObjectStoreBackend(served[1])
     served[0].requests.clear()
-    return ObjectStoreBackend(served[1])
+    return made
 
 
 class Bucket:

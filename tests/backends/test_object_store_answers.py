@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from backend_places import put
-from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
+from s3_stub import PART_BYTES, Reply, Stub, error_body, probed, refused, taking
 
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend
@@ -23,7 +23,6 @@ from tierfall.core.types.errors import (
 @pytest.fixture
 def backend(stub: Stub) -> Iterator[Backend]:
     made = open_backend("s3://bucket/run", options=stub.options)
-    stub.reply = taking
     yield made
     made.close()
 
@@ -138,8 +137,7 @@ def test_a_store_that_ignores_the_condition_promises_none(stub: Stub) -> None:
 
 @pytest.mark.parametrize("status", [400, 501])
 def test_a_store_that_refuses_the_condition_promises_none(stub: Stub, status: int) -> None:
-    left = [status]
-    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
+    stub.reply = probed(status)
     backend = open_backend("s3://bucket", options=stub.options)
     assert not backend.traits.conditional_create
     backend.close()

@@ -22,7 +22,7 @@ from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.conformance.kit import in_threads
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish, delete_all
-from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError
+from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 from tierfall.core.types.values import Driver
 
 BUCKET = "conformance"
@@ -75,6 +75,13 @@ def on(*quick: str) -> list[object]:
         for store in PLACES
         for name in CHECKS
     ]
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_a_missing_bucket_is_refused(store: str, request: pytest.FixtureRequest) -> None:
+    place: Place = request.getfixturevalue(PLACES[store])
+    with pytest.raises(BackendError, match="there is no such bucket; make it, or name another"):
+        place(fresh(store).replace(BUCKET, "no-such-bucket"))
 
 
 @pytest.mark.parametrize("store", PLACES)

@@ -63,7 +63,7 @@ def test_patience_at_open_ends(stub: Stub, answer_s: float, waited: int) -> None
 
     def busy(method: str, query: dict[str, list[str]]) -> Reply:
         nonlocal now_s
-        now_s += answer_s if method == "PUT" else 0.0
+        now_s += answer_s
         return 503, ""
 
     def sleep(seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from backend_places import get
-from s3_stub import PART_BYTES, Reply, Stub, refused, taking
+from s3_stub import PART_BYTES, Reply, Stub, probed, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
@@ -30,8 +30,7 @@ def real(s3_server: SeaweedFS, bucket: str) -> Iterator[ObjectStoreBackend]:
 @pytest.fixture
 def stubbed(stub: Stub) -> Iterator[Backend]:
     """A store that keeps the condition; then it takes everything."""
-    left = [412, 200]
-    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
+    stub.reply = probed(200, 412)
     made = open_backend("s3://bucket/run", options=stub.options)
     stub.reply = taking
     stub.requests.clear()

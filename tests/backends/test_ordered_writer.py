@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from backend_places import get, put, retrying
-from s3_stub import Stub, refused, taking
+from s3_stub import Stub, probed, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
@@ -22,8 +22,7 @@ PIECE = memoryview(bytes(10 * 1024 * 1024))
 
 @pytest.fixture
 def stubbed(stub: Stub) -> Iterator[ObjectStoreBackend]:
-    left = [412, 200]
-    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
+    stub.reply = probed(200, 412)
     made = open_backend("s3://bucket/run", options=stub.options, driver=Driver.FSSPEC)
     assert isinstance(made, ObjectStoreBackend)
     stub.reply = taking

@@ -27,8 +27,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """A running S3 server, one for this file."""
-    made = SeaweedFS(tmp_path_factory.mktemp("seaweedfs"))
+    """A running S3 server, one for this file; a write to a missing bucket makes it."""
+    made = SeaweedFS(tmp_path_factory.mktemp("seaweedfs"), makes_buckets=True)
     made.start()
     made.make_bucket("contract")
     yield made
@@ -179,7 +179,8 @@ def test_wrong_keys_and_a_missing_bucket_are_refused_with_what_to_do(
 ) -> None:
     tier = bucket.tier()
     for change, words in (
-        ({"url": "s3://no-such-bucket/x"}, "bucket"),
+        ({"url": "s3://no-such-bucket/x"}, "there is no such bucket; make it, or name another"),
+        ({"url": "s3://no-such-bucket/x", "driver": "fsspec"}, "there is no such bucket"),
         ({"options": bucket.server.options(secret="wrong-secret")}, "(?i)key|denied|credential"),
     ):
         place.config(store={**tier, **change})
@@ -190,6 +191,8 @@ def test_wrong_keys_and_a_missing_bucket_are_refused_with_what_to_do(
         answer = place.cli("check", "--size", "4KiB", code=1)
         assert "wrong-secret" not in answer.out + answer.err
     assert "wrong-secret" not in caplog.text
+    made = bucket.server.client().list_buckets()["Buckets"]
+    assert [entry["Name"] for entry in made] == ["contract"]
 
 
 def test_credentials_are_in_no_file_and_no_message(

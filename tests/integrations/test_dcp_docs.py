@@ -19,11 +19,12 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs/torch-distributed-checkpoint
 
 @pytest.mark.filterwarnings(QUIET)
 def test_the_example_prints_what_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (config,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    Path("tiers.yaml").write_text(config)
+    own = f'kind: host, folder: "{memory}"}}'
+    Path("tiers.yaml").write_text(config.replace("kind: host}", own))
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     output = io.StringIO()
     names: dict[str, Any] = {}

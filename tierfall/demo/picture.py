@@ -1,4 +1,4 @@
-"""The timeline as a picture: a lane for the training steps and one for each tier.
+"""The timeline as a picture: a lane for the training steps and one for each tier; below, the losses.
 
 It needs matplotlib, and is imported only where that is installed.
 """
@@ -39,10 +39,13 @@ def bars_of(trainer: Trainer) -> Iterator[Bar]:
             yield tier, CUT, begin_s, trainer.over_s
 
 
-def draw(trainers: Sequence[Trainer]) -> Figure:
-    """Draw the four trainers over the same seconds, with what befell them."""
-    figure = Figure(figsize=(9.0, 3.6), dpi=200, layout="constrained")
-    axes, zero_s, names = figure.subplots(), trainers[0].began_s, ("training", *TIERS)
+def draw(trainers: Sequence[Trainer], alone: Trainer) -> Figure:
+    """Draw the four trainers over the same seconds, with what befell them; below, the losses of the first two on those
+    of ``alone``, which trained without tierfall and without a kill."""
+    figure = Figure(figsize=(9.0, 5.6), dpi=200, layout="constrained")
+    axes, losses = figure.subplots(2, height_ratios=(5, 3))
+    first, again, damaged, elsewhere = trainers
+    zero_s, names = first.began_s, ("training", *TIERS)
     for trainer in trainers:
         times = [line["wall_time_s"] - zero_s for line in trainer.of("step")]
         life_s = trainer.over_s - trainer.began_s
@@ -53,18 +56,28 @@ def draw(trainers: Sequence[Trainer]) -> Figure:
             lane, left_s, color = names.index(tier), begin_s - zero_s, COLORS[what]
             edge = RED if what == CUT else color
             axes.barh(lane, end_s - begin_s, 0.56, left_s, color=color, edgecolor=edge)
-    first, _, damaged, elsewhere = trainers
-    when = {
-        "SIGKILL": first.over_s,
-        "byte flipped": damaged.began_s,
-        "node lost": elsewhere.began_s,
-    }
-    for what, time_s in when.items():
+    for what, time_s, side in (
+        ("SIGKILL", first.over_s, "center"),
+        ("byte flipped", damaged.began_s, "right"),  # away from the next one
+        ("node lost", elsewhere.began_s, "left"),
+    ):
         axes.axvline(time_s - zero_s, color=RED, linewidth=1.2)
-        axes.text(time_s - zero_s, -0.55, what, ha="center", color=RED)
+        axes.text(time_s - zero_s, -0.6, what, ha=side, va="bottom", color=RED)
     axes.set_yticks(range(len(names)), labels=names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("seconds")
-    handles = [Patch(color=color, label=what) for what, color in COLORS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    colors = {"life of a process": LIGHT_GREY, "step": GREY, **COLORS}
+    patches = [Patch(color=color, label=what) for what, color in colors.items()]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(patches)}
+    axes.legend(handles=patches, frameon=False, handlelength=1.2, **below)
+    runs = {
+        "without tierfall and without a kill": (alone, "#f5cf7b", 5.0),
+        "before the kill": (first, RED, 1.2),
+        "after the restore": (again, COLORS["restore"], 1.2),
+    }
+    for label, (trainer, color, width) in runs.items():
+        points = [(line["step"], float.fromhex(line["loss"])) for line in trainer.of("step")]
+        losses.plot(*zip(*points, strict=True), color=color, linewidth=width, label=label)
+    losses.set(xlabel="training step", ylabel="loss")
+    losses.legend(frameon=False)
     return figure

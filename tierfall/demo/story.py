@@ -229,7 +229,7 @@ class Demo:
             "after_node_loss": elsewhere.of("restored")[0],
             "equal_losses": losses,
             "packed": self.sum_up(first, again),
-            "picture": self.draw([first, again, damaged, elsewhere], picture),
+            "picture": self.draw([first, again, damaged, elsewhere], alone, picture),
         }
 
     def train_and_kill(self) -> tuple[Trainer, str]:
@@ -313,14 +313,14 @@ class Demo:
         )
         return {STORE: {"raw_bytes": raw, "stored_bytes": packed}}
 
-    def draw(self, trainers: list[Trainer], path: Path) -> str | None:
-        """Write the picture of what the trainers did, one after the other; return its path, None without matplotlib."""
+    def draw(self, trainers: list[Trainer], alone: Trainer, path: Path) -> str | None:
+        """Write the picture of what the trainers did; return its path, None without matplotlib."""
         try:
             picture = import_module("tierfall.demo.picture")
         except ModuleNotFoundError:
             self.say("  for a picture of this timeline: pip install " + escape("'tierfall[plot]'"))
             return None
-        picture.draw(trainers).savefig(path)
+        picture.draw(trainers, alone).savefig(path)
         self.say(f"  the timeline as a picture: [bold]{escape(str(path))}[/bold]")
         return str(path)
 
@@ -406,8 +406,9 @@ def play(folder: Path | None, *, every: int, s3: bool, picture: Path | None, as_
             demo = Demo(config.parent, config, console, stack, every, SAVES * every)
             facts |= demo.play(path)
             demo.say(f"  the demo took {format_duration(time.monotonic() - began_s)}", "")
-            look = escape(f"tierfall ls --config {(folder or Path('DIR')) / 'tiers.yaml'}")
-            demo.say(f"[bold]tierfall demo DIR[/bold] keeps the files; look at them: {look}")
+            if not s3:  # its server has ended
+                look = escape(f"tierfall ls --config {(folder or Path('DIR')) / 'tiers.yaml'}")
+                demo.say(f"[bold]tierfall demo DIR[/bold] keeps the files; look at them: {look}")
     except (DemoError, OSError, RuntimeError, ConfigError) as error:
         console.print(f"\n[red]The demo failed:[/red] {escape(str(error))}", soft_wrap=True)
         facts = {"ok": False, "problems": [str(error)]}

@@ -28,9 +28,14 @@ SCRIPT, LOOP = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILI
 (CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
+def in_memory(folder: Path) -> str:
+    """The page's file, with host memory in a folder of the test."""
+    return CONFIG.replace("kind: host}", f'kind: host, folder: "{folder}"}}')
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    (folder / "tiers.yaml").write_text(CONFIG)
+    (folder / "tiers.yaml").write_text(in_memory(folder / "memory"))
     (folder / "train.py").write_text(SCRIPT)
     with (folder / "errors").open("a") as errors:
         return subprocess.Popen(
@@ -72,7 +77,7 @@ class Stopped(Exception):
 def loop(folder: Path, memory: Path, last: int = 0) -> list[str]:
     """Run the loop of the page, up to a step; return the loss of each step, exactly."""
     folder.mkdir(exist_ok=True)
-    config = "interval: {every: 5}\n" + CONFIG.replace("./memory", str(memory / folder.name))
+    config = "interval: {every: 5}\n" + in_memory(memory / folder.name)
     (folder / "tiers.yaml").write_text(config.replace("./checkpoints", str(folder)))
     set_seed(1)
     model, losses = made.model(), list[str]()
