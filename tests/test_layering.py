@@ -63,13 +63,13 @@ FOLDERS = (
 
 LINES = {
     ("core/types",): 1_944,
-    ("core/format",): 1_299,
+    ("core/format",): 1_301,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_493,
     ("core/runtime",): 2_224,
     ("core/ranks",): 2_273,
     ("core/capture", "core/sampling"): 3_911,
-    ("core/restore", "core/load", "core/copies"): 7_194,
+    ("core/restore", "core/load", "core/copies"): 7_191,
     ("core/compression",): 373,
     ("core/flush",): 8_157,
     ("policies",): 2_177,

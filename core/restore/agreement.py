@@ -367,12 +367,9 @@ def complete(
     return frozenset(whole), lacking
 
 
-def whole_on(listing: Listing, id: CheckpointId) -> bool:
-    """Return whether every shard of a checkpoint is on one tier, by its listing."""
-    copy = listing.copy(id)
-    if copy is None or copy.commit is None or copy.damage is not None:
-        return False
-    return names_all_shards(copy.commit)
+def is_whole(copy: FoundCopy) -> bool:
+    """Return whether every shard of a checkpoint is on the tier of this copy."""
+    return copy.commit is not None and copy.damage is None and names_all_shards(copy.commit)
 
 
 def names_all_shards(commit: Commit) -> bool:
@@ -411,7 +408,7 @@ def not_on_all_nodes(
 
 def only_whole(listing: Listing) -> Listing:
     """Leave out copies that are not whole: a record says nothing for nodes that lack it."""
-    return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
+    return replace(listing, copies=tuple(c for c in listing.copies if is_whole(c)))
 
 
 def on_few_nodes(
@@ -470,7 +467,7 @@ def whole_on_each(
 ) -> dict[str, frozenset[CheckpointId]]:
     """Return, per tier, the checkpoints of which every shard is on it. One that is on too ``few`` nodes and whole in
     memory does not count: memory makes again what is missing."""
-    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
+    whole = {x.tier: frozenset(c.id for c in x.copies if is_whole(c)) for x in listings}
     in_memory = whole.get(host, frozenset())
     return {tier: found - (in_memory & set(few.get(tier, ()))) for tier, found in whole.items()}
 
