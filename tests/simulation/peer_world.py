@@ -4,7 +4,7 @@ its ranks and what it keeps for others, and is a node of the starts that it take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,7 +18,6 @@ from tests.simulation.world import FakeMemory, FakeRegion
 from tierfall.core.copies import shard_reader
 from tierfall.core.format.commit_files import files_of
 from tierfall.core.ranks.wire import Head
-from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -231,11 +230,9 @@ class PeerWorld(Many):
             raise StartFailedError(f"machines {sorted(self.wires.lost)} are lost")
         return super()._take_attempt()
 
-    def _restore(
-        self, described: Mapping[int, Inventory], order: Sequence[str]
-    ) -> CheckpointId | None:
+    def _restore(self) -> CheckpointId | None:
         self.world_sizes[self.attempt.number] = len(self.ranks)
-        return super()._restore(described, order)
+        return super()._restore()
 
     def on_refused(self, error: RestoreError) -> None:
         self.refused = error

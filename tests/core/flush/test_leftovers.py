@@ -12,6 +12,7 @@ from tests.simulation.peer_hour import peer_rules
 from tests.simulation.world import file_rules, host_rules
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.flush.facts import Ledger, LedgerEntry
+from tierfall.core.format.decided import DecidedList
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.setup.host_memory import Leftovers
 
@@ -39,9 +40,8 @@ def left(
     has_other_images: bool = False,
 ) -> Leftovers:
     """A part of each of the three checkpoints is in memory. ``few`` are on too few nodes."""
-    ledger = Ledger(
-        (host_rules(), peer_rules(), file_rules(STORE)), "host", on_few_nodes={PEERS: few}
-    )
+    ledger = Ledger((host_rules(), peer_rules(), file_rules(STORE)), "host")
+    ledger.load((), (), decided=DecidedList(), on_few_nodes={PEERS: few})
     copies = [(id, tier, CopyState.COMMITTED) for id, tier in committed.items()]
     if has_other_images:
         copies.append((CheckpointId(30, 4), "host", CopyState.SEALED))
