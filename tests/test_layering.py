@@ -76,7 +76,7 @@ LINES = {
     ("backends",): 6_882,
     ("tiers",): 3_820,
     ("tierfall/config",): 2_638,
-    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_360,
+    ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_369,
     ("tierfall/ops",): 3_307,
     ("tierfall/telemetry",): 1_739,
     ("tierfall/cli",): 4_180,

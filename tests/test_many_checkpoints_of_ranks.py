@@ -4,6 +4,7 @@ before all ranks have read the commit records of old checkpoints; what was not r
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 
 from tests.core.ranks.threads import network, on_all
-from tests.open_ranks import close_all
+from tests.open_ranks import close_all, kill_all
 from tests.shelf import Shelf
 from tests.steps import blank, state_of, step_in, wait_until
 from tests.test_many_checkpoints import MANY, multiply
 from tierfall.backends import toolkit
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.run import session
 from tierfall.run.checkpointer import Checkpointer
+from tierfall.setup.opened_tiers import OpenedTiers
+from tierfall.setup.start import Start
 
 NODES = ("a", "a", "b")
 SOON_S = 20.0
@@ -29,6 +33,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.max_wait = "10s"
 
     def config(self, node: str, **rules: Any) -> Config:
         place = self.folder / node
@@ -36,7 +41,7 @@ class Run:
             {"name": "host", "kind": "host", "folder": str(place / "memory")},
             {"name": "store", "kind": "object", "url": "shelf://a", **rules},
         ]
-        words = {"run": "run", "max_wait": "10s", "chunk": "1MiB"}
+        words = {"run": "run", "max_wait": self.max_wait, "chunk": "1MiB"}
         return Config.model_validate({**words, "tiers": tiers})
 
     def open(self, ranks: list[Ranks], **rules: Any) -> list[Checkpointer]:
@@ -202,3 +207,27 @@ def test_a_restore_goes_on_with_what_was_not_read(
         live = [info.step for info in opened[2].checkpoints() if not info.abandoned]
         assert live == [1, 2, 3, 4, 5, 6]
         close_all(opened)
+
+
+def test_close_waits_for_no_rank_that_died_before_it_had_read_every_record(
+    run: Run, shelf: Shelf, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(run, shelf, MANY)
+    real, dead = session.agree_on_rest, threading.Event()
+
+    def agree(tiers: OpenedTiers, *words: Any) -> Start:
+        if tiers.ranks is ranks[2]:
+            assert dead.wait(60)
+        return real(tiers, *words)
+
+    monkeypatch.setattr(session, "agree_on_rest", agree)
+    run.max_wait = "2s"
+    opened = run.open(ranks)
+    assert restored(opened) == {MANY}
+    began_s = time.monotonic()
+    errors = on_all([one.close for one in opened[:2]])
+    assert time.monotonic() - began_s < 10.0  # ``open`` would wait for 12 s
+    assert ["are not waited for" in str(error) for error in errors] == [True, True], errors
+    assert shelf.steps() == [*range(1, MANY + 1)]
+    dead.set()
+    kill_all(opened[2:])

@@ -579,6 +579,7 @@ class OpenRun:
         try:
             try:
                 self.cadence.end()
+                session.wait_filled("close", left_s() / 2)
                 updates, last = self.capturer.barrier.updates, self._last
                 plan, most_s = closing.agree_on_end(
                     session,

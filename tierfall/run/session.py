@@ -108,6 +108,8 @@ class Session:
         self.filled = InterruptibleEvent()
         self._awaited = InterruptibleEvent()
         """A thread waits for the coordinator."""
+        self._gives_up = InterruptibleEvent()
+        """This rank waits no longer for others that read old commit records."""
         if not start.partial:
             self._fill(ledger, catalog)
         self.workers = Workers(
@@ -165,7 +167,7 @@ class Session:
             self.tiers.read_rest()
             if self.workers.stopping:
                 return
-            self._start = agree_on_rest(self.tiers, self._start)
+            self._start = agree_on_rest(self.tiers, self._start, self._gives_up)
             self.displaced = bool(self._start.displaced)
             self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
         self.coordinator.start()
@@ -252,12 +254,15 @@ class Session:
                 return False
         return True
 
-    def wait_filled(self, doing: str) -> None:
-        """Wait until all ranks have read the commit records that the start left for later."""
-        if not self.filled.is_set:
-            why = "the commit records of earlier checkpoints are being read"
-            with self.holds.hold(doing, lambda: why):
-                self.wait(self.filled)
+    def wait_filled(self, doing: str, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have read the commit records that the start left for later. After ``timeout_s`` this
+        rank waits for no other one, and its coordinator stops."""
+        if self.filled.is_set:
+            return
+        why = "the commit records of earlier checkpoints are being read"
+        with self.holds.hold(doing, lambda: why):
+            if not self.wait(self.filled, timeout_s):
+                self._gives_up.set()
 
     def check_running(self) -> None:
         """Raise TierfallError where the coordinator has stopped."""

@@ -49,6 +49,7 @@ from tierfall.core.restore.inventory import (
     merge_ranks,
     unlisted,
 )
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import (
@@ -245,9 +246,10 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     )
 
 
-def agree_on_rest(tiers: OpenedTiers, start: Start) -> Start:
+def agree_on_rest(tiers: OpenedTiers, start: Start, leave: InterruptibleEvent) -> Start:
     """Agree again on what the tiers hold, now that each rank has read the commit records that the ``start`` had left
-    for later. For another thread than that of the training."""
+    for later. For another thread than that of the training. Raises RanksError if a rank does not come, or after
+    ``leave`` was set."""
     if not tiers.agrees:
         return replace(start, partial=False)
     again = tiers.ranks.agree_aside(
@@ -256,6 +258,7 @@ def agree_on_rest(tiers: OpenedTiers, start: Start) -> Start:
         lambda messages: decide(tiers, _found_by_all(messages), start.attempt),
         Start,
         timeout_s=_patience_s(tiers),
+        leave=leave,
     )
     tiers.listings = fill_in(tiers.listings, again, reporters(tiers.config, tiers.ranks))
     return again
