@@ -18,8 +18,9 @@ SHELVES: dict[str, Shelf] = {}
 
 @dataclass(eq=False)
 class Shelf:
-    """The objects of one address. ``hidden``, ``absent`` and ``refused`` are by a part of the key; ``asked`` counts the
-    reads. ``on_read`` is called with each key that is read."""
+    """The objects of one address. ``hidden``, ``absent`` and ``refused`` are by a part of the key; ``asked`` counts
+    the requests by key, and the listings by prefix; ``clients`` those of each process that has opened it. ``on_read``
+    is called with each key that is read."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
@@ -27,6 +28,7 @@ class Shelf:
     refused: dict[str, type[toolkit.BackendError]] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
     on_read: Callable[[str], object] = bool
+    clients: list[Counter[str]] = field(default_factory=list)
 
     def steps(self) -> list[int]:
         """Return the steps of which the commit record and an image are there."""
@@ -44,10 +46,12 @@ class _Store(toolkit.ObjectStore):
 
     def __init__(self, url: str, *, options: Any, read_only: bool) -> None:
         self.shelf = SHELVES[url.removeprefix("shelf://")]
+        self.asked: Counter[str] = Counter()
+        self.shelf.clients.append(self.asked)
 
     def get(self, key: str, start: int, end: int) -> tuple[bytes, int] | None:
         shelf = self.shelf
-        shelf.asked[key] += 1
+        self._ask(key)
         shelf.on_read(key)
         for part, error in shelf.refused.items():
             if part in key:
@@ -58,20 +62,27 @@ class _Store(toolkit.ObjectStore):
         return value[start:end], len(value)
 
     def put(self, key: str, data: memoryview, if_absent: bool) -> bool:
+        self._ask(key)
         if if_absent and key in self.shelf.values:
             return False
         self.shelf.values[key] = bytes(data)
         return True
 
     def delete(self, key: str) -> None:
+        self._ask(key)
         self.shelf.values.pop(key, None)
 
     def list(self, prefix: str, delimiter: str) -> Iterable[toolkit.StoredObject]:
+        self._ask(prefix)
         return [
             toolkit.StoredObject(key=key, bytes=len(value))
             for key, value in list(self.shelf.values.items())
             if key.startswith(prefix) and not any(part in key for part in self.shelf.hidden)
         ]
+
+    def _ask(self, key: str) -> None:
+        self.shelf.asked[key] += 1
+        self.asked[key] += 1
 
 
 def new_shelf(name: str) -> Iterator[Shelf]:

@@ -25,6 +25,7 @@ from tierfall.core.types.errors import (
     StepError,
     UnreachableError,
 )
+from tierfall.tiers.listing import FEW
 
 
 def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -494,12 +495,14 @@ def saved_by_two(root: Path, *steps: int) -> None:
         close_all(checkpointers)
 
 
+@pytest.mark.parametrize("few", [FEW, 0])
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_an_emptied_disk_of_one_of_several_nodes_is_written_again_if_all_of_it_is_elsewhere(
-    tmp_path: Path, node: int, is_elsewhere: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, is_elsewhere: bool, few: int
 ) -> None:
-    """By the parts that the other nodes have."""
+    """By the parts that the other nodes have; also if a start leaves old records for later."""
+    monkeypatch.setattr("tierfall.tiers.listing.FEW", few)
     saved_by_two(tmp_path, 1, 2)
     disk = tmp_path / str(node) / "nvme"
     empty(disk)

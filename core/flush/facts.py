@@ -431,9 +431,6 @@ class Ledger:
         host: str,
         *,
         group: Group | None = None,
-        scattered: frozenset[CheckpointId] = frozenset(),
-        on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
-        decided: DecidedList | None = None,
     ) -> None:
         """``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as in ``note_partial``.
         ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can be restored, and are
@@ -468,13 +465,9 @@ class Ledger:
         self.peer_tiers = frozenset(rule.name for rule in rules if rule.kind is TierKind.PEER)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
-        self.scattered = scattered
-        self.on_few_nodes = {
-            (tier, id): may_be_reported
-            for tier, few in on_few_nodes.items()
-            for id, may_be_reported in few.items()
-        }
-        self.decided = decided or DecidedList()
+        self.scattered: frozenset[CheckpointId] = frozenset()
+        self.on_few_nodes: dict[tuple[str, CheckpointId], bool] = {}
+        self.decided = DecidedList()
         self.has_begun = False
         self.evaluated_at: float = 0
         self.lags = False
@@ -527,9 +520,23 @@ class Ledger:
         that setting the wall clock changes no checkpoint's age."""
         self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
 
-    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
-        """Add the checkpoints that were found on tiers."""
-        known = tuple(known)
+    def load(
+        self,
+        known: Iterable[KnownCheckpoint],
+        listings: Iterable[Listing],
+        *,
+        decided: DecidedList,
+        scattered: frozenset[CheckpointId] = frozenset(),
+        on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
+    ) -> None:
+        """Add the checkpoints that were found on tiers, and what else the ranks have found at the start."""
+        known, self.decided = tuple(known), decided
+        self.scattered = scattered
+        self.on_few_nodes = {
+            (tier, id): may_be_reported
+            for tier, few in on_few_nodes.items()
+            for id, may_be_reported in few.items()
+        }
         late = overtaken(known)
         for checkpoint in known:
             entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)

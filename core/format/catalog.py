@@ -249,6 +249,8 @@ def of_one_lineage(
     """Separate copies that share only a name: starts that could not see each other's tiers may use the same attempt
     number. Copies of an attempt that is not ``passed_over`` count, or else those saved last; the others become foreign
     and damaged."""
+    if len(copies) < 2:
+        return copies
     commits = [copy.commit for copy in copies.values() if copy.commit is not None]
     if len({commit.lineage.attempt_id for commit in commits}) < 2:
         return copies

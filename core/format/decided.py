@@ -188,6 +188,8 @@ class DecidedList:
     ) -> frozenset[str]:
         """The tags of a checkpoint, which was ``given`` some at its save."""
         found = self.of(id, attempt_id)
+        if not found:
+            return frozenset(given)
         added = {entry.tag for entry in found if entry.word is Word.TAG}
         removed = {entry.tag for entry in found if entry.word is Word.UNTAG}
         kept = {tag for tag in added if self._holds(id, attempt_id, Word.TAG, Word.UNTAG, tag)}

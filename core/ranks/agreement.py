@@ -63,9 +63,11 @@ class LeftError(RanksError):
 
 
 class Agreement:
-    """One rank's part in agreements. ``lost`` is the error that cut it off from the other ranks, if one did."""
+    """One rank's part in the agreements of one ``name``: one thread of each rank makes them. ``lost`` is the error that
+    cut it off from the other ranks, if one did."""
 
-    def __init__(self, message_tree: MessageTree, *, timeout_s: float) -> None:
+    def __init__(self, message_tree: MessageTree, *, timeout_s: float, name: str = AGREE) -> None:
+        self.name = name
         self._message_tree = message_tree
         self._timeout_s = timeout_s
         self._count = 0
@@ -122,7 +124,7 @@ class Agreement:
                 if answer.name == what and answer.error and self._rank not in answer.without
             ]
             self._answers.clear()
-            topic: Topic = (AGREE, self._count)
+            topic: Topic = (self.name, self._count)
             event = leave or InterruptibleEvent()
             if not missed:
                 self._events[topic] = event

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tierfall.core.ranks.agreement import AGREE, Agreement
+from tierfall.core.ranks.agreement import Agreement
 from tierfall.core.ranks.message_tree import MessageTree, RankMessage
 from tierfall.core.ranks.rendezvous import RankPlacement, join
 from tierfall.core.ranks.topology import ALONE, Topology
@@ -44,7 +44,10 @@ class Ranks:
         self._delivering = False
         self.message_tree = MessageTree(topology, transport.send if transport else _refuse_to_send)
         self._agreement = Agreement(self.message_tree, timeout_s=timeout_s)
+        self._aside = Agreement(self.message_tree, timeout_s=timeout_s, name="agree aside")
         self.agree = self._agreement.agree
+        self.agree_aside = self._aside.agree
+        """As ``agree``, for another thread than that of the training."""
         self.meet = self._agreement.meet
         self.message_tree.on_message = self._on_message
         if transport is not None:
@@ -114,9 +117,10 @@ class Ranks:
             self._transport.close(LEAVE_S)
 
     def _on_message(self, message: RankMessage) -> None:
-        if message.topic[0] == AGREE:
-            self._agreement.on_message(message)
-            return
+        for agreement in (self._agreement, self._aside):
+            if message.topic[0] == agreement.name:
+                agreement.on_message(message)
+                return
         with self._lock:
             self._undelivered.append(message)
         self._deliver()
@@ -142,6 +146,7 @@ class Ranks:
     def _lose(self, error: BaseException) -> None:
         logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)
         self._agreement.fail_waiting(error)
+        self._aside.fail_waiting(error)
 
 
 def _refuse_to_send(rank: int, data: bytes) -> None:

@@ -15,7 +15,14 @@ from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.format.catalog import (
+    FoundCopy,
+    KnownCheckpoint,
+    Listing,
+    NotReadError,
+    merge,
+    starts_in,
+)
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.agreement import check_same_arguments
@@ -28,7 +35,12 @@ from tierfall.core.restore.assign import (
     group_needs,
     merge_seen,
 )
-from tierfall.core.restore.candidates import RestoreRequest, choose, unread_text
+from tierfall.core.restore.candidates import (
+    RestoreRequest,
+    choose,
+    is_first_unread,
+    unread_text,
+)
 from tierfall.core.restore.inventory import (
     CopyMessage,
     Inventory,
@@ -63,8 +75,9 @@ class _RestoreCall(Message):
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
     nodes. ``fallbacks`` are the skipped sources, with reasons; ``unread`` the checkpoints that are skipped because they
-    could not be read."""
+    could not be read. ``later``: that depends on commit records that were left to be read later."""
 
+    later: bool = False
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
@@ -78,8 +91,10 @@ def agree_to_restore(
     *,
     mine: Sequence[str],
     tally: ReadTally,
-) -> list[KnownCheckpoint]:
-    """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint.
+) -> list[KnownCheckpoint] | None:
+    """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint. None:
+    that depends on commit records that some rank has left to be read later. If there are any, older checkpoints may be
+    left out.
 
     Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
     that this rank reports, so that a tier which many ranks see is reported once. A checkpoint that no tier here holds
@@ -94,6 +109,8 @@ def agree_to_restore(
 
     call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
     decision = ranks.agree("restore", call, decide, Candidates)
+    if decision.later:
+        return None
     for fallback in decision.fallbacks:
         tally.add_skipped(fallback.what, fallback.reason, fallback.id)
     for id in decision.unread:
@@ -307,11 +324,14 @@ def choose_candidates(
     whole, lacking = complete(listings)
     tally = ReadTally()
     partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
+    listings = tuple(_without(partial, listing) for listing in listings)
+    if is_first_unread(listings, request):
+        return Candidates(later=True)
     for id in sorted(partial):
         reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
         tally.add_skipped(f"step {id}", reason, id)
         logger.warning("restore: step %s is no checkpoint: %s", id, reason)
-    candidates = choose([_without(partial, listing) for listing in listings], request, tally)
+    candidates = choose(listings, request, tally)
     taken: list[KnownCheckpoint] = []
     unread: list[CheckpointId] = []
     for known in candidates:
@@ -320,8 +340,11 @@ def choose_candidates(
             taken.append(known)
             continue
         if (error := _unread(known, request.tier)) is not None:
-            if taken and not request.ignore_unreachable:
+            is_later = isinstance(error, NotReadError)
+            if taken and (is_later or not request.ignore_unreachable):
                 break  # the older ones are chosen among only if these are passed over
+            if is_later:
+                return Candidates(later=True)
             if not request.ignore_unreachable:
                 of = f"{request.operation} of {known.id}"
                 raise RestoreError(unread_text(of, error, request)) from error
@@ -367,12 +390,9 @@ def complete(
     return frozenset(whole), lacking
 
 
-def whole_on(listing: Listing, id: CheckpointId) -> bool:
-    """Return whether every shard of a checkpoint is on one tier, by its listing."""
-    copy = listing.copy(id)
-    if copy is None or copy.commit is None or copy.damage is not None:
-        return False
-    return names_all_shards(copy.commit)
+def is_whole(copy: FoundCopy) -> bool:
+    """Return whether every shard of a checkpoint is on the tier of this copy."""
+    return copy.commit is not None and copy.damage is None and names_all_shards(copy.commit)
 
 
 def names_all_shards(commit: Commit) -> bool:
@@ -411,7 +431,7 @@ def not_on_all_nodes(
 
 def only_whole(listing: Listing) -> Listing:
     """Leave out copies that are not whole: a record says nothing for nodes that lack it."""
-    return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
+    return replace(listing, copies=tuple(c for c in listing.copies if is_whole(c)))
 
 
 def on_few_nodes(
@@ -470,7 +490,7 @@ def whole_on_each(
 ) -> dict[str, frozenset[CheckpointId]]:
     """Return, per tier, the checkpoints of which every shard is on it. One that is on too ``few`` nodes and whole in
     memory does not count: memory makes again what is missing."""
-    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
+    whole = {x.tier: frozenset(c.id for c in x.copies if is_whole(c)) for x in listings}
     in_memory = whole.get(host, frozenset())
     return {tier: found - (in_memory & set(few.get(tier, ()))) for tier, found in whole.items()}
 

@@ -56,7 +56,7 @@ def choose(
 
 def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> bool:
     """Return whether commit records were left to be read later, and one of them is of the checkpoint that would be
-    restored, or may be."""
+    restored, or may be, or tells which of two attempts of one number counts."""
     unread = [
         copy.id
         for listing in listings
@@ -65,8 +65,9 @@ def is_first_unread(listings: Sequence[Listing], request: RestoreRequest) -> boo
     ]
     if not unread:
         return False
-    known = {start.attempt for start in starts_in(listings)}
-    if any(id.attempt not in known for id in unread):
+    starts = starts_in(listings)
+    known = {start.attempt for start in starts}
+    if len(known) < len(starts) or any(id.attempt not in known for id in unread):
         return True  # how its attempt began may abandon what looks newest
     fit = (c for c in reversed(merge(listings)) if _fits(c, request) and not _why_not(c, request))
     copies = next((c.copies.values() for c in fit), None)

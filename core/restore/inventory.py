@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
+from tierfall.core.format.catalog import FoundCopy, Listing, NotReadError, of_one_lineage
 from tierfall.core.format.commit_files import unite_records
 from tierfall.core.format.decided import DecidedList
 from tierfall.core.format.records import Commit, parse_commit
@@ -21,7 +21,8 @@ from tierfall.core.types.values import CheckpointId, CopyState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyMessage(Message):
-    """A copy that a rank has found; the fields of ``FoundCopy``. ``commit`` is the text of its commit record."""
+    """A copy that a rank has found; the fields of ``FoundCopy``. ``commit`` is the text of its commit record. Without
+    it, and without ``damage``, the record is read later."""
 
     id: CheckpointId
     state: CopyState
@@ -38,18 +39,23 @@ class CopyMessage(Message):
             state=copy.state,
             bytes=copy.bytes,
             commit=None if copy.commit is None else copy.commit.encode().decode(),
-            damage=None if copy.damage is None else ErrorMessage.of(copy.damage),
+            damage=None
+            if copy.damage is None or isinstance(copy.damage, NotReadError)
+            else ErrorMessage.of(copy.damage),
             on_peers=copy.on_peers,
             foreign=copy.foreign,
         )
 
     def copy_of(self, rank: int, tier: str) -> FoundCopy:
+        damage = None if self.damage is None else self.damage.error_of(rank)
+        if self.commit is None and damage is None:
+            damage = NotReadError(f"{tier}: rank {rank} has not read the record of {self.id} yet")
         return FoundCopy(
             id=self.id,
             state=self.state,
             bytes=self.bytes,
             commit=self.commit_of(rank, tier),
-            damage=None if self.damage is None else self.damage.error_of(rank),
+            damage=damage,
             on_peers=self.on_peers,
             foreign=self.foreign,
         )
@@ -125,6 +131,9 @@ def merge_ranks(inventories: Mapping[int, Inventory], order: Sequence[str]) -> t
 def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
     """Merge the copies of one checkpoint that are in several places, by the names of the places; also return the damage
     that does not concern the merged copy. It could not be read if one of them could not."""
+    first, *others = found.values()
+    if first.commit is None and not others:
+        return first, []
     copies = of_one_lineage(dict(found))
     damages = [copy.damage for copy in copies.values() if copy.damage and copy.damage.is_damage]
     unread = next((copy.unread for copy in copies.values() if copy.unread is not None), None)

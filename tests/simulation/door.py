@@ -146,12 +146,15 @@ class Door:
                 topology=ALONE if message_tree is None else message_tree.topology,
                 shared=shared or {},
             ),
-            scattered=begun.scattered,
-            on_few_nodes=begun.on_few_nodes,
-            decided=decided_in(held),
         )
         ledger.set_clock(now_s=now_s, wall_time_s=wall_s)
-        ledger.load(merge(held), held)
+        ledger.load(
+            merge(held),
+            held,
+            decided=decided_in(held),
+            scattered=begun.scattered,
+            on_few_nodes=begun.on_few_nodes,
+        )
         ledger.note_partial(x for x in listings if x.tier in begun.seen)
         leftovers = Leftovers(ledger, [])
         adopt_images(ledger, images, leftovers, begun.displaced)

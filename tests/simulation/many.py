@@ -24,12 +24,12 @@ from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.restore.agreement import choose_candidates
 from tierfall.core.restore.candidates import RestoreRequest
-from tierfall.core.restore.inventory import Inventory, merge_ranks
+from tierfall.core.restore.inventory import merge_ranks
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.setup.start import Start, decide, fill_in, on_all_ranks
+from tierfall.setup.start import FoundAtStart, Start, decide, fill_in, on_all_ranks
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -135,11 +135,17 @@ class Many:
         for rank in self.ranks:
             rank.open()
         start = self._take_attempt()
-        described = {rank.number: rank.described() for rank in self.ranks}
-        order = [rules.name for rules in self.rules]
-        known = {c.id: c.commit for x in merge_ranks(described, order) for c in x.copies}
-        self.started_from = self._restore(described, order)
+        self.started_from = self._restore()
         self.lineage[self.attempt.number] = self.started_from
+        if start.partial:
+            for rank in self.ranks:
+                rank.read_rest(may_fail=True)
+            start = decide(self._root(), self._found(0), start.attempt)
+            for rank in self.ranks:
+                rank.listings = fill_in(rank.listings, start, rank.reporters())
+        order = [rules.name for rules in self.rules]
+        described = {rank.number: rank.described() for rank in self.ranks}
+        known = {c.id: c.commit for x in merge_ranks(described, order) for c in x.copies}
         commit = known.get(self.started_from) if self.started_from else None
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
@@ -155,18 +161,9 @@ class Many:
     def _take_attempt(self) -> Start:
         """Let all ranks take one attempt, without the tiers that one of them cannot reach."""
         root = self.ranks[0]
-        session = SimpleNamespace(
-            claim_from=self._take_number,
-            emptied={},
-            config=SimpleNamespace(host=SimpleNamespace(name="host"), peer_copies=self.peer_copies),
-            ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
-        )
         number = 1
         while True:
-            numbers = [max(number, rank.next_number()) for rank in self.ranks]
-            bodies = {r.number: r.found(n) for r, n in zip(self.ranks, numbers, strict=True)}
-            order = [rules.name for rules in self.rules]
-            start = decide(cast(Any, session), bodies, order)
+            start = decide(self._root(), self._found(number))
             without = {t: UnreachableError(why) for t, why in start.unreachable.items()}
             for rank in self.ranks:
                 rank.go_without(without)
@@ -182,23 +179,43 @@ class Many:
             rank.listings = fill_in(rank.listings, start, rank.reporters())
         return start
 
+    def _root(self) -> Any:
+        """Return what rank 0 decides with."""
+        return SimpleNamespace(
+            claim_from=self._take_number,
+            emptied={},
+            config=SimpleNamespace(
+                host=SimpleNamespace(name="host"), chain=self.rules, peer_copies=self.peer_copies
+            ),
+            ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
+        )
+
+    def _found(self, number: int) -> dict[int, FoundAtStart]:
+        return {r.number: r.found(max(number, r.next_number())) for r in self.ranks}
+
     def _take_number(self, number: int) -> Attempt:
         while not self.ranks[0].adopt(attempt := attempt_of(number, self.starts)):
             number += 1
         return attempt
 
-    def _restore(
-        self, described: Mapping[int, Inventory], order: Sequence[str]
-    ) -> CheckpointId | None:
+    def _restore(self) -> CheckpointId | None:
         """Read the newest checkpoint that all ranks can, and return it; None where a person begins anew."""
         request = RestoreRequest(ignore_unreachable=self.does_without())
+        order = [rules.name for rules in self.rules]
         try:
-            chosen = choose_candidates(described, order, request).order
+            for reads_all in (False, True):
+                if reads_all and not any(x.is_partial for r in self.ranks for x in r.listings):
+                    return None
+                for rank in self.ranks if reads_all else ():
+                    rank.read_rest()
+                described = {rank.number: rank.described() for rank in self.ranks}
+                chosen = choose_candidates(described, order, request).order
+                if (found := next(filter(self.is_read_whole, chosen), None)) is not None:
+                    return found
         except RestoreError as error:
             self.trace.append(f"fresh: {error}")
             self.on_refused(error)
-            return None
-        return next(filter(self.is_read_whole, chosen), None)
+        return None
 
     def on_refused(self, error: RestoreError) -> None:
         """A person begins anew."""

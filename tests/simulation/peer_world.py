@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from tests.simulation.peer_wires import RUN, WiredPeer, Wires
 from tests.simulation.rank import Rank
 from tests.simulation.world import FakeMemory, FakeRegion
 from tierfall.core.copies import shard_reader
-from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
@@ -207,11 +206,9 @@ class PeerWorld(Many):
             raise StartFailedError(f"machines {sorted(self.wires.lost)} are lost")
         return super()._take_attempt()
 
-    def _restore(
-        self, described: Mapping[int, Inventory], order: Sequence[str]
-    ) -> CheckpointId | None:
+    def _restore(self) -> CheckpointId | None:
         self.world_sizes[self.attempt.number] = len(self.ranks)
-        return super()._restore(described, order)
+        return super()._restore()
 
     def on_refused(self, error: RestoreError) -> None:
         self.refused = error

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 from tests.faults import Fault, Faulty
 from tests.memory_backend import MemoryBackend
@@ -62,9 +63,11 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard
 from tierfall.policies.flush import tiers_owed
+from tierfall.setup.opened_tiers import with_rest
 from tierfall.setup.start import FoundAtStart, Start, next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
+from tierfall.tiers import listing
 from tierfall.tiers.peers import PeerCache
 from tierfall.tiers.stored import StoredTier
 
@@ -153,7 +156,8 @@ class Rank:
         """Look at all that this rank can see."""
         self.tasks, self.errors, self._read_whole = [], {}, ()
         self.stores = {tier: self._open_store(tier) for tier in self.troubles}
-        listings = (self._in_memory(self.memory), *(s.list() for s in self.stores.values()))
+        self._draw = random.Random(f"{self.world.seed} {self.world.starts} {self.number}")
+        listings = self._look(newest=self._draw.random() < 0.5)
         self.listings = listings
         config = config_of(self.world.rules[1:])
         machine = cast(Path, self.world.machines[self.node])
@@ -166,9 +170,36 @@ class Rank:
         failed = {x.tier: x.error for x in listings if x.error is not None}
         missing |= {tier: failed[tier] for tier in failed.keys() & self.world.unopened}
         self.go_without(missing)
-        mine = set(filter(self.owns, self.stores))
+        self.listings = tuple(map(self._made_durable, self.listings))
+
+    def _look(self, *, newest: bool = False) -> tuple[Listing, ...]:
+        """List all that this rank can see; ``newest``: as if there were thousands of checkpoints."""
+        with patch.object(listing, "FEW", 0):
+            stored = [
+                self.stores[tier].list(newest=newest)
+                if tier not in self.errors
+                else Listing(tier=tier, error=self.errors[tier])
+                for tier in self.troubles
+            ]
+        return (self._in_memory(self.memory), *stored)
+
+    def _made_durable(self, found: Listing) -> Listing:
+        if found.error or found.tier not in self.stores or not self.owns(found.tier):
+            return found
+        return make_durable(self.stores[found.tier], found)
+
+    def read_rest(self, *, may_fail: bool = False) -> None:
+        """Read the commit records that were left for later. A tier ``may_fail`` to answer now."""
+        found = {x.tier: self._made_durable(x) for x in self._look()}
+        partial = [x.tier for x in self.listings if x.is_partial]
+        for tier in partial if may_fail else ():
+            if self._draw.random() < 0.1:
+                found[tier] = Listing(
+                    tier=tier, error=UnreachableError(f"{tier} has fallen silent")
+                )
+                self.world.unread.add(tier)
         self.listings = tuple(
-            make_durable(self.stores[x.tier], x) if x.tier in mine and x.error is None else x
+            with_rest(x, found[x.tier], is_own=self.owns(x.tier)) if x.tier in partial else x
             for x in self.listings
         )
 
@@ -208,6 +239,7 @@ class Rank:
         """What this rank brings to the agreement on a start."""
         return FoundAtStart(
             number=number,
+            partial=any(x.is_partial for x in self.listings),
             unreachable={tier: str(error) for tier, error in self.errors.items()},
             tiers=self.described(),
             unlisted=unlisted(self.listings, self.reporters()),

@@ -105,7 +105,7 @@ def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str
     at = CheckpointId(report.step, report.attempt)
     run = open_run_of(ckpt)
     request = run.restore_request(None, None, doing="load")
-    known = run.candidates(run.session.list_now(), request, run.session.new_tally())
+    known = run.candidates(request, run.session.new_tally(), reads_all=True)
     for each in known:
         if each.id < at:  # not "after it in the list": it may be gone by now
             yield {"step": each.id.step, "attempt": each.id.attempt}

@@ -108,6 +108,7 @@ def run_command(
     call = _CommandCall(
         named={"step": step, "attempt": attempt, "even_the_last": even_the_last, "tag": tag}
     )
+    session.wait_filled(kind)
     id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:

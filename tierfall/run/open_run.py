@@ -23,7 +23,7 @@ from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.copies.chunk_reader import FoundDamage, ReadTally
 from tierfall.core.copies.shard_reader import CheckpointReader, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, choose
@@ -255,6 +255,7 @@ class OpenRun:
         if not many:
             self._raise_failures()
         step = as_step(step)
+        self.session.wait_filled(f"save of step {step}")
         call = SaveCall(
             step=step,
             metrics=metrics,
@@ -407,8 +408,7 @@ class OpenRun:
         ranks = session.ranks
 
         def choose_now(request: RestoreRequest) -> Choice:
-            listings = session.list_to_restore(request)
-            candidates = self.candidates(listings, request, tally)
+            candidates = self.candidates(request, tally)
             return Choice(candidates=candidates, open_image=session.tiers.opener())
 
         chosen = choose_now(request)
@@ -477,14 +477,17 @@ class OpenRun:
         return make_barrier(self.session.ranks, timeout_s=self.patience_s)
 
     def candidates(
-        self, listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
+        self, request: RestoreRequest, tally: ReadTally, *, reads_all: bool = False
     ) -> list[KnownCheckpoint]:
-        """Return the checkpoints that may be restored, newest first, the same on all ranks."""
-        ranks = self.session.ranks
-        if not self.session.tiers.agrees:
+        """List all tiers, and return the checkpoints that may be restored, newest first, the same on all ranks. Unless
+        it ``reads_all``, older ones may be left out."""
+        session = self.session
+        listings = session.list_now() if reads_all else session.list_to_restore(request)
+        if not session.tiers.agrees:
             return choose(listings, request, tally)
-        reported = reported_tiers(self.config, ranks)
-        return agree_to_restore(ranks, listings, request, mine=reported, tally=tally)
+        reported = reported_tiers(self.config, session.ranks)
+        found = agree_to_restore(session.ranks, listings, request, mine=reported, tally=tally)
+        return self.candidates(request, tally, reads_all=True) if found is None else found
 
     def begin_anew(self) -> None:
         """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
@@ -495,7 +498,7 @@ class OpenRun:
         """Let saving begin, on all ranks, if no tier holds a checkpoint; see ``Checkpointer.begin``."""
         request = RestoreRequest(operation="begin", advice="or open with fresh=True")
         session = self.session
-        if there := self.candidates(session.list_now(), request, session.new_tally()):
+        if there := self.candidates(request, session.new_tally()):
             raise StepError(
                 f"begin: run {session.run!r} has checkpoints, the newest is {there[0].id}: call restore() or load() to "
                 "continue from one, choose another run name, or open with fresh=True to leave them behind"
@@ -578,6 +581,7 @@ class OpenRun:
         try:
             try:
                 self.cadence.end()
+                session.wait_filled("close", left_s() / 2)
                 updates, last = self.capturer.barrier.updates, self._last
                 plan, most_s = closing.agree_on_end(
                     session,

@@ -42,7 +42,7 @@ from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.run.status_writer import StatusWriter
 from tierfall.setup.host_memory import Leftovers, adopt_images, note_overtaken
 from tierfall.setup.opened_tiers import OpenedTiers
-from tierfall.setup.start import Start, catalog_of, take_attempt
+from tierfall.setup.start import Start, agree_on_rest, catalog_of, take_attempt
 from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.prometheus import MetricsServer
@@ -103,15 +103,14 @@ class Session:
                 topology=self.ranks.topology,
                 shared={tier.name: is_shared(tier) for tier in self.config.stored},
             ),
-            scattered=start.scattered,
-            on_few_nodes=start.on_few_nodes,
-            decided=decided_in(catalog),
         )
         self.leftovers = Leftovers(ledger, tiers.memory.adopted)
         self.filled = InterruptibleEvent()
         self._awaited = InterruptibleEvent()
         """A thread waits for the coordinator."""
-        if not tiers.is_partial:
+        self._gives_up = InterruptibleEvent()
+        """This rank waits no longer for others that read old commit records."""
+        if not start.partial:
             self._fill(ledger, catalog)
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
@@ -137,14 +136,20 @@ class Session:
         self.status = StatusWriter(self)
         self._metrics_server = self._serve_metrics()
 
-    def _fill(self, ledger: Ledger, catalog: Iterable[Listing]) -> None:
+    def _fill(self, ledger: Ledger, catalog: Sequence[Listing]) -> None:
         """Enter into the ledger what the tiers that are written to hold, by the ``catalog`` of all ranks, and what lies
         in the slots of this process."""
         start, tiers = self._start, self.tiers
         ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
         written = {self.host.name, *(tier.name for tier in self.config.written)}
         held = [listing for listing in catalog if listing.tier in written]
-        ledger.load(merge(held), held)
+        ledger.load(
+            merge(held),
+            held,
+            decided=decided_in(catalog),
+            scattered=start.scattered,
+            on_few_nodes=start.on_few_nodes,
+        )
         for entry in ledger.entries.values():
             entry.image_bytes = start.image_bytes.get(entry.id, entry.image_bytes)
         seen = start.seen & written
@@ -156,12 +161,14 @@ class Session:
 
     def _begin(self) -> None:
         """Have the coordinator plan by the content of the tiers. First it reads the commit records that the start left
-        for later."""
+        for later, and all ranks agree again."""
         if not self.filled.is_set:
             self._awaited.wait(AFTER_S)
             self.tiers.read_rest()
             if self.workers.stopping:
                 return
+            self._start = agree_on_rest(self.tiers, self._start, self._gives_up)
+            self.displaced = bool(self._start.displaced)
             self._fill(self.coordinator.ledger, catalog_of(self.tiers, self._start, self._warned))
         self.coordinator.start()
 
@@ -247,6 +254,16 @@ class Session:
                 return False
         return True
 
+    def wait_filled(self, doing: str, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have read the commit records that the start left for later. After ``timeout_s`` this
+        rank waits for no other one, and its coordinator stops."""
+        if self.filled.is_set:
+            return
+        why = "the commit records of earlier checkpoints are being read"
+        with self.holds.hold(doing, lambda: why):
+            if not self.wait(self.filled, timeout_s):
+                self._gives_up.set()
+
     def check_running(self) -> None:
         """Raise TierfallError where the coordinator has stopped."""
         if (failure := self.workers.failure) is not None:
@@ -299,7 +316,7 @@ class Session:
         out."""
         if request.without:  # what has just been tried and failed may have been deleted
             return self.list_now()
-        found = self.tiers.list_to_restore()
+        found = self.tiers.list_newest()
         return self.list_now() if is_first_unread(found, request) else self._reported(found)
 
     def _reported(self, found: tuple[Listing, ...]) -> tuple[Listing, ...]:
@@ -364,6 +381,7 @@ class Session:
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
+        self.wait_filled("restore")
         self.tiers.listings = self.list_now()
         self._start = take_attempt(self.tiers, self.attempt)
         catalog_of(self.tiers, self._start, self._warned)
@@ -509,10 +527,6 @@ class RegionRequest:
     def __init__(
         self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
     ) -> None:
-        if not session.filled.is_set:
-            why = "the commit records of earlier checkpoints are being read"
-            with session.holds.hold(f"save of step {id.step}", lambda: why):
-                session.wait(session.filled)
         self._session = session
         self._done = InterruptibleEvent()
         self._lock = threading.Lock()

@@ -25,7 +25,6 @@ from tierfall.core.format.catalog import (
     NotReadError,
     decided_in,
     merge,
-    start_of,
 )
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
@@ -125,8 +124,7 @@ class OpenedTiers:
             self.agrees = self.ranks.many or any(
                 shard != self.ranks.shard for _, shard in regions_in(self.memory.hosts)
             )
-            # what ranks agree on is by the records of all checkpoints
-            self.listings = self.list_now() if offline or self.agrees else self._list_newest()
+            self.listings = self.list_now() if offline else self.list_newest()
             self.identities = TierIdentities(
                 self.config, self.stores, self.memory.folder, self.listings, self._calls
             )
@@ -204,8 +202,7 @@ class OpenedTiers:
 
     def make_durable(self) -> None:
         """Make the copies on the tiers that this rank owns durable, before anything relies on them."""
-        own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
-        found = {x.tier: x for x in self.listings if x.tier in own & self.stores.keys()}
+        found = {x.tier: x for x in self.listings if x.tier in self._owned() & self.stores.keys()}
         stores = [self.stores[name] for name, x in found.items() if x.copies]
         for name, answer in self._call(stores, lambda s: make_durable(s, found[s.name])).items():
             match answer.error:
@@ -214,6 +211,9 @@ class OpenedTiers:
                 case _:
                     found[name] = answer.get()
         self.listings = tuple(found.get(x.tier, x) for x in self.listings)
+
+    def _owned(self) -> set[str]:
+        return {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
 
     def exclude_all(self, tiers: Mapping[str, str]) -> None:
         """Exclude tiers that other ranks of this start cannot reach; ``tiers`` has rank and reason of each."""
@@ -358,29 +358,19 @@ class OpenedTiers:
         """Whether the start has left commit records of old checkpoints to be read later, by ``read_rest``."""
         return any(listing.is_partial for listing in self.listings)
 
-    def list_to_restore(self) -> tuple[Listing, ...]:
-        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left out."""
-        return self.list_now() if self.agrees else self._list_newest()
-
-    def _list_newest(self) -> tuple[Listing, ...]:
-        """List every tier. Commit records of old checkpoints are left for later if it is known without them which
-        checkpoint the run continues from."""
+    def list_newest(self) -> tuple[Listing, ...]:
+        """List every tier, as ``list_now`` does; commit records of old checkpoints may be left for later."""
         memory = self.memory.list()
-        found = list_all(self.config, memory, self.stores, self.errors, self._calls, newest=True)
-        commits = (copy.commit for listing in found for copy in listing.copies if copy.commit)
-        starts = {start.key for listing in found for start in listing.starts}
-        starts |= {start_of(commit).key for commit in commits}
-        if len({number for number, _ in starts}) < len(starts):
-            # which of two attempts of one number counts is told by their records
-            return self.list_now()
-        return found
+        return list_all(self.config, memory, self.stores, self.errors, self._calls, newest=True)
 
     def read_rest(self) -> None:
         """Read the commit records that the start has left for later; for another thread than that of the start. Those
-        on a tier that does not answer now count as such that could not be read: they stay until the next start."""
+        on a tier that does not answer now count as such that could not be read (see ``with_rest``): they stay until the
+        next start."""
+        own = self._owned()
         answers = call_tiers(
             [self.stores[x.tier] for x in self.listings if x.is_partial],
-            lambda store: make_durable(store, store.list()),
+            lambda s: make_durable(s, s.list()) if s.name in own else s.list(),
             self.config,
             BoundedCalls(),
             doing="list",
@@ -398,16 +388,7 @@ class OpenedTiers:
                 new = tuple(copy for copy in found.copies if copy.id in later)
                 lags = found.lags and not listing.lags
                 self._log_unreadable(replace(found, copies=new, damaged=(), lags=lags))
-                return replace(found, lags=found.lags or listing.lags)
-            why = f"{listing.tier}: the commit records of old checkpoints could not be read: {found.error}"
-            logger.warning("open: %s. They are kept, and the next start reads them", why)
-            copies = (
-                replace(x, damage=UnreachableError(why))
-                if isinstance(x.damage, NotReadError)
-                else x
-                for x in listing.copies
-            )
-            return replace(listing, copies=tuple(copies))
+            return with_rest(listing, found, is_own=listing.tier in own)
 
         self.listings = tuple(read(listing) for listing in self.listings)
 
@@ -457,6 +438,20 @@ class OpenedTiers:
             close_stores(self.stores, timeout_s)
         finally:
             self.memory.close(keep=keep)
+
+
+def with_rest(listing: Listing, found: Listing, *, is_own: bool) -> Listing:
+    """Return a ``listing`` of which commit records were left for later with those that are ``found`` now. If the tier
+    could not be listed, and this rank owns it, they count as such that could not be read; else its owner tells."""
+    if found.error is None or not is_own:
+        return replace(found, lags=found.lags or listing.lags)
+    why = f"{listing.tier}: the commit records of old checkpoints could not be read: {found.error}"
+    logger.warning("open: %s. They are kept, and the next start reads them", why)
+    copies = (
+        replace(x, damage=UnreachableError(why)) if isinstance(x.damage, NotReadError) else x
+        for x in listing.copies
+    )
+    return replace(listing, copies=tuple(copies))
 
 
 def _log_excluded(name: str, error: TierfallError) -> None:

@@ -49,6 +49,7 @@ from tierfall.core.restore.inventory import (
     merge_ranks,
     unlisted,
 )
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types import keys
 from tierfall.core.types.backend import put_object
 from tierfall.core.types.errors import (
@@ -87,7 +88,7 @@ PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
 """Seconds that a file is searched, by ``shared`` of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
 STALE_S = 3600.0
-_OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
+_OPEN, _ATTEMPT, _READY, _REST = "open", "open: attempt", "open: ready", "open: old checkpoints"
 _LEFTOVERS, _SHARED = "open: leftovers", "open: shared"
 _ADVICE = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
 
@@ -115,10 +116,12 @@ class Start(Message):
     checkpoint. ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any
     node; None where each rank decides by itself. ``reported`` has listings for the ranks that could not list a tier.
     ``elsewhere`` has, per tier, the checkpoints that some nodes have no file of, though they are whole or damaged
-    there.
+    there. ``partial``: some rank has left commit records of old checkpoints for later; ``agree_on_rest`` follows.
+    Without an ``attempt``, all ranks are to read them now.
     """
 
     attempt: Attempt | None = None
+    partial: bool = False
     unreachable: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
@@ -150,14 +153,14 @@ def take_attempt(tiers: OpenedTiers, before: Attempt | None = None) -> Start:
     attempt = tiers.claim_from(next_number(tiers.listings, run=tiers.run, own=before))
     if before is None:
         tiers.discard_unfinished(attempt)
-    return Start(attempt=attempt, first=tiers.finds_nothing())
+    return Start(attempt=attempt, first=tiers.finds_nothing(), partial=tiers.is_partial)
 
 
 def catalog_of(tiers: OpenedTiers, start: Start, warned: set[Key]) -> tuple[Listing, ...]:
     """Return what the tiers hold for all ranks; see ``on_all_ranks``. Starts that could not see each other's tiers are
     logged once, and added to ``warned``."""
     held = on_all_ranks(tiers, start)
-    if tiers.ranks.topology.is_root and not tiers.is_partial:
+    if tiers.ranks.topology.is_root and not start.partial:
         warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), warned)
     return held
 
@@ -167,9 +170,10 @@ class FoundAtStart(Message):
     """What one rank has found. ``unreachable`` has the reason of each tier; ``tiers`` is the inventory of those that it
     reports; ``unlisted`` names, for each stored tier that it could not list, the rank that reports it; ``nothing``: it
     knows of no checkpoint, and could read every tier. ``emptied`` has the tiers that its node remembers and finds
-    empty, each with the reason."""
+    empty, each with the reason. ``partial``: it has left commit records for later."""
 
     number: int
+    partial: bool
     unreachable: Mapping[str, str]
     emptied: Mapping[str, str] = field(default_factory=dict)
     tiers: Mapping[str, TierMessage]
@@ -207,35 +211,28 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     if before is None:
         _find_shared(tiers)
     tiers.make_durable()
-    config = tiers.config
-    order = [tier.name for tier in config.chain]
-    reported_by = reporters(config, ranks)
+    reported_by = reporters(tiers.config, ranks)
     looked_at = [
         replace(x, error=tiers.emptied[x.tier]) if x.tier in tiers.emptied else x
         for x in tiers.listings
     ]
     number = next_number(looked_at, run=tiers.run, own=before)
     for _ in range(TRIES):
-        found = FoundAtStart(
-            number=number,
-            unreachable={tier: str(error) for tier, error in tiers.errors.items()},
-            emptied={tier: str(error) for tier, error in tiers.emptied.items()},
-            tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
-            unlisted=unlisted(tiers.listings, reported_by),
-            nothing=tiers.finds_nothing(),
-        )
         start = ranks.agree(
             _OPEN,
-            StartMessage(found=found),
-            lambda messages: decide(tiers, _found_by_all(messages), order),
+            StartMessage(found=_found_here(tiers, number)),
+            lambda messages: decide(tiers, _found_by_all(messages)),
             Start,
             timeout_s=_patience_s(tiers),
         )
-        assert start.attempt is not None
+        if start.attempt is None:
+            tiers.listings = tiers.list_now()
+            tiers.make_durable()
+            continue
         tiers.exclude_all(start.unreachable)
         tiers.emptied.clear()  # the others are new tiers
         with reporting_error(ranks, _ATTEMPT):
-            taken = tiers.claim(start.attempt)
+            taken = ranks.topology.is_root or tiers.claim(start.attempt)  # rank 0 has decided it
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
@@ -246,6 +243,36 @@ def agree_on_start(tiers: OpenedTiers, before: Attempt | None) -> Start:
     raise RanksError(
         f"open: {format_ranks(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
         "another job of this run's name is starting at the same time"
+    )
+
+
+def agree_on_rest(tiers: OpenedTiers, start: Start, leave: InterruptibleEvent) -> Start:
+    """Agree again on what the tiers hold, now that each rank has read the commit records that the ``start`` had left
+    for later. For another thread than that of the training. Raises RanksError if a rank does not come, or after
+    ``leave`` was set."""
+    if not tiers.agrees:
+        return replace(start, partial=False)
+    again = tiers.ranks.agree_aside(
+        _REST,
+        StartMessage(found=_found_here(tiers, 0)),
+        lambda messages: decide(tiers, _found_by_all(messages), start.attempt),
+        Start,
+        timeout_s=_patience_s(tiers),
+        leave=leave,
+    )
+    tiers.listings = fill_in(tiers.listings, again, reporters(tiers.config, tiers.ranks))
+    return again
+
+
+def _found_here(tiers: OpenedTiers, number: int) -> FoundAtStart:
+    return FoundAtStart(
+        number=number,
+        partial=tiers.is_partial,
+        unreachable={tier: str(error) for tier, error in tiers.errors.items()},
+        emptied={tier: str(error) for tier, error in tiers.emptied.items()},
+        tiers=describe(tiers.listings, mine=reported_tiers(tiers.config, tiers.ranks)),
+        unlisted=unlisted(tiers.listings, reporters(tiers.config, tiers.ranks)),
+        nothing=tiers.finds_nothing(),
     )
 
 
@@ -320,13 +347,18 @@ def _found_by_all(messages: Mapping[int, StartMessage]) -> dict[int, FoundAtStar
     return {rank: message.found for rank, message in messages.items() if message.found is not None}
 
 
-def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[str]) -> Start:
+def decide(
+    tiers: OpenedTiers, found: Mapping[int, FoundAtStart], attempt: Attempt | None = None
+) -> Start:
     """Decide, on rank 0, which attempt all ranks take and which checkpoints of the tiers count for all of them.
 
-    ``found`` are the reports of the ranks, ``order`` are the tiers' names.
+    ``found`` are the reports of the ranks, ``attempt`` is what they have taken before.
     """
+    partial = any(one.partial for one in found.values())
+    if partial and any(one.emptied for one in found.values()):
+        return Start()  # whether all that those tiers can have had is elsewhere, the records tell
     inventories = {rank: one.tiers for rank, one in found.items()}
-    listings = merge_ranks(inventories, order)
+    listings = merge_ranks(inventories, [tier.name for tier in tiers.config.chain])
     whole_somewhere, _ = complete(listings)
     refused = _refused_as_emptied(found, listings)
     for name in refused.keys() & tiers.emptied.keys():  # before anything is written there
@@ -335,13 +367,14 @@ def decide(tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[st
         **_first_reasons((rank, one.unreachable) for rank, one in found.items()),
         **refused,
     }
-    attempt = tiers.claim_from(max(one.number for one in found.values()))
+    attempt = attempt or tiers.claim_from(max(one.number for one in found.values()))
     reachable = [listing for listing in listings if listing.tier not in unreachable]
     host, copies = tiers.config.host.name, tiers.config.peer_copies
     few = on_few_nodes(reachable, inventories, copies=copies, whole=whole_somewhere, host=host)
     return Start(
         unreachable=unreachable,
         attempt=attempt,
+        partial=partial,
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
         on_few_nodes=few,

@@ -40,9 +40,8 @@ def left(
     has_other_images: bool = False,
 ) -> Leftovers:
     """A part of each of the three checkpoints is in memory. ``few`` are on too few nodes."""
-    ledger = Ledger(
-        (host_rules(), peer_rules(), file_rules(STORE)), "host", on_few_nodes={PEERS: few}
-    )
+    ledger = Ledger((host_rules(), peer_rules(), file_rules(STORE)), "host")
+    ledger.load((), (), decided=DecidedList(), on_few_nodes={PEERS: few})
     copies = [(id, tier, CopyState.COMMITTED) for id, tier in committed.items()]
     if has_other_images:
         copies.append((CheckpointId(30, 4), "host", CopyState.SEALED))

@@ -12,7 +12,7 @@ from several_help import sharded
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.decided import DecidedList, Word
 from tierfall.core.format.records import Commit
-from tierfall.core.restore.agreement import whole_on
+from tierfall.core.restore.agreement import is_whole
 from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -83,9 +83,8 @@ def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_re
     assert str(copy.damage) == "rank 1: nvme: rank-00001: it is missing"
     assert copy.commit is not None
     assert len(copy.commit.files) == 4
-    listing = Listing(tier="nvme", copies=(copy,))
-    assert not whole_on(listing, ID)
-    assert whole_on(Listing(tier="nvme", copies=(replace(copy, damage=None),)), ID)
+    assert not is_whole(copy)
+    assert is_whole(replace(copy, damage=None))
 
 
 def test_a_tier_that_nobody_has_looked_at_is_not_taken_for_empty() -> None:

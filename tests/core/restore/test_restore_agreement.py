@@ -19,15 +19,15 @@ from several_help import (
     sharded,
 )
 
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import Listing, NotReadError
 from tierfall.core.format.decided import Word
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
     choose_candidates,
     complete,
+    is_whole,
     on_few_nodes,
-    whole_on,
     whole_on_each,
 )
 from tierfall.core.restore.candidates import RestoreRequest
@@ -95,7 +95,7 @@ def test_shards_may_lie_on_different_tiers() -> None:
     ranks[0].put("store", sharded(5, 3, 4))
     merged = seen(ranks)
     assert complete(merged) == ({CheckpointId(5, 1)}, {})
-    assert [whole_on(listing, CheckpointId(5, 1)) for listing in merged] == [False, False, False]
+    assert not any(is_whole(copy) for listing in merged for copy in listing.copies)
 
 
 @pytest.mark.parametrize("kept", [2, 1, 0])
@@ -278,3 +278,63 @@ def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> 
     assert second[0].commit.lineage == parts[0].commit.lineage
     assert second[0].copies["nvme"].commit is None
     assert "another life" in str(second[0].copies["nvme"].damage)
+
+
+# Records that are read later --------------------------------------------------------------------------
+
+
+def read_later(tiers: Tiers, *steps: int) -> None:
+    """This rank has left the records of these steps on its disk to be read later."""
+    for (tier, id), copy in tiers.found.items():
+        if tier == "nvme" and id.step in steps:
+            error = NotReadError(f"{id}: later")
+            tiers.found[tier, id] = replace(copy, commit=None, damage=error)
+
+
+def test_the_newest_is_restored_though_older_records_were_not_read() -> None:
+    ranks = several(2)
+    for step in (5, 6, 7):
+        put_parts(ranks, "nvme", step)
+    for tiers in ranks:
+        read_later(tiers, 5, 6)
+    for ignores in (False, True):
+        decision = chosen(ranks, ignore_unreachable=ignores)
+        assert (steps(decision), decision.unread, decision.later) == (["7@1"], (), False)
+    assert chosen(ranks, step=6).later
+
+
+@pytest.mark.parametrize("read_by", [(), (0,), (1,)])
+def test_records_are_read_if_the_newest_lacks_a_part_that_no_rank_has(
+    read_by: tuple[int, ...],
+) -> None:
+    """A start died between the commit records of two nodes."""
+    ranks = several(2)
+    for step in (5, 6):
+        put_parts(ranks, "nvme", step)
+    ranks[0].put("nvme", sharded(7, 0, 2))
+    for rank in {0, 1}.difference(read_by):
+        read_later(ranks[rank], 5, 6)
+    for ignores in (False, True):
+        assert chosen(ranks, ignore_unreachable=ignores) == Candidates(later=True)
+
+
+def test_records_are_read_if_they_tell_which_of_two_attempts_of_one_number_counts() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 5)
+    put_parts(ranks, "nvme", 6)
+    parts = [sharded(7, rank, 2) for rank in range(2)]
+    line = replace(parts[0].commit.lineage, attempt_id="f" * 32)
+    ranks[0].put("store", replace(parts[0], commit=replace(all_named(parts), lineage=line)))
+    assert not chosen(ranks).later
+    read_later(ranks[1], 5)
+    assert chosen(ranks).later
+
+
+def test_records_are_read_if_how_their_attempt_began_may_abandon_the_newest() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 7)
+    put_parts(ranks, "nvme", 6, attempt=2, started_from=CheckpointId(5, 1))
+    assert steps(chosen(ranks))[0] == "6@2"
+    for tiers in ranks:
+        read_later(tiers, 6)
+    assert chosen(ranks).later

@@ -88,16 +88,13 @@ def open_checkpoint(
 
     Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
-    listings, tally = run.session.list_to_restore(request), run.session.new_tally()
-    candidates = run.candidates(listings, request, tally)
-    ranks = run.session.ranks
-
-    left = list(candidates)
+    tally, ranks = run.session.new_tally(), run.session.ranks
+    left = run.candidates(request, tally)
     while left:
         checkpoint = left.pop(0)
         opened: OpenedCheckpoint | None = None
         error: Exception | None = None
-        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        held = [tier.name for tier in run.config.chain if tier.name in checkpoint.copies]
         tiers = [tier for tier in held if request.tier in (None, tier)]
         parts = run.reader(checkpoint, tiers, run.session.tiers.opener(), tally)
         with ExitStack() as closing:
@@ -122,8 +119,7 @@ def open_checkpoint(
         tally.add_skipped(f"step {checkpoint.id}", reason, checkpoint.id)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
         request = replace(request, without=request.without | {checkpoint.id})
-        listings = run.session.list_to_restore(request)  # it may have been deleted meanwhile
-        left = run.candidates(listings, request, tally)
+        left = run.candidates(request, tally)  # it may have been deleted meanwhile
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
