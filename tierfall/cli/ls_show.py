@@ -414,7 +414,9 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
         for copy in listing.copies:
             if copy.damage is not None:
                 what = "could not be read" if copy.unread else "is damaged"
-                answer.problem(f"{copy.id} {what} on {with_tier(listing.tier, copy.damage)}")
+                why = str(copy.damage).removeprefix(f"{listing.tier}: ")
+                why = why.removeprefix(f"{copy.id} was found damaged: ")  # by the tier's list
+                answer.problem(f"{copy.id} {what} on tier {listing.tier}: {why}")
 
 
 def _steps(

@@ -9,7 +9,13 @@ from math import floor
 
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.text import format_some
-from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
+from tierfall.core.types.units import (
+    format_count,
+    format_duration,
+    format_rate,
+    format_share,
+    format_size,
+)
 from tierfall.core.types.values import CopyState, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
 from tierfall.policies.cadence import TierCadence
@@ -246,7 +252,7 @@ _WIDTH = 12
 
 
 def _source(source: ShardSource) -> str:
-    by = "" if source.rank is None else f" by rank {source.rank}"
+    by = "" if source.rank is None else f", read by rank {source.rank}"
     return f"{format_size(source.bytes)} from {source.tier}{by}"
 
 
@@ -278,10 +284,17 @@ def describe_statistics(found: Statistics) -> str:
         "write rate": _pairs({t: format_rate(rate) for t, rate in found.write_bytes_per_s.items()}),
         "read rate": _pairs({t: format_rate(rate) for t, rate in found.read_bytes_per_s.items()}),
         "falls behind": _pairs(
-            {tier: f"{n:.1f} checkpoints an hour" for tier, n in found.behind.items() if n}
+            {
+                tier: f"{format_count(n)} checkpoints an hour"
+                for tier, n in found.behind.items()
+                if n
+            }
         ),
         "packed": _pairs(
-            {tier: f"{one.ratio:.2f} times smaller" for tier, one in found.compression.items()}
+            {
+                tier: f"{format_count(one.ratio)} times smaller"
+                for tier, one in found.compression.items()
+            }
         ),
         "cadence": "" if found.cadence is None else found.cadence.reason,
         "progress": "" if found.ettr is None else f"{format_share(found.ettr)} of the time (ETTR)",
