@@ -177,6 +177,12 @@ def _decide(
     return answer(Verdict.DROP, _of_rules(["no rule keeps it"], tier.retain))
 
 
+def used_metrics(tiers: Iterable[TierRules]) -> list[str]:
+    """Return the names of the metrics that ``best`` rules use."""
+    rules = (rule.rules for tier in tiers for rule in tier.retain)
+    return sorted({rule.metric for rule in rules if isinstance(rule, BestRule)})
+
+
 def missing_metrics(view: View, *, saves_min: int = 1) -> dict[str, str]:
     """Describe each metric of a ``best`` rule that no checkpoint has, and name the metrics that they have.
 

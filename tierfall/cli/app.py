@@ -85,6 +85,14 @@ StepsArgument = Annotated[
 TagArgument = Annotated[
     str, typer.Argument(metavar="TAG", help="Letters, digits, '.', '_' and '-', at most 128.")
 ]
+MetricsOption = Annotated[
+    bool,
+    typer.Option(
+        "--metrics",
+        "-m",
+        help="Show all metrics, and not only those that a rule of retention uses.",
+    ),
+]
 TierOption = Annotated[
     str | None,
     typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
@@ -229,9 +237,7 @@ def ls(
         int | None,
         typer.Option("--last", "-n", metavar="N", min=1, help="List the newest N steps only."),
     ] = None,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", "-m", help="Show the metrics of each step.")
-    ] = False,
+    metrics: MetricsOption = False,
 ) -> None:
     """List the steps of a run, the newest last: age, size, and the state on each tier."""
     from tierfall.cli import ls_show
@@ -648,11 +654,12 @@ def watch(
             "nothing: 9109, or 127.0.0.1:9109.",
         ),
     ] = None,
+    metrics: MetricsOption = False,
 ) -> None:
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(asked, every, once, prometheus)
+    watch.watch(asked, every, once, prometheus, metrics)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

@@ -284,7 +284,7 @@ def _is_dropped(decision: Decision, pruned: commands.PruneResult) -> bool:
 
 def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
     drops = [d for d in pruned.decisions if _is_dropped(d, pruned)]
-    made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
+    made = table("TIER", "STEP", "SIZE", "DECISION", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
         made.add_row(
             decision.tier,

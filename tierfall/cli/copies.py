@@ -115,7 +115,7 @@ def _answer_verify(
     }
     if repairs is not None:
         answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
-    made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
+    made = table("STEP", "TIER", "CHUNKS", "SIZE", "RESULT", right=("STEP", "CHUNKS", "SIZE"))
     for copy in sorted(report.copies, key=lambda c: c.id):
         made.add_row(
             str(copy.id),

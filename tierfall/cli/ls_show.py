@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
+    REMARKS,
     CommandOutput,
     cell,
     coloured,
@@ -23,6 +24,7 @@ from tierfall.cli.common import (
     describe_new,
     document_of,
     find_step,
+    format_metric,
     load_settings,
     load_settings_if_any,
     name_other_runs,
@@ -55,11 +57,11 @@ from tierfall.ops.memory import HeldMemory, held_by_runs
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.ops.watch import find_living_status
 from tierfall.policies.forecast import loss_bounds, peer_survival
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.retention import plan_retention, used_metrics
 from tierfall.setup.start import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.reports import describe_peer_survival, format_bounds, format_unread
-from tierfall.telemetry.status import Status
+from tierfall.telemetry.status import CheckpointStatus, Status
 
 logger = logging.getLogger("tierfall")
 
@@ -227,7 +229,7 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
     answer.note_unread(unread)
     found = [_describe_run(answer, settings, name) for name in names]
     right = ("STEPS", "LATEST", "AGE", "SIZE")
-    made = table("RUN", *right, "TIERS", "", right=right)
+    made = table("RUN", *right, "TIERS", "OWNER", right=right)
     for one in found:
         made.add_row(
             one["run"],
@@ -236,7 +238,7 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
             cell(one["age_s"], rough_duration),
             format_size(one["bytes"]),
             ", ".join(one["tiers"]) or "-",
-            "a trainer owns it" if one["owner"] else "",
+            f"process {one['owner']['pid']}" if one["owner"] else "-",
         )
     if found:
         answer.show(made)
@@ -315,7 +317,9 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
-            answer.show(_steps(facts, listed, trainer, metrics=metrics))
+            names = {m for c in facts.known for m in c.metrics} if metrics else None
+            used = used_metrics(facts.view.tiers)
+            answer.show(_steps(facts, listed, trainer, used if names is None else sorted(names)))
         if older := len(rows) - len(listed):
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")
@@ -420,7 +424,7 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
 
 
 def _steps(
-    facts: RunFacts, ids: Sequence[CheckpointId], trainer: Status | None, *, metrics: bool
+    facts: RunFacts, ids: Sequence[CheckpointId], trainer: Status | None, metrics: Sequence[str]
 ) -> Table | Text:
     tiers = [listing.tier for listing in facts.listings]
     written = {(t.step, t.attempt, t.tier) for t in (trainer.transfers if trainer else ())}
@@ -430,28 +434,26 @@ def _steps(
         arrives = found == "owed" and (id.step, id.attempt, tier) in written
         return str(CopyState.ARRIVING) if arrives else found
 
-    shown = sorted({m for c in facts.known for m in c.metrics}) if metrics else []
     rows = []
     for id in ids:
         checkpoint = facts.by_id.get(id)
-        head, tail = [str(id), "", ""], [""] * (len(shown) + 1)
+        head, tail = [str(id), "", ""], [""] * (len(metrics) + 1)
         if checkpoint is not None:
             age = cell(facts.age_s(checkpoint), rough_duration)
             head = [str(id), age, format_size(checkpoint.bytes)]
-            values = checkpoint.metrics
-            tail = [f"{values[name]:.6g}" if name in values else "" for name in shown]
-            tail.append(", ".join(_remarks(checkpoint)))
+            tail = [format_metric(checkpoint.metrics.get(name)) for name in metrics]
+            tail.append(", ".join(remarks_on(checkpoint)))
         rows.append((head, {tier: state(id, tier) for tier in tiers}, tail))
-    return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
+    return copies_table(("STEP", "AGE", "SIZE"), tiers, (*metrics, REMARKS), rows)
 
 
-def _remarks(checkpoint: KnownCheckpoint) -> Iterable[str]:
+def remarks_on(checkpoint: KnownCheckpoint | CheckpointStatus) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
         yield "pinned"
     if checkpoint.abandoned:
         yield "abandoned"
-    if checkpoint.deleted:
+    if isinstance(checkpoint, KnownCheckpoint) and checkpoint.deleted:
         yield "to be deleted"
 
 
@@ -528,8 +530,10 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
         )
     made.add_row("size", format_size(checkpoint.bytes))
     if checkpoint.metrics:
-        made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in checkpoint.metrics.items()))
-    if remarks := list(_remarks(checkpoint)):
+        made.add_row(
+            "metrics", ", ".join(f"{k} {format_metric(v)}" for k, v in checkpoint.metrics.items())
+        )
+    if remarks := list(remarks_on(checkpoint)):
         made.add_row("remarks", ", ".join(remarks))
     if owed := facts.owed(checkpoint.id):
         made.add_row("still owed to", ", ".join(owed))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
@@ -20,20 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfall.cli.common import (
+    REMARKS,
     CommandOutput,
     Part,
     cell,
     copies_table,
     counted,
+    format_metric,
     load_settings,
     owner_members,
     table,
     with_tier,
 )
-from tierfall.cli.ls_show import (
-    RunFacts,
-    format_peer_survival,
-)
+from tierfall.cli.ls_show import RunFacts, format_peer_survival, remarks_on
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
 from tierfall.config.fields import listen_address
@@ -50,6 +49,8 @@ from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
 from tierfall.policies.forecast import loss_bounds
+from tierfall.policies.retention import used_metrics
+from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.reports import format_bounds
 from tierfall.telemetry.status import (
@@ -64,7 +65,7 @@ from tierfall.telemetry.status import (
 
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
-BAR_WIDTH = 20
+BAR, BAR_WIDTH = "PROGRESS", 20
 TIME_MAX_S = 3e10
 NUMBER_MAX = 1e18
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
@@ -75,7 +76,7 @@ ROWS_ON_SCREEN = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``cell`` gives the
-    state of a copy in a word, by its checkpoint and tier."""
+    state of a copy in a word, by its checkpoint and tier. ``metrics`` are those that people see; None: all."""
 
     snapshot: RunSnapshot
     status: RunStatus
@@ -84,6 +85,7 @@ class RunView:
     unread: tuple[str, ...] = ()
     cell: Callable[[CheckpointStatus, str], str]
     problems: tuple[str, ...]
+    metrics: Sequence[str] | None = None
 
     @property
     def document(self) -> dict[str, Any]:
@@ -214,6 +216,8 @@ def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
         owed=facts.owed(id),
         pinned=known.pinned,
         abandoned=known.abandoned,
+        tags=tuple(sorted(known.tags)),
+        metrics=to_json(known.metrics),
     )
 
 
@@ -265,26 +269,27 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
-def _bar(share: float | None, bars: bool, *, failing: bool = False) -> ProgressBar | str:
-    if share is None or not bars:
-        return ""
+def _bar(share: float | None, *, failing: bool = False) -> ProgressBar | str:
     style = "red" if failing else "cyan"
-    return ProgressBar(1.0, share, complete_style=style, finished_style=style)
+    return (
+        "" if share is None else ProgressBar(1.0, share, complete_style=style, finished_style=style)
+    )
 
 
-def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
-    """Return a table whose last column has no heading, and is what a narrow terminal takes away from."""
-    made = table(*columns, "", right=right)
+def _table_with_bars(*columns: str, right: Sequence[str], bars: bool) -> Table:
+    """Return a table whose last column, of bars if there are any, is what a narrow terminal takes away from."""
+    made = table(*columns, *([BAR] if bars else []), right=right)
     for column in made.columns:
         column.no_wrap = True
-    made.columns[-1].no_wrap = False
-    made.columns[-1].max_width = BAR_WIDTH
+    if bars:
+        made.columns[-1].no_wrap = False
+        made.columns[-1].max_width = BAR_WIDTH
     return made
 
 
 def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
-    right = ("STEPS", "USED", "OF", "FILL", "RATE")
-    made = _table_with_bars("TIER", "KIND", *right, right=right)
+    right = ("STEPS", "USED", "CAPACITY", "FULL", "RATE")
+    made = _table_with_bars("TIER", "KIND", *right, right=right, bars=bars)
     for tier in tiers:
         of = tier.capacity_bytes
         fill = tier.used_bytes / of if of else None
@@ -296,21 +301,23 @@ def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
             cell(of, format_size),
             cell(fill, format_share),
             cell(tier.bytes_per_s or None, format_rate),
-            _bar(fill, bars, failing=bool(tier.failing)),
+            *([_bar(fill, failing=bool(tier.failing))] if bars else []),
         )
     return made
 
 
 def _grid(frame: RunView, rows: int) -> Table | Text:
     names = [tier.name for tier in frame.status.tiers]
+    shown = [*reversed(frame.status.checkpoints[-rows:])]
+    metrics = frame.metrics
+    if metrics is None:
+        metrics = sorted({name for one in shown for name in one.metrics})
     made = []
-    for one in reversed(frame.status.checkpoints[-rows:]):
-        remarks = [
-            word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
-        ]
+    for one in shown:
         states = {name: frame.cell(one, name) for name in names}
-        made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
-    return copies_table(("STEP",), names, ("",), made)
+        values = [format_metric(one.metrics.get(name)) for name in metrics]
+        made.append(([f"{one.step}@{one.attempt}"], states, [*values, ", ".join(remarks_on(one))]))
+    return copies_table(("STEP",), names, (*metrics, REMARKS), made)
 
 
 def _reported_cell(one: CheckpointStatus, tier: str) -> str:
@@ -325,7 +332,7 @@ def _reported_cell(one: CheckpointStatus, tier: str) -> str:
 
 def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right)
+    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right, bars=bars)
     for one in transfers:
         share = one.done_bytes / max(1, one.bytes)
         made.add_row(
@@ -336,7 +343,7 @@ def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
             format_size(one.bytes),
             cell(one.bytes_per_s or None, format_rate),
             cell(one.left_s, format_duration),
-            _bar(share, bars),
+            *([_bar(share)] if bars else []),
         )
     return made
 
@@ -392,7 +399,9 @@ def _readable_number(value: object) -> float | None:
     return None
 
 
-def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> None:
+def watch(
+    asked: Asked, every_s: float, once: bool, prometheus: str | None, all_metrics: bool
+) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(asked)
     if once and prometheus is not None:
@@ -403,7 +412,8 @@ def watch(asked: Asked, every_s: float, once: bool, prometheus: str | None) -> N
     if prometheus is not None:
         _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
         return
-    frames = _frames(settings, watcher)
+    names = None if all_metrics else used_metrics(tier_rules(settings))
+    frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
     if once:
         _once(next(frames), as_json=asked.as_json)
         return

@@ -28,6 +28,7 @@ from tierfall.core.runtime.conditions import Conditions
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import to_json
 from tierfall.core.types.values import CopyState, LossClass, SaveOutcome
 from tierfall.core.types.view import LossBound, TierRules, newest_surviving
 from tierfall.telemetry import metrics
@@ -307,6 +308,8 @@ class StatusWriter:
             set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
             pinned=entry.pinned,
             abandoned=abandoned,
+            tags=tuple(sorted(entry.tags)),
+            metrics=to_json(entry.commit.metrics) if entry.commit else {},
         )
 
     def _fraction(self, entry: LedgerEntry, tier: str) -> float:
