@@ -35,8 +35,6 @@ from tierfall.cli.common import (
 from tierfall.cli.ls_show import RunFacts, format_peer_survival, remarks_on
 from tierfall.cli.usage import Asked, Exit, refuse, to_document
 from tierfall.config import Config
-from tierfall.config.fields import listen_address
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
@@ -400,7 +398,11 @@ def _readable_number(value: object) -> float | None:
 
 
 def watch(
-    asked: Asked, every_s: float, once: bool, prometheus: str | None, all_metrics: bool
+    asked: Asked,
+    every_s: float,
+    once: bool,
+    prometheus: tuple[str, int] | None,
+    all_metrics: bool,
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(asked)
@@ -410,7 +412,7 @@ def watch(
         )
     watcher = Watcher(settings, run=settings.run)
     if prometheus is not None:
-        _serve(watcher, prometheus, settings.run, as_json=asked.as_json)
+        _serve(watcher, *prometheus, settings.run, as_json=asked.as_json)
         return
     names = None if all_metrics else used_metrics(tier_rules(settings))
     frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
@@ -426,12 +428,8 @@ def watch(
         return  # Ctrl-C is how a person ends it
 
 
-def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:
+def _serve(watcher: Watcher, address: str, port: int, run: str, *, as_json: bool) -> None:
     """Serve metrics until Ctrl-C, or until a signal ends the process."""
-    try:
-        address, port = listen_address(listens_on)
-    except ConfigError as error:
-        refuse(f"--prometheus: {error}", Exit.USAGE)
     server = MetricsServer(address, port, watcher.living_statuses, run=run, where="--prometheus")
     answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
     answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
