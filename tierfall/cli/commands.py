@@ -102,7 +102,7 @@ def change(
         documents.append(
             {
                 "run": settings.run,
-                "order": verb,
+                "command": verb,
                 **members(result, "id"),
                 "done": list(result.done),
                 "failed": {tier: str(error) for tier, error in failed.items()},
@@ -401,6 +401,8 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "done": [],
         "left": [members(owed) for owed in left],
         "memory_kept": False,
+        "seconds": 0.0,
+        "forecast": [],
     }
     answer.show(f"run {reader.run}: nothing is in host memory{of_this_user(reader.config)}")
     for owed in left:

@@ -235,7 +235,7 @@ def _show_runs(answer: CommandOutput, settings: Config) -> list[dict[str, Any]]:
             one["run"],
             str(one["checkpoints"]),
             "-" if one["step"] is None else f"{one['step']}@{one['attempt']}",
-            cell(one["age_s"], rough_duration),
+            cell(one["wall_time_s"], lambda at: rough_duration(max(0.0, time.time() - at))),
             format_size(one["bytes"]),
             ", ".join(one["tiers"]) or "-",
             f"process {one['owner']['pid']}" if one["owner"] else "-",
@@ -269,7 +269,7 @@ def held_members(held: HeldMemory) -> dict[str, Any]:
     """Return what a run holds in this node's memory, for a document."""
     return {
         **members(held, "run", "folder", "file", "bytes", "kept_bytes", "problems"),
-        "steps": [str(id) for id in held.checkpoints],
+        "checkpoints": [members(id, "step", "attempt") for id in held.checkpoints],
         "owner": owner_members(held.owner),
     }
 
@@ -283,8 +283,7 @@ def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str
     return {
         "run": run,
         "checkpoints": len(facts.known),
-        **members(facts.by_id.get(newest) if newest else None, "id"),
-        "age_s": facts.age_s(facts.by_id[newest]) if newest else None,
+        **members(facts.by_id.get(newest) if newest else None, "id", "wall_time_s"),
         "bytes": sum(copy.bytes for listing in held for copy in listing.copies),
         "tiers": [listing.tier for listing in held],
         "owner": owner_members(facts.owner),
@@ -395,10 +394,7 @@ def _members(facts: RunFacts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
     return {
         **members(checkpoint, "id"),
         **members(line, "ordinal", "started_from"),
-        **members(checkpoint, "bytes", "wall_time_s"),
-        "age_s": facts.age_s(checkpoint),
-        **members(checkpoint, "pinned", "abandoned"),
-        "deleted": checkpoint.deleted,
+        **members(checkpoint, "bytes", "wall_time_s", "pinned", "abandoned", "deleted"),
         **members(checkpoint, "tags", "metrics"),
         "copies": {
             tier: {"state": copy.label, **members(copy, "bytes", "damage")}
