@@ -351,7 +351,11 @@ def _show_step(
     answer: CommandOutput, reader: RunReader, facts: RunFacts, checkpoint: KnownCheckpoint
 ) -> dict[str, Any]:
     """Show one step, and return its document."""
-    files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
+    files = {
+        tier: _files(reader, tier, checkpoint, answer)
+        for tier in checkpoint.copies
+        if tier in reader.stores
+    }
     manifests, problems = manifest_members(reader, checkpoint)
     for tier, error in problems:
         answer.problem(with_tier(tier, error))
@@ -366,7 +370,7 @@ def _show_step(
     }
     for tier, of_copy in document["copies"].items():
         of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
-        of_copy["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
+        of_copy["files"] = [{"name": f, "bytes": n} for f, n in files.get(tier, {}).items()]
     return document
 
 
@@ -481,7 +485,7 @@ def _in_full(
     facts: RunFacts,
     checkpoint: KnownCheckpoint,
     manifests: Sequence[dict[str, Any]],
-    files: dict[str, list[tuple[str, int]]],
+    files: dict[str, dict[str, int]],
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
     yield ""
@@ -498,13 +502,12 @@ def _in_full(
     for manifest in manifests:
         yield ""
         yield from _manifest_lines(manifest)
-    for tier, found in files.items():
-        if found:
-            yield ""
-            made = table(f"FILE on {tier}", "SIZE", right=("SIZE",))
-            for name, size in found:
-                made.add_row(name, format_size(size))
-            yield made
+    if named := sorted({name for found in files.values() for name in found}):
+        yield ""
+        made = table("FILE", *files, right=files)
+        for name in named:
+            made.add_row(name, *(cell(found.get(name), format_size) for found in files.values()))
+        yield made
 
 
 def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
@@ -553,16 +556,13 @@ def _manifest_lines(manifest: dict[str, Any]) -> Iterable[Table | str]:
 
 def _files(
     reader: RunReader, tier: str, checkpoint: KnownCheckpoint, answer: CommandOutput
-) -> list[tuple[str, int]]:
-    """Return name and size of each file of a copy; none for host memory."""
-    store = reader.stores.get(tier)
-    if store is None:
-        return []
+) -> dict[str, int]:
+    """Return the size of each file of a copy, by name."""
     try:
-        return [(stored.key, stored.bytes) for stored in store.files(checkpoint.id)]
+        return {file.key: file.bytes for file in reader.stores[tier].files(checkpoint.id)}
     except BackendError as error:
         answer.problem(f"tier {tier}: its files could not be listed: {error}")
-        return []
+        return {}
 
 
 # Manifests -------------------------------------------------------------------------------------------
