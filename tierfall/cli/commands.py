@@ -294,9 +294,10 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
             decision.reason,
         )
     verb = "would be dropped" if dry_run else "dropped"
-    total = format_size(sum(d.bytes for d in drops))
-    copies = counted(len(pruned.decisions), "copy", "copies")
-    summary = f"{len(drops)} of {copies} {verb}, {total}"
+    of = f"of {counted(len(pruned.decisions), 'copy', 'copies')} {verb}"
+    summary = (
+        f"{len(drops)} {of}, {format_size(sum(d.bytes for d in drops))}" if drops else f"none {of}"
+    )
     return (made, summary) if pruned.decisions else (summary,)
 
 
@@ -428,7 +429,7 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(f"run {settings.run}: no tier is owed what is in memory")
     elif drained.memory_kept:
         answer.show(
-            f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
+            f"run {settings.run}: by its flush rule no tier is owed what is in memory; flush: {{every: 1}} flushes it"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")

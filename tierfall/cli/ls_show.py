@@ -316,9 +316,9 @@ def ls(asked: Asked, last: int | None, metrics: bool) -> None:
             "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
-            names = {m for c in facts.known for m in c.metrics} if metrics else None
-            used = used_metrics(facts.view.tiers)
-            answer.show(_steps(facts, listed, trainer, used if names is None else sorted(names)))
+            all_names = {m for c in facts.known for m in c.metrics}
+            names = sorted(all_names) if metrics else used_metrics(facts.view.tiers)
+            answer.show(_steps(facts, listed, trainer, names))
         if older := len(rows) - len(listed):
             steps = counted(older, "older step is", "older steps are")
             answer.show(f"{steps} not shown (--last {last})")

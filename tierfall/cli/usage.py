@@ -201,7 +201,10 @@ class CommandGroup(TyperGroup):
         as_json = "--json" in words
         with _in_one_line(as_json), _reporting_start_files(words):
             if words and words[0] in self.commands and not _HELP.isdisjoint(words):
-                self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
+                # whatever else the line has; without the group's own parameters, for which typer imports pydantic
+                settings = {**self.context_settings, **extra}
+                above: Any = typer.Context(self, info_name=info_name, **settings)
+                self.commands[words[0]].make_context(words[0], ["--help"], parent=above)
             try:
                 ctx = super().make_context(info_name, [*args], parent, **extra)
             except _UsageError as error:
@@ -209,15 +212,6 @@ class CommandGroup(TyperGroup):
                 raise
         ctx.meta[_AS_JSON] = as_json
         return ctx
-
-    def _print_help_of(self, name: str, ctx: typer.Context) -> NoReturn:
-        """Print the help of a command, whatever else the line has; pydantic is not imported for that."""
-        command = self.commands[name]
-        own: Any = typer.Context(
-            command, info_name=name, parent=ctx, help_option_names=sorted(_HELP, key=len)
-        )
-        typer.echo(command.get_help(own))
-        raise typer.Exit(Exit.DONE)
 
     def _check_place(self, unknown: str | None, words: Sequence[str]) -> None:
         """Say where an option belongs that is unknown before the command."""

@@ -127,7 +127,7 @@ class RunView:
         yield ""
         yield from format_bounds(self.bounds, self.unread)
         yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
-        if len(self.snapshot.slots) > 1:
+        if len(self.snapshot.slots) > 1 and any(s.owner or s.status for s in self.snapshot.slots):
             yield ""
             yield _slot_table(self.snapshot)
         if self.snapshot.events:
@@ -267,11 +267,9 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
-def _bar(share: float | None, *, failing: bool = False) -> ProgressBar | str:
-    style = "red" if failing else "cyan"
-    return (
-        "" if share is None else ProgressBar(1.0, share, complete_style=style, finished_style=style)
-    )
+def _bar(share: float | None, style: str = "cyan") -> ProgressBar | str:
+    bar = ProgressBar(1.0, share or 0.0, complete_style=style, finished_style=style)
+    return "" if share is None else bar
 
 
 def _table_with_bars(*columns: str, right: Sequence[str], bars: bool) -> Table:
@@ -299,7 +297,7 @@ def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
             cell(of, format_size),
             cell(fill, format_share),
             cell(tier.bytes_per_s or None, format_rate),
-            *([_bar(fill, failing=bool(tier.failing))] if bars else []),
+            *([_bar(fill, "red" if tier.failing else "cyan")] if bars else []),
         )
     return made
 
@@ -398,11 +396,7 @@ def _readable_number(value: object) -> float | None:
 
 
 def watch(
-    asked: Asked,
-    every_s: float,
-    once: bool,
-    prometheus: tuple[str, int] | None,
-    all_metrics: bool,
+    asked: Asked, every_s: float, once: bool, prometheus: tuple[str, int] | None, metrics: bool
 ) -> None:
     """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(asked)
@@ -414,7 +408,7 @@ def watch(
     if prometheus is not None:
         _serve(watcher, *prometheus, settings.run, as_json=asked.as_json)
         return
-    names = None if all_metrics else used_metrics(tier_rules(settings))
+    names = None if metrics else used_metrics(tier_rules(settings))
     frames = (replace(frame, metrics=names) for frame in _frames(settings, watcher))
     if once:
         _once(next(frames), as_json=asked.as_json)
