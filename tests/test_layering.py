@@ -79,7 +79,7 @@ LINES = {
     ("tierfall/launch", "tierfall/run", "tierfall/setup"): 8_325,
     ("tierfall/ops",): 3_308,
     ("tierfall/telemetry",): 1_755,
-    ("tierfall/cli",): 4_218,
+    ("tierfall/cli",): 4_219,
     ("tierfall/integrations",): 3_063,
     ("tierfall/imports", "tierfall/export"): 2_647,
     ("tierfall/plan",): 201,

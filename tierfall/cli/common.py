@@ -46,7 +46,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
-from tierfall.core.types.text import format_some, members
+from tierfall.core.types.text import format_some, hint_at, members
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import Watch, find, restorable, unread, without_good_copy
@@ -207,7 +207,8 @@ def check_tier(settings: Config, tier: str | None) -> None:
     """End the command where no tier has that name."""
     known = [t.name for t in settings.chain]
     if tier is not None and tier not in known:
-        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
+        hint = hint_at(tier, known)
+        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}{hint}", Exit.USAGE)
 
 
 def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
