@@ -62,7 +62,7 @@ FOLDERS = (
 """A folder imports those before it. ``import tierfall`` itself is left to the demo and the command line."""
 
 LINES = {
-    ("core/types",): 1_951,
+    ("core/types",): 1_952,
     ("core/format",): 1_299,
     ("core/state", "core/tensors"): 3_639,
     ("core/image",): 2_493,

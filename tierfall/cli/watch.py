@@ -278,7 +278,7 @@ def _table_with_bars(*columns: str, right: Sequence[str], bars: bool) -> Table:
     for column in made.columns:
         column.no_wrap = True
     if bars:
-        made.columns[-1].no_wrap = False
+        made.columns[-1].no_wrap, made.columns[-1].overflow = False, "crop"
         made.columns[-1].max_width = BAR_WIDTH
     return made
 
